@@ -16,9 +16,8 @@ from openai import __version__ as sdk_version
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter
+from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter, get_shared_parsers
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.shared_parsers import get_shared_parsers
 from areal_hpc.client.tokenizer import load_session_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
@@ -31,7 +30,6 @@ from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_all_rows
 from areal_hpc.session.rewards import find_rewarded_interaction, validate_reward
-from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 
 BASE_URL = "http://in-process.invalid/v1"
@@ -86,17 +84,18 @@ class ArealOpenAI(AsyncOpenAI):
         )
         self._engine = EngineEndpoint.at(engine)
         self._owns_engine = not isinstance(engine, EngineEndpoint)
-        self._tree = recorder.book.sessions[session_id].tree
+        self.tree = recorder.book.sessions[session_id].tree
+        """What was recorded."""
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
         self._is_discounted = False
-        app = _InProcessApp(self._engine, model, recorder, serve_python, request_timeout_s)
+        transport = _asgi_transport(self._engine, model, recorder, serve_python, request_timeout_s)
         super().__init__(
             api_key=key,
             base_url=BASE_URL,
             max_retries=0,
             timeout=request_timeout_s,
-            http_client=DefaultAsyncHttpxClient(transport=_asgi_transport(app)),
+            http_client=DefaultAsyncHttpxClient(transport=transport),
         )
 
     async def post(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,11 +113,6 @@ class ArealOpenAI(AsyncOpenAI):
 
     # Rewards ------------------------------------------------------------------------------
 
-    @property
-    def tree(self) -> InteractionTree:
-        """What was recorded."""
-        return self._tree
-
     def set_reward(self, interaction_id: str, reward: float) -> None:
         """Reward one interaction; a second time replaces the first.
 
@@ -126,7 +120,7 @@ class ArealOpenAI(AsyncOpenAI):
             UnknownInteractionError: (a KeyError) It is not one of this client's.
             InvalidRewardError: (a ValueError) The reward is no finite number.
         """
-        interaction = find_rewarded_interaction(self._tree, interaction_id)
+        interaction = find_rewarded_interaction(self.tree, interaction_id)
         interaction.reward = validate_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
@@ -136,9 +130,9 @@ class ArealOpenAI(AsyncOpenAI):
             RuntimeError: There is none.
             InvalidRewardError: The reward is no finite number.
         """
-        if not len(self._tree):
+        if not len(self.tree):
             raise RuntimeError("there is no completed interaction to reward")
-        self._tree.last.reward = validate_reward(reward)
+        self.tree.last.reward = validate_reward(reward)
 
     def set_final_reward(self, reward: float) -> None:
         """The older name of `set_last_reward`."""
@@ -162,20 +156,20 @@ class ArealOpenAI(AsyncOpenAI):
     ) -> dict[str, float | None]:
         if self._is_discounted:
             raise RuntimeError("apply_reward_discount should only be called once.")
-        earned = assign_credit(self._tree, turn_discount, credit, orphans)
+        earned = assign_credit(self.tree, turn_discount, credit, orphans)
         self._is_discounted = True
         for name, earnings in earned.items():
-            self._tree[name].reward = earnings.total
+            self.tree[name].reward = earnings.total
         return {name: earnings.total for name, earnings in earned.items()}
 
     # Export -------------------------------------------------------------------------------
 
     def get_interaction(self, interaction_id: str) -> RecordedInteraction | None:
         """One interaction, or None if it is not one of this client's."""
-        if interaction_id not in self._tree:
+        if interaction_id not in self.tree:
             return None
-        reward = self._tree[interaction_id].reward
-        (plan,) = plan_all_rows(self._tree, "individual", {interaction_id: reward})
+        reward = self.tree[interaction_id].reward
+        (plan,) = plan_all_rows(self.tree, "individual", {interaction_id: reward})
         return self._recorded(plan)
 
     def export_interactions(
@@ -202,15 +196,13 @@ class ArealOpenAI(AsyncOpenAI):
                 "Cannot export interactions in 'concat' style from a client with "
                 f"chat_template_type={self._chat_template_type!r}"
             )
-        orphans = find_retry_orphans(self._tree) if drop_retry_orphans else frozenset()
+        orphans = find_retry_orphans(self.tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
             self._discount(reward_discount, "tree", orphans)
         rewards = {
-            one.interaction_id: one.reward
-            for one in self._tree
-            if one.interaction_id not in orphans
+            one.interaction_id: one.reward for one in self.tree if one.interaction_id not in orphans
         }
-        recorded = [self._recorded(plan) for plan in plan_all_rows(self._tree, style, rewards)]
+        recorded = [self._recorded(plan) for plan in plan_all_rows(self.tree, style, rewards)]
         return {one.interaction_id: one for one in recorded}
 
     def _recorded(self, plan: RowPlan) -> RecordedInteraction:
@@ -219,51 +211,39 @@ class ArealOpenAI(AsyncOpenAI):
         return RecordedInteraction(plan, answer, last.reward, last.reward)
 
 
-class _InProcessApp:
-    """The proxy's application, made when the event loop that it needs is running."""
+def _asgi_transport(
+    engine: EngineEndpoint,
+    model: ServedModel,
+    recorder: MemoryRecorder,
+    serve_python: str,
+    request_timeout_s: float,
+) -> Any:
+    """The proxy's application as a transport of the HTTP library that the SDK is built on.
 
-    def __init__(
-        self,
-        engine: EngineEndpoint,
-        model: ServedModel,
-        recorder: MemoryRecorder,
-        serve_python: str,
-        request_timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._model = model
-        self._recorder = recorder
-        self._serve_python = serve_python
-        self._request_timeout_s = request_timeout_s
-        self._app: ProxyApp | None = None
+    The application is made when the event loop that it needs is running.
+    """
+    app: ProxyApp | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None:
-            self._app = self._build()
-        await self._app(scope, receive, send)
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal app
+        if app is None:
+            router, upstream = SingleServerRouter(engine.url), engine.upstream()
+            limits = ProxyConfig(request_timeout_s=request_timeout_s)
+            parsers = get_shared_parsers(
+                model.tool_call_parser, model.reasoning_parser, serve_python
+            )
+            app = ProxyApp(
+                admin_key=generate_key(),
+                max_request_bytes=MAX_REQUEST_BYTES,
+                model=model,
+                book=recorder.book,
+                caller=CompletionService(model, router, upstream, recorder, limits, parsers),
+                control=DriverApi(recorder, router, None, max_sessions=1),
+            )
+        await app(scope, receive, send)
 
-    def _build(self) -> ProxyApp:
-        recorder, router = self._recorder, SingleServerRouter(self._engine.url)
-        upstream = self._engine.upstream()
-        limits = ProxyConfig(request_timeout_s=self._request_timeout_s)
-        model = self._model
-        parsers = get_shared_parsers(
-            model.tool_call_parser, model.reasoning_parser, self._serve_python
-        )
-        return ProxyApp(
-            admin_key=generate_key(),
-            max_request_bytes=MAX_REQUEST_BYTES,
-            model=model,
-            book=recorder.book,
-            caller=CompletionService(model, router, upstream, recorder, limits, parsers),
-            control=DriverApi(recorder, router, None, max_sessions=1),
-        )
-
-
-def _asgi_transport(app: _InProcessApp) -> Any:
-    """The transport class of the HTTP library that the installed SDK is built on."""
     http = importlib.import_module("httpx2" if int(sdk_version.split(".")[0]) >= 3 else "httpx")
-    return http.ASGITransport(app=app)
+    return http.ASGITransport(app=answer)
 
 
 def _longest_sequence(tokenizer: Any) -> int:

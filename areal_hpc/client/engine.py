@@ -1,12 +1,15 @@
-"""In-process engine: the SGLang endpoint that a client generates with."""
+"""In-process engine: what a client generates and parses with."""
 
 from __future__ import annotations
 
 import asyncio
+from weakref import WeakKeyDictionary
 
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.wire.proxy import EngineAddress
 from areal_hpc.wire.replicas import ReplicaView
 
@@ -53,5 +56,33 @@ class SingleServerRouter(Router):
         super().__init__(StaticReplicaSource([url]))
         self._serving = {0: ReplicaView(0, 1, "serving", url)}
 
-    def lost(self, replica: ReplicaView) -> None:
+    def on_replica_lost(self, replica: ReplicaView) -> None:
         """Stay: the call is repeated until its time is up."""
+
+
+_shared: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], ToolParsers]
+] = WeakKeyDictionary()
+
+
+def get_shared_parsers(
+    tool_call_parser: str | None, reasoning_parser: str | None, serve_python: str
+) -> ToolParsers | None:
+    """The parsers that clients of the running event loop share; None if there is nothing to parse.
+
+    Their process starts with the first reply that has to be parsed, which then takes some seconds
+    longer, and ends with this one.
+
+    Args:
+        tool_call_parser: SGLang's name of the tool-call format.
+        reasoning_parser: SGLang's name of the reasoning format.
+        serve_python: Interpreter of SGLang's environment, or `auto`.
+    """
+    if not tool_call_parser and not reasoning_parser:
+        return None
+    of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
+    key = (tool_call_parser, reasoning_parser, serve_python)
+    if key not in of_loop:
+        python = get_interpreter("serve", serve_python)
+        of_loop[key] = ToolParsers(python, tool_call_parser, reasoning_parser)
+    return of_loop[key]

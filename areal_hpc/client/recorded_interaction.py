@@ -96,12 +96,9 @@ class RecordedInteraction:
         Rewards are 0 where there is none.
         """
         if self._tensors is None:
-            self._tensors = self._make_tensors()
+            import torch
+
+            batch = to_batch(dataclasses.replace(self.plan, reward=self.reward or 0.0))
+            batch["original_rewards"] = np.array([self.original_reward or 0.0], np.float32)
+            self._tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         return self._tensors
-
-    def _make_tensors(self) -> dict[str, torch.Tensor]:
-        import torch
-
-        batch = to_batch(dataclasses.replace(self.plan, reward=self.reward or 0.0))
-        batch["original_rewards"] = np.array([self.original_reward or 0.0], np.float32)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -57,16 +57,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     """JSON with non-ASCII text and `<` left as they are; jinja's own filter escapes for HTML."""
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, indent=indent, **options)
+    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class ChatTemplate:
@@ -84,7 +79,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._globals = {**environment.globals, **(special_tokens or {})}
         try:
             self._template = environment.from_string(source)
@@ -102,13 +97,22 @@ class ChatTemplate:
         """
         config = _read_json(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
-        source = template_file.read_text() if template_file.exists() else _template_in(config)
+        source = config.get("chat_template")
+        if template_file.exists():
+            source = template_file.read_text()
+        elif isinstance(source, list):  # named texts
+            source = {item["name"]: item["template"] for item in source}.get("default")
         if source is None:
             raise RecipeError(
                 f"{model_dir} has no chat template",
                 hint="add chat_template.jinja, or `chat_template` to tokenizer_config.json",
             )
-        return cls(source, _special_tokens_in(config))
+        special_tokens: dict[str, str] = {}  # `bos_token`, `eos_token`, ... as text
+        for name, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                special_tokens[name] = text
+        return cls(source, special_tokens)
 
     def render(
         self,
@@ -198,23 +202,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
-
-
-def _template_in(config: Mapping[str, Any]) -> str | None:
-    """The `chat_template` entry: a text, or a list of named texts of which `default` is meant."""
-    entry = config.get("chat_template")
-    if isinstance(entry, list):
-        named = {item["name"]: item["template"] for item in entry}
-        return named.get("default")
-    return entry
-
-
-def _special_tokens_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... by name, as text."""
-    tokens: dict[str, str] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[name] = text
-    return tokens

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,14 +44,6 @@ class InteractionReward:
         return sum_rewards(self.own, self.passed_back)
 
 
-@dataclass(frozen=True, slots=True)
-class _Succession:
-    """Interactions in an order in which followers come later, and who follows whom."""
-
-    order: list[Interaction]
-    followers: Mapping[str, Sequence[Interaction]]
-
-
 def assign_credit(
     tree: InteractionTree,
     turn_discount: float,
@@ -72,12 +64,16 @@ def assign_credit(
     if not math.isfinite(turn_discount):
         raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")
     kept = [one for one in tree if one.interaction_id not in left_out]
-    succession = _chronologically(kept) if rule == "chronological" else _by_tree(kept)
+    if rule == "chronological":
+        order = sorted(kept, key=lambda one: one.asked_at)
+        followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
+    else:
+        order, followers = _by_tree(kept)
     earned: dict[str, InteractionReward] = {}
-    for one in reversed(succession.order):
+    for one in reversed(order):
         totals = [
             total
-            for follower in succession.followers.get(one.interaction_id, ())
+            for follower in followers.get(one.interaction_id, ())
             if (total := earned[follower.interaction_id].total) is not None
         ]
         passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
@@ -94,13 +90,10 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _chronologically(interactions: Sequence[Interaction]) -> _Succession:
-    order = sorted(interactions, key=lambda one: one.asked_at)
-    followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
-    return _Succession(order, followers)
-
-
-def _by_tree(interactions: Sequence[Interaction]) -> _Succession:
+def _by_tree(
+    interactions: Sequence[Interaction],
+) -> tuple[list[Interaction], dict[str, list[Interaction]]]:
+    """Interactions in an order in which followers come later, and who follows whom."""
     followers: dict[str, list[Interaction]] = {}
     conversations: dict[str, list[Interaction]] = {}  # by their first interaction
     first: dict[str, str] = {}
@@ -116,7 +109,7 @@ def _by_tree(interactions: Sequence[Interaction]) -> _Succession:
         for conversation in phase:
             followers[conversation[-1].interaction_id] = [following[0] for following in after]
     order = [one for phase in phases for conversation in phase for one in conversation]
-    return _Succession(order, followers)
+    return order, followers
 
 
 def _phases(conversations: list[list[Interaction]]) -> list[list[list[Interaction]]]:
@@ -143,7 +136,10 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
     """
     used = {one.parent_id for one in tree}
     latest: dict[tuple[object, ...], float] = {}
-    requests = {one.interaction_id: _request_of(one) for one in tree}
+    requests = {
+        one.interaction_id: (one.parent_id, one.context, one.new_ids, one.temperature)
+        for one in tree
+    }
     for one in tree:
         request = requests[one.interaction_id]
         latest[request] = max(latest.get(request, -math.inf), one.asked_at)
@@ -154,7 +150,3 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
         and one.reward is None
         and latest[requests[one.interaction_id]] >= one.answered_at > 0
     )
-
-
-def _request_of(one: Interaction) -> tuple[object, ...]:
-    return one.parent_id, one.context, one.new_ids, one.temperature

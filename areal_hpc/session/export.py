@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.session.credit import (
-    CreditRule,
     InteractionReward,
     assign_credit,
     find_retry_orphans,
@@ -30,9 +29,11 @@ from areal_hpc.session.credit import (
 )
 from areal_hpc.session.rewards import get_final_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
+from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import Trajectory
 
 ExportStyle = Literal["concat", "individual"]
+DEFAULT_RULE = ExportSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,6 @@ class EpisodeKey:
     ticket_id: int
     attempt: int
     episode: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRule:
-    """How sessions become rows."""
-
-    style: ExportStyle = "concat"
-    turn_discount: float = 1.0
-    credit: CreditRule = "tree"
-    drop_retry_orphans: bool = True
-
-
-DEFAULT_RULE = ExportRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +56,17 @@ class RowPlan:
     reward: float
 
 
-def plan_rows(tree: InteractionTree, rule: ExportRule = DEFAULT_RULE) -> list[RowPlan]:
+def plan_rows(tree: InteractionTree, rule: ExportSettings = DEFAULT_RULE) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
-    plans = _concat if rule.style == "concat" else _individual
-    return list(plans(tree, earned))
-
-
-def _individual(
-    tree: InteractionTree, earned: Mapping[str, InteractionReward]
-) -> Iterator[RowPlan]:
-    for name, earnings in earned.items():
-        if earnings.total is not None:
-            one = tree[name]
-            yield RowPlan(tree.path(one), frozenset([name]), one.temperature, earnings.total)
+    if rule.style == "concat":
+        return list(_concat(tree, earned))
+    return [
+        RowPlan(tree.path(tree[name]), frozenset([name]), tree[name].temperature, earnings.total)
+        for name, earnings in earned.items()
+        if earnings.total is not None
+    ]
 
 
 def _concat(tree: InteractionTree, earned: Mapping[str, InteractionReward]) -> Iterator[RowPlan]:
@@ -165,7 +149,7 @@ def export_rows(
     tree: InteractionTree,
     key: EpisodeKey,
     meta: dict[str, Any] | None = None,
-    rule: ExportRule = DEFAULT_RULE,
+    rule: ExportSettings = DEFAULT_RULE,
 ) -> list[Trajectory]:
     """The training rows of a session.
 

@@ -75,11 +75,15 @@ class WordEncoder(dict[str, tuple[int, ...]]):
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
         """The same as `tokenizer`, or None if it is not of a kind that is understood."""
         parts = msgspec.json.decode(tokenizer.to_str(), type=_Parts)
-        pattern = _split_of(parts)
-        added = _added_of(parts)
-        if pattern is None or added is None or not _is_plain_bpe(parts.model):
+        model, added, pattern = parts.model, parts.added_tokens, _split_of(parts)
+        odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
+        if pattern is None or model.type != "BPE" or any(odd):
             return None
-        encoder = cls(tokenizer, pattern, added)
+        if any(one.lstrip or one.rstrip or one.single_word for one in added):
+            return None
+        if len({one.normalized for one in added}) > 1:
+            return None  # they are looked for in two passes
+        encoder = cls(tokenizer, pattern, {one.content: one.id for one in added})
         if not encoder._agrees_with(tokenizer):
             return None
         encoder._learn(tokenizer)
@@ -125,20 +129,6 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         trials += ["".join(rng.choices(pieces, k=40)) for _ in range(TRIALS)]
         encoded = tokenizer.encode_batch_fast(trials, add_special_tokens=False)
         return all(self.encode(text) == one.ids for text, one in zip(trials, encoded, strict=True))
-
-
-def _is_plain_bpe(model: _Model) -> bool:
-    odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
-    return model.type == "BPE" and not any(odd)
-
-
-def _added_of(parts: _Parts) -> dict[str, int] | None:
-    added = parts.added_tokens
-    if any(one.lstrip or one.rstrip or one.single_word for one in added):
-        return None
-    if len({one.normalized for one in added}) > 1:
-        return None  # they are looked for in two passes
-    return {one.content: one.id for one in added}
 
 
 def _split_of(parts: _Parts) -> re.Pattern[str] | None:

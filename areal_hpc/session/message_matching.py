@@ -15,6 +15,10 @@ NormalizeMessage = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
 
 
+_WIDE_NUMBER = re.compile(r"\d{19}")
+"""Text that may hold an integer of more than 64 bits."""
+
+
 def normalize_chat_message(message: Mapping[str, Any]) -> Message:
     """The normal form of a Chat Completions message.
 
@@ -24,7 +28,10 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
     OpenAI's newer name for the system, which most templates do not know.
     """
     role = "system" if message["role"] == "developer" else message["role"]
-    normal: Message = {"role": role, "content": _text_of(message.get("content"))}
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part["text"] for part in content)
+    normal: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             normal[name] = message[name]
@@ -33,39 +40,20 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
     return normal
 
 
-def _text_of(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content)
-
-
 def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
         # A malformed call stays the text it is, and so does one that no journal could hold.
         with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
-            arguments = _storable(arguments)
-    normal = {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+            value = msgspec.json.decode(arguments)
+            if _WIDE_NUMBER.search(arguments):
+                msgspec.msgpack.encode(value)
+            arguments = value
+    normal = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id") is not None:
         normal["id"] = call["id"]
     return normal
-
-
-_WIDE_NUMBER = re.compile(r"\d{19}")
-"""Text that may hold an integer of more than 64 bits."""
-
-
-def _storable(text: str) -> Any:
-    value = msgspec.json.decode(text)
-    if _WIDE_NUMBER.search(text):
-        msgspec.msgpack.encode(value)
-    return value
 
 
 FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")

@@ -17,13 +17,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_difference
-from areal_hpc.session.template_suffix import render_reply_suffix
 
 PromptReuse = Literal["reused", "retokenized", "none"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
 
+REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
+"""Stands for a reply while its surroundings are rendered."""
 ABORTED = "abort"
 """How an interaction ends that its client left while the model spoke."""
 
@@ -130,17 +132,6 @@ class _MessageNode:
                 return find_difference(node.message, message)
         return "role" if self.children else None
 
-    def descend(self, messages: Sequence[Message]) -> _MessageNode:
-        """The node of the last message, made where it is missing."""
-        node = self
-        for message in messages:
-            child = node.child(message)
-            if child is None:
-                child = _MessageNode(message)
-                node.children.append(child)
-            node = child
-        return node
-
 
 class _Entry(msgspec.Struct):
     interaction: Interaction
@@ -200,10 +191,10 @@ class InteractionTree:
         Raises:
             ChatTemplateError: The template does not accept the messages.
         """
-        context = _context_of(tools, variables)
+        context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._deepest(context, messages)
         if parent is not None:
-            suffix = render_reply_suffix(template, messages, known - 1, tools, variables)
+            suffix = _render_reply_suffix(template, messages, known - 1, tools, variables)
             if suffix is not None:
                 return TreeTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
         text = template.render(messages, tools=tools, variables=variables)
@@ -221,32 +212,32 @@ class InteractionTree:
         found: Interaction | None = None
         known = 0
         node = self._roots.get(_canonical(context))
-        if node is None and self._roots and self._is_known(messages):
-            return None, 0, "tools"
-        for depth, message in enumerate(messages, start=1):
-            child = node.child(message) if node is not None else None
+        if node is None:
+            others = self._roots.values()  # conversations under other tools or template variables
+            is_known = _claims_replies(messages) and any(root.child(messages[0]) for root in others)
+            return None, 0, "tools" if is_known else None
+        for depth, message in enumerate(messages):
+            child = node.child(message)
             if child is None:
-                claims_replies = any(one["role"] == "assistant" for one in messages[depth - 1 :])
-                forked = node.departure(message) if node is not None and claims_replies else None
-                return found, known, forked
+                rest = messages[depth:]
+                return found, known, node.departure(message) if _claims_replies(rest) else None
             node = child
             if node.interaction is not None:
-                found, known = node.interaction, depth
+                found, known = node.interaction, depth + 1
         return found, known, None
-
-    def _is_known(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation under other tools or template variables begins like this one."""
-        claims_replies = any(one["role"] == "assistant" for one in messages)
-        roots = self._roots.values()
-        return claims_replies and any(root.child(messages[0]) is not None for root in roots)
 
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            start = self._roots.setdefault(_canonical(interaction.context), _MessageNode({}))
+            node = self._roots.setdefault(_canonical(interaction.context), _MessageNode({}))
         else:
-            start = self._entries[interaction.parent_id].node
-        node = start.descend([*interaction.new_messages, interaction.reply])
+            node = self._entries[interaction.parent_id].node
+        for message in (*interaction.new_messages, interaction.reply):
+            child = node.child(message)
+            if child is None:
+                child = _MessageNode(message)
+                node.children.append(child)
+            node = child
         node.interaction = interaction
         self._entries[interaction.interaction_id] = _Entry(interaction, node)
 
@@ -287,6 +278,10 @@ class InteractionTree:
         return [one for one in self if one.completed and one.interaction_id not in parents]
 
 
+def _claims_replies(messages: Sequence[Message]) -> bool:
+    return any(one["role"] == "assistant" for one in messages)
+
+
 def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
     """Token ids of an `Interaction` field, [T]."""
     return np.frombuffer(packed, dtype="<i4")
@@ -312,12 +307,28 @@ def join_ids_json(*parts: bytes) -> bytes:
     return b",".join(part for part in parts if part)
 
 
-def _context_of(
-    tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any] | None
-) -> bytes:
-    if not tools and not variables:
-        return b""
-    return msgspec.json.encode([tools, variables])
+def _render_reply_suffix(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    reply_index: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+) -> str | None:
+    """The text after a reply's own text; None if the template does not tell the two apart.
+
+    Only this part of a reused prompt is tokenized. The whole conversation is rendered with a
+    placeholder for the reply: what comes after that is right for every template that prints the
+    reply's content once, whatever it remembers of the history, also for one which trims replies, or
+    hides earlier reasoning.
+    """
+    reply: Message = {"role": "assistant", "content": REPLY_PLACEHOLDER}
+    conversation = [*messages[:reply_index], reply, *messages[reply_index + 1 :]]
+    try:
+        text = template.render(conversation, tools=tools, variables=variables)
+    except ChatTemplateError:
+        return None
+    _, placeholder, suffix = text.partition(REPLY_PLACEHOLDER)
+    return suffix if placeholder and REPLY_PLACEHOLDER not in suffix else None
 
 
 @lru_cache(maxsize=256)

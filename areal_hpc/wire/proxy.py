@@ -40,7 +40,7 @@ class SamplingDefaults(Struct, frozen=True):
 
 
 class ExportSettings(Struct, frozen=True):
-    """How the session becomes training rows (`session.export.ExportRule`)."""
+    """How the session becomes training rows (`session.export`)."""
 
     style: Literal["concat", "individual"] = "concat"
     turn_discount: float = 1.0

@@ -19,14 +19,7 @@ def load_served_model(
     tool_call_parser: str | None,
     reasoning_parser: str | None,
 ) -> ServedModel:
-    """A model in Hugging Face format as it is served.
-
-    Args:
-        name: What `/v1/models` calls it.
-        model_dir: Its tokenizer, template and vocabulary size are used.
-        context_tokens: Longest prompt plus reply; the model's own limit when None.
-        tool_call_parser: SGLang's name of the format of its tool calls.
-        reasoning_parser: SGLang's name of the format of its reasoning.
+    """A model in Hugging Face format as it is served; its own context limit when None is given.
 
     Raises:
         RecipeError: The directory lacks a tokenizer, a chat template, or the limit.

@@ -103,7 +103,7 @@ class PromptBuilder:
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
-        check_session_limits(session, call.n)
+        _check_session_limits(session, call.n)
         turn, new_ids = await self.tokenize(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
@@ -112,7 +112,11 @@ class PromptBuilder:
         prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)
         if sampling.sampling_seed is None:
-            sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
+            # One that differs between calls, episodes and tickets, and repeats with the run's seed.
+            asked = session.request
+            text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{session.calls}"
+            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+            sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._constrain(call, turn, sampling)
         session.calls += 1
         new_json = encode_ids(new_ids)
@@ -170,12 +174,8 @@ class PromptBuilder:
         if turn.parent is None and not new_ids:
             raise RequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
-            raise RequestError(
-                400,
-                f"the prompt holds token id {max(new_ids)}, which is outside the model's "
-                f"vocabulary of {encoder.vocab_size}",
-                key=key,
-            )
+            problem = f"the prompt holds token id {max(new_ids)}, which is outside the model's"
+            raise RequestError(400, f"{problem} vocabulary of {encoder.vocab_size}", key=key)
         return turn, new_ids
 
     def _render(self, session: Session, call: ModelCall) -> TreeTurn:
@@ -220,46 +220,22 @@ class PromptBuilder:
         room = context_tokens - prompt_tokens
         if room < 1:
             raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_key)
-        asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
-        limit = clamp_to_session(session, min(asked, room), call.n)
+        limit = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
+        limit = min(limit, room)
+        most = session.request.limits.max_tokens
+        if most:
+            limit = max(1, min(limit, (most - session.sampled_tokens) // call.n))
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
 
 
-def _session_seed(session: Session) -> int:
-    """A seed that differs between calls, episodes and tickets, and repeats with the run's seed."""
-    request = session.request
-    text = f"{request.seed}/{request.task_id}/{request.episode}/{session.calls}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x3FFFFFFF
-
-
-def check_session_limits(session: Session, choices: int) -> None:
-    """Demand that the session may ask for `choices` replies more.
-
-    The status is one that SDKs do not repeat by themselves.
-
-    Raises:
-        RequestError: 400, with the limit as its parameter.
-    """
+def _check_session_limits(session: Session, choices: int) -> None:
+    """Demand that the session may ask for so many replies; no SDK repeats a call after a 400."""
     limits = session.request.limits
     turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
     if limits.max_turns and turns + choices > limits.max_turns:
-        raise RequestError(
-            400,
-            f"this episode may have {limits.max_turns} turns, {turns} were taken",
-            key="limits.max_turns",
-        )
-    if limits.max_tokens and session.sampled_tokens >= limits.max_tokens:
-        raise RequestError(
-            400,
-            f"this episode may sample {limits.max_tokens} tokens, "
-            f"{session.sampled_tokens} were sampled",
-            key="limits.max_tokens",
-        )
-
-
-def clamp_to_session(session: Session, max_new_tokens: int, choices: int) -> int:
-    """The longest reply that the session has tokens left for, up to `max_new_tokens`."""
-    most = session.request.limits.max_tokens
-    if not most:
-        return max_new_tokens
-    return max(1, min(max_new_tokens, (most - session.sampled_tokens) // choices))
+        problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
+        raise RequestError(400, problem, key="limits.max_turns")
+    sampled = session.sampled_tokens
+    if limits.max_tokens and sampled >= limits.max_tokens:
+        problem = f"this episode may sample {limits.max_tokens} tokens, {sampled} were sampled"
+        raise RequestError(400, problem, key="limits.max_tokens")

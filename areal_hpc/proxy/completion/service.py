@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.2
 NO_TOKENS = TokenChunk("", [], [], [])
-
-
 GenerateAttempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
 
@@ -66,10 +64,7 @@ class CompletionService:
     ) -> list[RecordedReply]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
 
-        Args:
-            session: Who asks.
-            call: What it asks.
-            answer_id: Id of the first choice's interaction; choice i has `<answer_id>-<i>`.
+        The first choice's interaction has the id `answer_id`, choice i has `<answer_id>-<i>`.
 
         Raises:
             RequestError: The call cannot be answered.
@@ -120,7 +115,7 @@ class CompletionService:
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
-        """Begin to generate `call.n` replies; each is in the journal before its `Answer` comes.
+        """Begin to generate `call.n` replies; each is in the journal before it is told.
 
         Raises:
             RequestError: The call cannot be answered.
@@ -165,11 +160,10 @@ class CompletionService:
                 raise EngineLostError(f"{url} aborted the generation")
             return resumption.whole(generation)
 
-        def may_repeat() -> bool:
-            return resumption.is_possible and not live.abandoned
-
         try:
-            generation = await self._routed(prompt, choice, generate, may_repeat)
+            generation = await self._routed(
+                prompt, choice, generate, lambda: resumption.is_possible and not live.abandoned
+            )
             if reader is not None:
                 rest = await reader.feed("", last=True)
                 said.add(rest)

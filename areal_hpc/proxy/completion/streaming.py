@@ -41,8 +41,7 @@ class ReplyChunk(msgspec.Struct, frozen=True):
 class ReplyStream:
     """The choices of one streamed call, in the order in which things happen.
 
-    Iterating gives deltas, then an `Answer` for each choice after it has been recorded; it
-    raises what broke a choice.
+    Iterating gives chunks, then a `RecordedReply` for each choice; it raises what broke a choice.
     """
 
     choices: int

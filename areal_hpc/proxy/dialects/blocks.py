@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
+from areal_hpc.proxy.engine.reply import ReplyDelta
+
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
@@ -14,7 +16,7 @@ class ContentBlock:
     """A part of a reply that stands by itself."""
 
     index: int
-    kind: Literal["reasoning", "text", "call"]
+    kind: BlockKind
     text: str = ""
     """For a call, its arguments: JSON as the model wrote it."""
     name: str = ""
@@ -43,59 +45,40 @@ class BlockReader:
         if said.reasoning:
             yield from self._extend("reasoning", said.reasoning)
         if said.text:
-            text = self._held + said.text
+            text, self._held = self._held + said.text, ""
             if text.strip() or (self._open is not None and self._open.kind == "text"):
-                self._held = ""
                 yield from self._extend("text", text)
             else:
                 self._held = text
         for call in said.calls:
             self._held = ""
-            yield from self._call(call)
+            yield from self._extend("call", call.arguments, call.name, call.call_id)
 
     def finish(self) -> Iterator[BlockChange]:
         """What the end changes."""
         if all(block.kind == "reasoning" for block in self.blocks):
             yield from self._extend("text", self._held)
-        yield from self._close()
+        if self._open is not None:
+            yield "end", self._open, ""
 
-    def _extend(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockChange]:
+    def _extend(
+        self, kind: BlockKind, text: str, name: str = "", call_id: str = ""
+    ) -> Iterator[BlockChange]:
         block = self._open
-        if block is None or block.kind != kind:
-            yield from self._close()
-            block = ContentBlock(len(self.blocks), kind)
-            yield from self._begin(block)
-        yield from self._add(block, text)
-
-    def _call(self, call: ToolCallDelta) -> Iterator[BlockChange]:
-        block = self._open
-        if block is None or call.call_id:  # the first part of a call has its id
-            yield from self._close()
-            block = ContentBlock(len(self.blocks), "call", "", call.name, call.call_id)
-            yield from self._begin(block)
-        yield from self._add(block, call.arguments)
-
-    def _begin(self, block: ContentBlock) -> Iterator[BlockChange]:
-        self.blocks.append(block)
-        self._open = block
-        yield "begin", block, ""
-
-    def _add(self, block: ContentBlock, text: str) -> Iterator[BlockChange]:
+        if block is None or block.kind != kind or call_id:  # the first part of a call has its id
+            if block is not None:
+                yield "end", block, ""
+            block = self._open = ContentBlock(len(self.blocks), kind, "", name, call_id)
+            self.blocks.append(block)
+            yield "begin", block, ""
         if text:
             block.text += text
             yield "add", block, text
-
-    def _close(self) -> Iterator[BlockChange]:
-        if self._open is not None:
-            yield "end", self._open, ""
-            self._open = None
 
 
 def split_into_blocks(said: ReplyDelta) -> list[ContentBlock]:
     """The blocks of a whole reply."""
     reader = BlockReader()
-    for _ in reader.feed(said):
-        pass
-    for _ in reader.finish():
+    for _ in (*reader.feed(said), *reader.finish()):
         pass
     return reader.blocks

@@ -11,14 +11,7 @@ import msgspec
 
 from areal_hpc.errors import InvalidRewardError, RequestError
 from areal_hpc.proxy.engine.router import Router
-from areal_hpc.proxy.sessions.events import (
-    InteractionAdded,
-    RewardSet,
-    SessionDropped,
-    SessionEnded,
-    SessionOpened,
-    TicketFinished,
-)
+from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
@@ -26,27 +19,7 @@ from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import plan_all_rows, to_batch
 from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.proxy import (
-    AwaitSessionReply,
-    AwaitSessionRequest,
-    EndSessionReply,
-    ExportedInteraction,
-    ExportReply,
-    ExportRequest,
-    FinishTicketReply,
-    FinishTicketRequest,
-    GrantCapacityReply,
-    OfferEpisodeReply,
-    OfferEpisodeRequest,
-    ProxyHealth,
-    RecordReply,
-    RecordRequest,
-    SealReply,
-    SetRewardReply,
-    SetRewardRequest,
-    StartSessionReply,
-    StartSessionRequest,
-)
+from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
 
 MIN_KEY_CHARS = 16
@@ -58,7 +31,7 @@ MAX_WAIT_S = 60.0
 class _EpisodeSlot:
     """One episode's place, until a program takes it or its driver asks anew."""
 
-    request: OfferEpisodeRequest
+    request: wire.OfferEpisodeRequest
     taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
     """The id of the session."""
 
@@ -98,7 +71,7 @@ class DriverApi:
         self._online = online
         self._free_slots: set[_EpisodeSlot] = set()
 
-    def start_session(self, request: StartSessionRequest) -> StartSessionReply:
+    def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
         """Open a session and hand out its key."""
         if request.ref is not None:
             self._of_run()
@@ -114,7 +87,7 @@ class DriverApi:
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise RequestError(429, f"too many open sessions (limit {most})")
         if not self._online or request.ref is not None or request.disposable:
-            return StartSessionReply(self._open(request, key), key)
+            return wire.StartSessionReply(self._open(request, key), key)
         free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
         if not free:
             problem = "no episode is waiting for an external program now"
@@ -123,15 +96,15 @@ class DriverApi:
         self._free_slots.discard(slot)
         session_id = self._open(slot.request.session, key)
         slot.taken.set_result(session_id)
-        return StartSessionReply(session_id, key, slot.request.task)
+        return wire.StartSessionReply(session_id, key, slot.request.task)
 
-    def _open(self, request: StartSessionRequest, key: str) -> str:
+    def _open(self, request: wire.StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
-        self._recorder.record(SessionOpened(session_id, hash_key(key), request))
+        self._recorder.record(events.SessionOpened(session_id, hash_key(key), request))
         return session_id
 
-    async def offer_episode(self, request: OfferEpisodeRequest) -> OfferEpisodeReply:
+    async def offer_episode(self, request: wire.OfferEpisodeRequest) -> wire.OfferEpisodeReply:
         """Wait for a program that plays an episode of a ticket."""
         if not self._online:
             raise RequestError(404, "this proxy has no online mode")
@@ -139,27 +112,27 @@ class DriverApi:
         self._free_slots.add(slot)
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S)):
-                return OfferEpisodeReply(await slot.taken)
+                return wire.OfferEpisodeReply(await slot.taken)
         except TimeoutError:
-            return OfferEpisodeReply(None)
+            return wire.OfferEpisodeReply(None)
         finally:
             self._free_slots.discard(slot)
 
-    async def await_session(self, request: AwaitSessionRequest) -> AwaitSessionReply:
+    async def await_session(self, request: wire.AwaitSessionRequest) -> wire.AwaitSessionReply:
         """Tell when a session of a ticket has ended."""
         give_up_at = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
             session = self._session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
-                return AwaitSessionReply(session.ended, get_final_reward(session.tree))
+                return wire.AwaitSessionReply(session.ended, get_final_reward(session.tree))
             await asyncio.sleep(ENDED_POLL_S)
 
-    def grant_capacity(self) -> GrantCapacityReply:
+    def grant_capacity(self) -> wire.GrantCapacityReply:
         """Let one more session be open at once."""
         self._most_sessions += 1
-        return GrantCapacityReply(self._most_sessions)
+        return wire.GrantCapacityReply(self._most_sessions)
 
-    async def export_trajectories(self, request: ExportRequest) -> ExportReply:
+    async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
         while True:
             session = self._session(request.session_id)
@@ -169,8 +142,8 @@ class DriverApi:
             if session.ended:
                 break
             await asyncio.sleep(ENDED_POLL_S)
-        reply = ExportReply(export_interactions(session.tree, request))
-        self._recorder.record(SessionDropped(session.session_id))
+        reply = wire.ExportReply(export_interactions(session.tree, request))
+        self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
     def _session(self, session_id: str, key: str = "session_id") -> Session:
@@ -179,17 +152,19 @@ class DriverApi:
             raise RequestError(404, f"there is no session {session_id!r}", key=key)
         return session
 
-    def set_reward(self, session: Session, request: SetRewardRequest) -> SetRewardReply:
+    def set_reward(self, session: Session, request: wire.SetRewardRequest) -> wire.SetRewardReply:
         """Reward the named interaction, or the last one."""
         try:
             interaction = find_rewarded_interaction(session.tree, request.interaction_id)
             reward = validate_reward(request.reward)
         except InvalidRewardError as error:
             raise RequestError(400, str(error), key="reward") from error
-        self._recorder.record(RewardSet(session.session_id, interaction.interaction_id, reward))
-        return SetRewardReply(interaction.interaction_id)
+        self._recorder.record(
+            events.RewardSet(session.session_id, interaction.interaction_id, reward)
+        )
+        return wire.SetRewardReply(interaction.interaction_id)
 
-    def record(self, session: Session, request: RecordRequest) -> RecordReply:
+    def record(self, session: Session, request: wire.RecordRequest) -> wire.RecordReply:
         """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
         for raw in request.interactions:
             try:
@@ -200,11 +175,11 @@ class DriverApi:
                 continue
             self._refuse_unknown_version(one)
             try:
-                self._recorder.record(InteractionAdded(session.session_id, one))
+                self._recorder.record(events.InteractionAdded(session.session_id, one))
             except UnsoundCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
                 raise RequestError(400, problem, key="interactions") from error
-        return RecordReply(len(session.tree))
+        return wire.RecordReply(len(session.tree))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
         known = self._router.newest_version
@@ -218,16 +193,16 @@ class DriverApi:
             raise RequestError(503, f"{name}: no replica has said yet which weights it serves")
         raise RequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
-    def end_session(self, session: Session) -> EndSessionReply:
+    def end_session(self, session: Session) -> wire.EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
-            self._recorder.record(SessionEnded(session.session_id))
+            self._recorder.record(events.SessionEnded(session.session_id))
         self._router.forget(session.session_id)
-        return EndSessionReply(
+        return wire.EndSessionReply(
             "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
         )
 
-    def finish_ticket(self, request: FinishTicketRequest) -> FinishTicketReply:
+    def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._of_run()
         ref, rows = request.ref, self._book.rows_of(request.ref)
@@ -237,14 +212,14 @@ class DriverApi:
                 raise RequestError(409, problem, key="discard")
             for session in [*self._book.sessions.values()]:
                 if session.request.ref == ref:
-                    self._recorder.record(SessionDropped(session.session_id))
-            return FinishTicketReply(0)
+                    self._recorder.record(events.SessionDropped(session.session_id))
+            return wire.FinishTicketReply(0)
         if rows is None:
             rows = self._finish(request)
             sealer.wake()
-        return FinishTicketReply(rows)
+        return wire.FinishTicketReply(rows)
 
-    def _finish(self, request: FinishTicketRequest) -> int:
+    def _finish(self, request: wire.FinishTicketRequest) -> int:
         if not request.session_ids:
             raise RequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
@@ -258,21 +233,21 @@ class DriverApi:
                 hint = "set a reward before the session ends"
                 raise RequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))
-        self._recorder.record(TicketFinished(request.ref, kept, time.time()))
+        self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
         return self._book.finished[request.ref].row_count
 
-    async def seal(self) -> SealReply:
+    async def seal(self) -> wire.SealReply:
         """Seal and settle what is finished."""
-        return SealReply(await self._of_run().seal_now())
+        return wire.SealReply(await self._of_run().seal_now())
 
     def _of_run(self) -> Sealer:
         if self._sealer is None:
             raise RequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer
 
-    def health(self) -> ProxyHealth:
+    def health(self) -> wire.ProxyHealth:
         """Liveness and load."""
-        return ProxyHealth(
+        return wire.ProxyHealth(
             sessions=len(self._book.sessions),
             requests_in_flight=sum(s.in_flight for s in self._book.sessions.values()),
             unsealed_tickets=len(self._book.finished),
@@ -281,8 +256,8 @@ class DriverApi:
 
 
 def export_interactions(
-    tree: InteractionTree, request: ExportRequest
-) -> dict[str, ExportedInteraction]:
+    tree: InteractionTree, request: wire.ExportRequest
+) -> dict[str, wire.ExportedInteraction]:
     """Rows by the id of the interaction they end with.
 
     Raises:
@@ -298,5 +273,5 @@ def export_interactions(
     for plan in plan_all_rows(tree, request.style, rewards):
         name = plan.path[-1].interaction_id
         batch = {key: array.tolist() for key, array in to_batch(plan).items()}
-        rows[name] = ExportedInteraction(name, rewards[name], batch)
+        rows[name] = wire.ExportedInteraction(name, rewards[name], batch)
     return rows

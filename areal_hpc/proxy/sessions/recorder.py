@@ -9,20 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.sessions.events import (
-    Event,
-    InteractionAdded,
-    RewardSet,
-    SessionDropped,
-    SessionEnded,
-    SessionOpened,
-    TicketDropped,
-    TicketFinished,
-    TicketsSealed,
-    TicketsSettled,
-    decode_event,
-    encode_event,
-)
+from areal_hpc.proxy.sessions import events
+from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
@@ -33,7 +21,12 @@ log = logging.getLogger(__name__)
 
 EVENT_KIND = 1
 MIN_ROTATION_BYTES = 1 << 20
-_REMOVING = (SessionDropped, TicketDropped, TicketFinished, TicketsSealed)
+_REMOVING = (
+    events.SessionDropped,
+    events.TicketDropped,
+    events.TicketFinished,
+    events.TicketsSealed,
+)
 
 
 class UnsoundCallError(ValueError):
@@ -55,13 +48,13 @@ class JournalRotation:
     def needs(self, record: JournalRecord) -> bool:
         """True for a record that a restarted proxy must read."""
         match decode_event(record.payload):
-            case TicketFinished(ref=ref):
+            case events.TicketFinished(ref=ref):
                 return ref not in self.sealed
-            case TicketDropped(ref=ref):
+            case events.TicketDropped(ref=ref):
                 return ref not in self.settled
-            case TicketsSealed(tickets=tickets):
+            case events.TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
-            case TicketsSettled(refs=refs):
+            case events.TicketsSettled(refs=refs):
                 return not self.all_settled or any(ref not in self.settled for ref in refs)
             case event:
                 return event.session_id not in self.gone
@@ -115,7 +108,7 @@ class JournaledRecorder:
             ClusterError: The journal refused; the event has not happened.
             UnsoundCallError: It is a model call that cannot be trained on; it has not happened.
         """
-        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+        if isinstance(event, events.InteractionAdded) and (defect := self._defect_of(event)):
             raise UnsoundCallError(defect)
         if self._is_durable(event):
             try:
@@ -129,7 +122,7 @@ class JournaledRecorder:
         """False once the session has been dropped or sealed."""
         return self.book.sessions.get(session.session_id) is session
 
-    def _defect_of(self, event: InteractionAdded) -> str | None:
+    def _defect_of(self, event: events.InteractionAdded) -> str | None:
         tree = self.book.sessions[event.session_id].tree
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
@@ -139,15 +132,17 @@ class JournaledRecorder:
         Journals of earlier versions may hold unsound calls. Such a call is left out, and its
         session marked: the session's ticket is then dropped where it would be sealed.
         """
-        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+        if isinstance(event, events.InteractionAdded) and (defect := self._defect_of(event)):
             self._mark(event.session_id, defect)
-        elif isinstance(event, InteractionAdded):
+        elif isinstance(event, events.InteractionAdded):
             try:
                 self._apply(event)
             except Exception as error:  # boundary: one call must not keep the cell from starting
                 log.exception("session %s: a call cannot be taken up", event.session_id)
                 self._mark(event.session_id, repr(error))
-        elif isinstance(event, RewardSet) and not self._has_call(event):
+        elif isinstance(event, events.RewardSet) and (
+            event.interaction_id not in self.book.sessions[event.session_id].tree
+        ):
             log.warning("session %s: a reward of a call that was left out", event.session_id)
         else:
             self._apply(event)
@@ -157,39 +152,32 @@ class JournaledRecorder:
         session.defect = session.defect or f"its journal holds an unsound call: {defect}"
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
-    def _has_call(self, event: RewardSet) -> bool:
-        return event.interaction_id in self.book.sessions[event.session_id].tree
-
     def _is_durable(self, event: Event) -> bool:
         match event:
-            case SessionOpened():
+            case events.SessionOpened():
                 return Session(event).is_recorded
-            case InteractionAdded() | RewardSet() | SessionEnded() | SessionDropped():
+            case (
+                events.InteractionAdded()
+                | events.RewardSet()
+                | events.SessionEnded()
+                | events.SessionDropped()
+            ):
                 return self.book.sessions[event.session_id].is_recorded
             case _:
                 return True
 
     def _apply(self, event: Event) -> None:
-        if _removes_sessions(event):
-            known = set(self.book.sessions)
-            self.book.apply(event)
-            self._gone_sessions |= known - self.book.sessions.keys()
-        else:
-            self.book.apply(event)
-        if isinstance(event, TicketDropped):
+        known = set(self.book.sessions) if isinstance(event, _REMOVING) else set()
+        self.book.apply(event)
+        self._gone_sessions |= known - self.book.sessions.keys()
+        if isinstance(event, events.TicketDropped):
             self._sealed_refs.add(event.ref)
-        elif isinstance(event, TicketsSealed):
+        elif isinstance(event, events.TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
-        elif isinstance(event, TicketsSettled):
+        elif isinstance(event, events.TicketsSettled):
             self._settled_refs.update(event.refs)
 
     # Forgetting ---------------------------------------------------------------------------
-
-    @property
-    def should_rotate(self) -> bool:
-        """True when the journal has doubled since it last held only what is needed."""
-        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
-        return grown and bool(self._gone_sessions)
 
     def plan_rotation(self) -> JournalRotation:
         """What can be forgotten now. Records appended later are never taken for gone."""
@@ -210,7 +198,9 @@ class JournaledRecorder:
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        if self.should_rotate:
+        # Has it doubled since it last held only what is needed?
+        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
+        if grown and self._gone_sessions:
             rotation = self.plan_rotation()
             await asyncio.to_thread(self.rotate, rotation)
             self.forget(rotation)
@@ -242,14 +232,8 @@ class MemoryRecorder(JournaledRecorder):
     def _apply(self, event: Event) -> None:
         self.book.apply(event)
 
-    @property
-    def should_rotate(self) -> bool:
+    async def rotate_if_due(self) -> None:
         """There is nothing on disk."""
-        return False
 
     def close(self) -> None:
         """There is nothing on disk."""
-
-
-def _removes_sessions(event: Event) -> bool:
-    return isinstance(event, _REMOVING)

@@ -186,26 +186,19 @@ def _build_rows(
     rows_of: dict[TicketRef, list[Trajectory]] = {}
     defects: dict[TicketRef, str] = {}
     for ticket in tickets:
-        rows, defect = _try_to_build(ticket)
-        if defect:
-            defects[ticket.ref] = defect
-        else:
+        rows, defect = [], ticket.defect
+        if not defect:
+            try:
+                rows = ticket.rows()
+                defect = next(filter(None, map(find_defect, rows)), "")
+            except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
+                log.exception("the rows of %s cannot be built", ticket.ref)
+                defect = repr(error)
+        if rows and not defect:
             rows_of[ticket.ref] = rows
+        else:
+            defects[ticket.ref] = defect or "none of its calls is trained"
     return rows_of, defects
-
-
-def _try_to_build(ticket: FinishedTicket) -> tuple[list[Trajectory], str]:
-    """A ticket's rows, or why it cannot become any."""
-    if ticket.defect:
-        return [], ticket.defect
-    try:
-        rows = ticket.rows()
-    except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
-        log.exception("the rows of %s cannot be built", ticket.ref)
-        return [], repr(error)
-    if not rows:
-        return [], "none of its calls is trained"
-    return rows, next(filter(None, map(find_defect, rows)), "")
 
 
 def _settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:

@@ -6,21 +6,9 @@ import hashlib
 import secrets
 import time
 
-import msgspec
-
-from areal_hpc.proxy.sessions.events import (
-    Event,
-    InteractionAdded,
-    RewardSet,
-    SessionDropped,
-    SessionEnded,
-    SessionOpened,
-    TicketDropped,
-    TicketFinished,
-    TicketsSealed,
-    TicketsSettled,
-)
-from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
+from areal_hpc.proxy.sessions import events
+from areal_hpc.proxy.sessions.events import Event
+from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
@@ -46,7 +34,7 @@ def hash_key(key: str) -> bytes:
 class Session:
     """One episode's conversation with the model."""
 
-    def __init__(self, opened: SessionOpened) -> None:
+    def __init__(self, opened: events.SessionOpened) -> None:
         self.opened = opened
         self.tree = InteractionTree()
         self.ended = False
@@ -85,16 +73,7 @@ class Session:
     def rows(self, ref: TicketRef) -> list[Trajectory]:
         """The session's training rows."""
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
-        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.export_rule)
-
-    def plan(self) -> list[RowPlan]:
-        """What rows the session has."""
-        return plan_rows(self.tree, self.export_rule)
-
-    @property
-    def export_rule(self) -> ExportRule:
-        """How the session becomes rows."""
-        return ExportRule(**msgspec.structs.asdict(self.request.export))
+        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.request.export)
 
 
 class FinishedTicket:
@@ -108,7 +87,7 @@ class FinishedTicket:
         """Why it cannot become rows; empty for a sound ticket."""
         plans: list[RowPlan] = []
         try:
-            plans = [plan for session in sessions for plan in session.plan()]
+            plans = [plan for one in sessions for plan in plan_rows(one.tree, one.request.export)]
         except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
             self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
@@ -150,44 +129,41 @@ class SessionStore:
     def apply(self, event: Event) -> None:
         """Let `event` have happened. It must make sense now: callers check before they record."""
         match event:
-            case SessionOpened():
+            case events.SessionOpened():
                 session = Session(event)
                 self.sessions[event.session_id] = session
                 self._by_key[event.key_digest] = session
-            case InteractionAdded():
+            case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
                 session.sampled_tokens += event.interaction.output_tokens
-            case RewardSet():
+            case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 tree[event.interaction_id].reward = event.reward
-            case SessionEnded():
+            case events.SessionEnded():
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}
-            case SessionDropped():
+            case events.SessionDropped():
                 self._remove(self.sessions[event.session_id])
-            case TicketFinished():
+            case events.TicketFinished():
                 self._finish(event)
-            case TicketDropped():
+            case events.TicketDropped():
                 self._forget_finished(event.ref)
                 self.dropped[event.ref] = event.reason
-            case TicketsSealed():
+            case events.TicketsSealed():
                 for ticket in event.tickets:
-                    self._seal(ticket)
-            case TicketsSettled():
+                    self._forget_finished(ticket.ref)
+                    self.sealed[ticket.ref] = ticket
+            case events.TicketsSettled():
                 for ref in event.refs:
                     self._settle(ref)
 
-    def _finish(self, event: TicketFinished) -> None:
+    def _finish(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept:
                 self._remove(session)
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
-
-    def _seal(self, ticket: SettledTicket) -> None:
-        self._forget_finished(ticket.ref)
-        self.sealed[ticket.ref] = ticket
 
     def _forget_finished(self, ref: TicketRef) -> None:
         finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it

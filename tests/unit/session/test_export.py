@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.export import EpisodeKey, ExportRule, ExportStyle, export_rows, plan_rows
+from areal_hpc.session.export import EpisodeKey, ExportStyle, export_rows, plan_rows
 from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
+from areal_hpc.wire.proxy import ExportSettings
 from tests.unit.session.model_stub import assistant, prompt_ids, say, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
@@ -62,9 +63,9 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
     say(tree, [user("b")], "two", during=(1, 2))
     say(tree, [user("c")], "three", during=(2, 3)).reward = 0.75
     for style in ("concat", "individual"):
-        rows = export_rows(tree, KEY, rule=ExportRule(style))
+        rows = export_rows(tree, KEY, rule=ExportSettings(style))
         assert [row.reward for row in rows] == [1.0, 0.75, 0.75]
-        rows = export_rows(tree, KEY, rule=ExportRule(style, turn_discount=0.5))
+        rows = export_rows(tree, KEY, rule=ExportSettings(style, turn_discount=0.5))
         assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
 
 
@@ -72,7 +73,7 @@ def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it() -> None:
     tree = InteractionTree()
     first, _, third = chain(tree, "one", "two", "three")
     first.reward, third.reward = -0.25, 1.0
-    (row,) = export_rows(tree, KEY, rule=ExportRule(turn_discount=0.5))
+    (row,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
     assert row.reward == 0.75
 
 
@@ -80,7 +81,7 @@ def test_a_row_of_a_single_turn_has_its_discounted_share() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     said[-1].reward = 1.0
-    rows = export_rows(tree, KEY, rule=ExportRule("individual", turn_discount=0.5))
+    rows = export_rows(tree, KEY, rule=ExportSettings("individual", turn_discount=0.5))
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
     for row, one in zip(rows, said, strict=True):
         assert row.num_tokens == one.sequence_tokens
@@ -98,10 +99,11 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
     (row,) = export_rows(tree, KEY)
     assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
     assert row.loss_mask_T.sum() == first.output_tokens + right.output_tokens
-    trained = [plan.trained for plan in plan_rows(tree, ExportRule("individual"))]
+    trained = [plan.trained for plan in plan_rows(tree, ExportSettings("individual"))]
     assert trained == [{first.interaction_id}, {right.interaction_id}]
     trained = [
-        plan.trained for plan in plan_rows(tree, ExportRule("individual", credit="chronological"))
+        plan.trained
+        for plan in plan_rows(tree, ExportSettings("individual", credit="chronological"))
     ]
     assert {left.interaction_id} in trained
 
@@ -113,8 +115,8 @@ def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
     say(tree, [user("a"), assistant("kept"), user("b")], "x", during=(3, 4)).reward = 1.0
     expected: dict[ExportStyle, int] = {"concat": 1, "individual": 2}
     for style, kept in expected.items():
-        assert len(plan_rows(tree, ExportRule(style))) == kept
-        plans = plan_rows(tree, ExportRule(style, drop_retry_orphans=False))
+        assert len(plan_rows(tree, ExportSettings(style))) == kept
+        plans = plan_rows(tree, ExportSettings(style, drop_retry_orphans=False))
         assert len(plans) == kept + 1
         assert plans[0].trained == {lost.interaction_id}
 
@@ -134,7 +136,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
         reply = f"r{number}"
         say(tree, messages, reply, temperature=temperature, version=number).reward = 1.0
         histories.append([*messages, assistant(reply)])
-    rows = export_rows(tree, KEY, rule=ExportRule(style))
+    rows = export_rows(tree, KEY, rule=ExportSettings(style))
     trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
     said = [number for number, one in enumerate(tree) for _ in range(one.output_tokens)]
     assert sorted(trained) == said

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import ChatTemplate, Message
-from areal_hpc.session.template_suffix import REPLY_PLACEHOLDER
-from areal_hpc.session.tree import InteractionTree, unpack_ids
+from areal_hpc.session.tree import REPLY_PLACEHOLDER, InteractionTree, unpack_ids
 from tests.support.chatml import CHATML
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
 
