@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -17,8 +18,27 @@ UNSET_VERSION = "unset"
 CPU_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
 
-MALLOC_MMAP_THRESHOLD_BYTES = 128 * 2**20
+_MALLOC_MMAP_THRESHOLD_BYTES = 128 * 2**20
 """More than a bucket of the default size."""
+_CPU_OPTIONS = {
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--disable-overlap-schedule": True,
+    "--sleep-on-idle": True,  # a scheduler without requests takes a core from who shares the node
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
+}
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # OpenMP threads that spin for one another cost 10x on shared cores.
+    "OMP_NUM_THREADS": "1",
+    # Compiled functions need a real Triton.
+    "TORCHDYNAMO_DISABLE": "1",
+    # SGLang asks for new memory for each bucket of new weights. What malloc keeps of the last
+    # one (mallopt(3)) need not be faulted in page by page again.
+    "MALLOC_MMAP_THRESHOLD_": str(_MALLOC_MMAP_THRESHOLD_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(4 * _MALLOC_MMAP_THRESHOLD_BYTES),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +84,45 @@ def build_replica_command(
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
     launcher = "areal_hpc.inference.cpu.sglang_cpu" if device == "cpu" else "sglang.launch_server"
-    argv = [
-        *(python, "-m", launcher),
-        *("--model-path", model_path),
-        *("--host", LOOPBACK),
-        *("--port", str(ports.http)),
-        *("--nccl-port", str(ports.rendezvous)),
-        *("--device", device),
-        *("--dtype", config.dtype),
-        *("--tp", str(config.tp)),
-        *("--max-running-requests", str(config.max_running_requests)),
-        *("--random-seed", str(random_seed)),
-        *("--weight-version", UNSET_VERSION),
-        *("--log-level-http", "warning"),
-        "--incremental-streaming-output",  # otherwise each piece of a stream repeats all before
-        *(_cpu_arguments(config) if device == "cpu" else _cuda_arguments(config, index)),
-    ]
-    if part is not None:
-        argv += ["--nnodes", str(part.nodes), "--node-rank", str(part.node)]
-        argv += ["--dist-init-addr", part.meeting_point]
-    if config.context_length is not None:
-        argv += ["--context-length", str(config.context_length)]
-    if config.tool_call_parser is not None:
-        argv += ["--tool-call-parser", config.tool_call_parser]
-    if config.reasoning_parser is not None:
-        argv += ["--reasoning-parser", config.reasoning_parser]
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
+    options: dict[str, object] = {
+        "--model-path": model_path,
+        "--host": LOOPBACK,
+        "--port": ports.http,
+        "--nccl-port": ports.rendezvous,
+        "--device": device,
+        "--dtype": config.dtype,
+        "--tp": config.tp,
+        "--max-running-requests": config.max_running_requests,
+        "--random-seed": random_seed,
+        "--weight-version": UNSET_VERSION,
+        "--log-level-http": "warning",
+        "--incremental-streaming-output": True,  # else each piece of a stream repeats all before
+    }
+    if device == "cpu":
+        options |= _CPU_OPTIONS
+        options["--max-total-tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
+        options["--mem-fraction-static"] = 0.1
+        environment |= _CPU_ENVIRONMENT
+        if config.tp > 1:
+            # SGLang wants one NUMA node per rank unless the cores are named.
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(config.tp)))
+    else:
+        options["--base-gpu-id"] = index * config.tp
+        options["--mem-fraction-static"] = config.mem_fraction_static
+        options["--max-total-tokens"] = config.max_total_tokens
     if part is not None:
+        options |= {"--nnodes": part.nodes, "--node-rank": part.node}
+        options["--dist-init-addr"] = part.meeting_point
         # Requests go from node to node as well; SGLang would ask for the way to the internet.
         environment["SGLANG_HOST_IP"] = part.host
-    if device == "cpu":
-        environment |= _cpu_environment(config.tp)
-    return ServerCommand((*argv, *config.extra_args), environment)
+    options["--context-length"] = config.context_length
+    options["--tool-call-parser"] = config.tool_call_parser
+    options["--reasoning-parser"] = config.reasoning_parser
+    given = ((name, value) for name, value in options.items() if value is not None)
+    words = [[name] if value is True else [name, str(value)] for name, value in given]
+    argv = (python, "-m", launcher, *chain.from_iterable(words), *config.extra_args)
+    return ServerCommand(argv, environment)
 
 
 def compute_replica_seed(seed: int, cell: str, index: int, incarnation: int) -> int:
@@ -104,45 +131,3 @@ def compute_replica_seed(seed: int, cell: str, index: int, incarnation: int) -> 
     Replicas that shared one would give the same samples to the same sequence of requests.
     """
     return zlib.crc32(f"{seed}/{cell}/{index}/{incarnation}".encode()) & 0x7FFFFFFF
-
-
-def _cpu_arguments(config: InferenceConfig) -> list[str]:
-    """What makes SGLang use plain torch operators, and little memory."""
-    return [
-        *("--attention-backend", "torch_native"),
-        *("--sampling-backend", "pytorch"),
-        "--disable-overlap-schedule",
-        "--sleep-on-idle",  # a scheduler without requests takes a core from who shares the node
-        *("--cuda-graph-backend-decode", "disabled"),
-        *("--cuda-graph-backend-prefill", "disabled"),
-        *("--max-total-tokens", str(config.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),
-        *("--mem-fraction-static", "0.1"),
-    ]
-
-
-def _cuda_arguments(config: InferenceConfig, index: int) -> list[str]:
-    arguments = [
-        *("--base-gpu-id", str(index * config.tp)),
-        *("--mem-fraction-static", str(config.mem_fraction_static)),
-    ]
-    if config.max_total_tokens is not None:
-        arguments += ["--max-total-tokens", str(config.max_total_tokens)]
-    return arguments
-
-
-def _cpu_environment(tp: int) -> dict[str, str]:
-    environment = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        # OpenMP threads that spin for one another cost 10x on shared cores.
-        "OMP_NUM_THREADS": "1",
-        # Compiled functions need a real Triton.
-        "TORCHDYNAMO_DISABLE": "1",
-        # SGLang asks for new memory for each bucket of new weights. What malloc keeps of the last
-        # one (mallopt(3)) need not be faulted in page by page again.
-        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(4 * MALLOC_MMAP_THRESHOLD_BYTES),
-    }
-    if tp > 1:
-        # SGLang wants one NUMA node per rank unless the cores are named.
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
-    return environment

@@ -17,9 +17,10 @@ from areal_hpc.inference.command import (
     build_replica_command,
     compute_replica_seed,
 )
+from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.jobs.config import JobConfig
 from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
-from areal_hpc.jobs.topology import get_task_log_dir
+from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
 
@@ -48,9 +49,16 @@ class InferenceJobConfig(JobConfig):
 
 
 def build_command(
-    job: InferenceJobConfig, index: int, incarnation: int, ports: ServerPorts, part: NodePart | None
+    job: InferenceJobConfig,
+    index: int,
+    incarnation: int,
+    ports: ServerPorts,
+    part: NodePart | None = None,
 ) -> ServerCommand:
-    """The command of one start of a replica, or of one node's part of it."""
+    """The command of one start of a replica, or of one node's part of it: else the first node's."""
+    nodes = job.inference.nodes_per_replica
+    if part is None and nodes > 1:
+        part = NodePart(0, nodes, get_rendezvous_address(ports), get_advertised_host())
     command = build_replica_command(
         job.inference,
         python=job.serve_python,
@@ -75,5 +83,4 @@ def resolve_device(
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    is_hidden = named_gpus(environ) == ()
-    return "cuda" if device_files(dev) and not is_hidden else "cpu"
+    return "cuda" if device_files(dev) and named_gpus(environ) != () else "cpu"

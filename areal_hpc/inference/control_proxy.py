@@ -39,8 +39,8 @@ from areal_hpc.wire.replicas import (
 RequestT = TypeVar("RequestT")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-_PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
-"""Routes that are read with GET, and their paths at SGLang."""
+_ROUTES_READ = ("model_info",)
+"""Routes that are read with GET."""
 _FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
@@ -68,7 +68,7 @@ class ControlProxyApp(JsonApp):
         self._replicas = replicas
         self._admin_key = admin_key
         self._weights_dir = weights_dir
-        self._stalls = [UpdatePauseMonitor(replica, self._read_loads) for replica in replicas]
+        self._pauses = [UpdatePauseMonitor(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
@@ -86,7 +86,11 @@ class ControlProxyApp(JsonApp):
                 views = [replica.view() for replica in self._replicas]
                 return 200, msgspec.json.encode(ReplicaList(self._cell, views))
             case "POST", ["follow"]:
-                return 200, self._follow(await _decode(request, NodePartRequest))
+                part = await _decode(request, NodePartRequest)
+                try:
+                    return 200, msgspec.json.encode(self._replicas[0].follow(part))
+                except ValueError as error:
+                    raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
                 fence = await _decode(request, FenceRequest)
                 fenced = self._replica(index).fence(_caller(request), fence)
@@ -97,35 +101,26 @@ class ControlProxyApp(JsonApp):
                 return 200, msgspec.json.encode(serving)
             case "POST", ["replicas", index, "load"]:
                 load = self._load_body(await _decode(request, LoadRequest))
-                replica, route = self._replica(index), "update_weights_from_disk"
-                return await self._forward(replica, route, request, load)
+                route = "update_weights_from_disk"
+                return await self._forward(self._replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                replica, body = self._replica(index), await _body(request)
-                return await self._forward(replica, route, request, body)
+                body = await _body(request)
+                return await self._forward(self._replica(index), route, request, body)
         raise HTTPException(404, "no such route")
-
-    def _follow(self, request: NodePartRequest) -> bytes:
-        try:
-            return msgspec.json.encode(self._replicas[0].follow(request))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
 
     def _replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):
             raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
 
-    def _folder(self, name: str) -> Path:
-        """SGLang would load any path, so none but a folder's name is taken."""
-        folder = self._weights_dir / name
-        if not _FOLDER.fullmatch(name) or not folder.is_dir():
-            raise HTTPException(400, f"no folder {name!r} in {self._weights_dir}")
-        return folder
-
     def _load_body(self, request: LoadRequest) -> bytes:
+        """SGLang would load any path, so none but a folder's name is taken."""
+        folder = self._weights_dir / request.folder
+        if not _FOLDER.fullmatch(request.folder) or not folder.is_dir():
+            raise HTTPException(400, f"no folder {request.folder!r} in {self._weights_dir}")
         return msgspec.json.encode(
             {
-                "model_path": str(self._folder(request.folder)),
+                "model_path": str(folder),
                 "load_format": "safetensors",
                 "flush_cache": False,  # by a call of its own
                 "weight_version": request.version,
@@ -149,11 +144,11 @@ class ControlProxyApp(JsonApp):
         finally:
             replica.answered(caller, route, accepted=accepted)
         if accepted:
-            self._stalls[replica.index].accepted(route, body, url, asked_at)
+            self._pauses[replica.index].accepted(route, body, url, asked_at)
         return status, content
 
     async def _read_loads(self, url: str) -> bytes:
-        async with self._session().get(f"{url}/{_PATHS_READ['loads']}") as answer:
+        async with self._session().get(f"{url}/v1/loads?include=core") as answer:
             answer.raise_for_status()
             return await answer.read()
 
@@ -169,13 +164,12 @@ class ControlProxyApp(JsonApp):
         """
 
         async def ask() -> tuple[int, bytes]:
-            method = "GET" if route in _PATHS_READ else "POST"
-            data = None if route in _PATHS_READ else body
             headers = {"content-type": "application/json"}
-            path = _PATHS_READ.get(route, route)
-            async with self._session().request(
-                method, f"{url}/{path}", data=data, headers=headers
-            ) as answer:
+            if route in _ROUTES_READ:
+                call = self._session().get(f"{url}/{route}", headers=headers)
+            else:
+                call = self._session().post(f"{url}/{route}", data=body, headers=headers)
+            async with call as answer:
                 return answer.status, await answer.read()
 
         asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(request.receive())

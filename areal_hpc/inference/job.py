@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
-from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.multi_node import MultiNodeReplica
-from areal_hpc.inference.replica import BuildCommand, Replica, get_rendezvous_address
+from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.sglang_server import STOP_GRACE_S
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
@@ -34,10 +34,10 @@ def run(config: dict[str, Any]) -> None:
     replicas = build_replicas(job, layout)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
     app = ControlProxyApp(job.cell, replicas, admin_key, layout.weights_dir)
-    relay = ControlProxyServer(app, get_advertised_host())
-    relay.start()
+    control_proxy = ControlProxyServer(app, get_advertised_host())
+    control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
-    rendezvous.publish_endpoint(layout.rendezvous_dir, service, relay.url)
+    rendezvous.publish_endpoint(layout.rendezvous_dir, service, control_proxy.url)
     try:
         while not stop.requested:
             for replica in replicas:
@@ -50,32 +50,19 @@ def run(config: dict[str, Any]) -> None:
         gone_by = time.monotonic() + STOP_GRACE_S
         for replica in replicas:
             replica.kill(max(0.0, gone_by - time.monotonic()))
-        relay.stop()
+        control_proxy.stop()
 
 
 def build_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
     """The cell's replicas, none of them started."""
     inference = job.inference
     events = EventLog(layout.events, job.cell)
-    nodes = inference.nodes_per_replica
-
-    def launch_of(index: int) -> BuildCommand:
-        def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
-            part = (
-                NodePart(0, nodes, get_rendezvous_address(ports), get_advertised_host())
-                if nodes > 1
-                else None
-            )
-            return build_command(job, index, incarnation, ports, part)
-
-        return launch
-
     return [
         Replica(
             index,
             tp=inference.tp,
-            span=MultiNodeReplica(nodes),
-            launch=launch_of(index),
+            nodes=MultiNodeReplica(inference.nodes_per_replica),
+            launch=partial(build_command, job, index),
             log_dir=get_log_dir(job, layout),
             events=events,
             startup_timeout_s=inference.startup_timeout_s,

@@ -1,6 +1,6 @@
 """Multi-node replica as its head node sees it.
 
-They ask what to run (`inference.follower`), and are told of one incarnation after the other. An
+The others ask what to run (`worker_node.py`), and are told of one incarnation after the other. An
 incarnation whose part was once running somewhere, and is not any more, is lost as a whole.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 
+from areal_hpc.inference.command import ServerPorts
+from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
 
 NODE_TIMEOUT_S = 15.0
@@ -37,9 +39,7 @@ class MultiNodeReplica:
 
     def end(self) -> None:
         """Have no part run."""
-        with self._lock:
-            self._wanted, self._loss = NodePartReply(0, ""), ""
-            self._heard_at_s.clear()
+        self.begin(0, "")
 
     def follow(self, request: NodePartRequest, now_s: float) -> NodePartReply:
         """Hear a node; what it is to run.
@@ -61,7 +61,11 @@ class MultiNodeReplica:
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():
                 if now_s - heard_at_s > NODE_TIMEOUT_S:
-                    self._loss = (
-                        self._loss or f"node {node} has been silent for {NODE_TIMEOUT_S:.0f} s"
-                    )
+                    silence = f"node {node} has been silent for {NODE_TIMEOUT_S:.0f} s"
+                    self._loss = self._loss or silence
             return self._loss
+
+
+def get_rendezvous_address(ports: ServerPorts) -> str:
+    """`host:port` where the parts of a server that spans nodes meet."""
+    return f"{get_advertised_host()}:{ports.rendezvous}"

@@ -21,6 +21,11 @@ import msgspec
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
 from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParsedCall, ParseRequest, ParserReply
 
+# isort: split
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+
 MAX_OPEN_REPLIES = 4096
 MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Where SGLang's detectors keep the text that begins a call."""
@@ -34,9 +39,6 @@ class ReplyFormats:
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
-
         for name, known in (
             (tool_parser, FunctionCallParser.ToolCallParserEnum),
             (reasoning_parser, ReasoningParser.DetectorMap),
@@ -50,17 +52,12 @@ class ReplyFormats:
         """A fresh `FunctionCallParser`; None when the model may call nothing."""
         if not self._tool_parser or not tools:
             return None
-        from sglang.srt.entrypoints.openai.protocol import Tool
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
         return FunctionCallParser([Tool(**tool) for tool in tools], self._tool_parser)
 
     def reasoning(self, prompt_end: str, may_call: bool) -> Any:
         """A fresh `ReasoningParser`; None without a reasoning format."""
         if not self._reasoning_parser:
             return None
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
-
         return ReasoningParser(
             self._reasoning_parser,
             stream_reasoning=True,
@@ -70,8 +67,6 @@ class ReplyFormats:
 
     def _begins_inside(self, prompt_end: str) -> bool | None:
         """Whether the prompt opened the reasoning; None when it has no sign of it."""
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
-
         detector = ReasoningParser(self._reasoning_parser).detector
         opened = prompt_end.rfind(detector.think_start_token)
         closed = prompt_end.rfind(detector.think_end_token)
@@ -81,8 +76,6 @@ class ReplyFormats:
         """Whether a grammar has to wait for the end of the reasoning."""
         if not self._reasoning_parser:
             return False
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
-
         inside = self._begins_inside(prompt_end)
         if inside is not None:
             return inside
@@ -110,14 +103,14 @@ class ReplyFormats:
                 f"tool_choice=auto cannot limit format {self._tool_parser} to one call"
             )
         choice = "required" if request.required else "auto"
-        found = parser.get_structure_constraint(choice, parallel_tool_calls=request.parallel)
-        if found is None:
+        constraint = parser.get_structure_constraint(choice, parallel_tool_calls=request.parallel)
+        if constraint is None:
             if request.required:
                 raise ValueError(
                     f"format {self._tool_parser} does not support tool_choice=required"
                 )
             return "", ""
-        kind, value = found
+        kind, value = constraint
         if hasattr(value, "model_dump"):
             value = value.model_dump(by_alias=True)
         return kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -239,11 +232,11 @@ class ReplyParser:
 
 def _markers(parser: Any) -> list[str]:
     """Texts with which a call of this format begins."""
-    found = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
+    markers = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
     frames = _frames(parser)
     if frames is not None:
-        found.add(frames("x").trigger)
-    return sorted((one for one in found if one), key=len, reverse=True)
+        markers.add(frames("x").trigger)
+    return sorted(markers - {"", None}, key=len, reverse=True)
 
 
 def _begun(text: str, markers: Sequence[str]) -> int:
@@ -256,8 +249,8 @@ def _begun(text: str, markers: Sequence[str]) -> int:
     )
 
 
-def _pair(found: tuple[str | None, str | None]) -> tuple[str, str]:
-    return found[0] or "", found[1] or ""
+def _pair(texts: tuple[str | None, str | None]) -> tuple[str, str]:
+    return texts[0] or "", texts[1] or ""
 
 
 def _parsed(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
@@ -276,18 +269,17 @@ class ParserServer:
         """The reply to a request. SGLang's failures become its `error`."""
         try:
             if isinstance(request, ConstrainRequest):
-                reply = self._constrain(request)
+                grammar, value = self._formats.grammar(request)
+                reasons_first = self._formats.reasons_first(request.prompt_end)
+                reply = ParserReply(
+                    grammar=grammar, grammar_value=value, reasons_first=reasons_first
+                )
             else:
                 reply = self._parse(request)
         except Exception as error:  # boundary: SGLang's code, run on whatever comes
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
-
-    def _constrain(self, request: ConstrainRequest) -> ParserReply:
-        reasons_first = self._formats.reasons_first(request.prompt_end)
-        grammar, value = self._formats.grammar(request)
-        return ParserReply(grammar=grammar, grammar_value=value, reasons_first=reasons_first)
 
     def _parse(self, request: ParseRequest) -> ParserReply:
         if request.opening is not None:

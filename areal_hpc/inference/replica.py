@@ -19,12 +19,10 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
 from areal_hpc.inference.command import ServerCommand, ServerPorts
-from areal_hpc.inference.health import HealthProbe
-from areal_hpc.inference.multi_node import MultiNodeReplica
-from areal_hpc.inference.sglang_server import SGLangServer, find_free_ports
+from areal_hpc.inference.multi_node import MultiNodeReplica, get_rendezvous_address
+from areal_hpc.inference.sglang_server import HealthProbe, SGLangServer, find_free_ports
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
-from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.backoff import Backoff
@@ -67,7 +65,7 @@ class Replica:
         index: int,
         *,
         tp: int,
-        span: MultiNodeReplica,
+        nodes: MultiNodeReplica,
         launch: BuildCommand,
         log_dir: Path,
         events: EventLog,
@@ -77,7 +75,7 @@ class Replica:
     ) -> None:
         self.index = index
         self._tp = tp
-        self._span = span
+        self._nodes = nodes
         self._launch = launch
         self._log_dir = log_dir
         self._events = events
@@ -87,11 +85,11 @@ class Replica:
         self._lock = threading.Lock()
         self._server: SGLangServer | None = None
         self._state: ReplicaState = "starting"
-        self._custody = WeightUpdateState()
+        self._update_state = WeightUpdateState()
         self._incarnation = self._last_incarnation()
-        self._stall: UpdatePause | None = None
+        self._update_pause: UpdatePause | None = None
         self._generation = 0
-        self._pulse: HealthProbe | None = None
+        self._probe: HealthProbe | None = None
         self._ready_at = 0.0
         self._crashes = 0
         self._port_races = 0
@@ -104,11 +102,15 @@ class Replica:
             return self._view()
 
     def _view(self) -> ReplicaView:
-        url = self._server.url if self._server else ""
-        version = self._custody.version
-        state = "serving" if version else self._state
+        version = self._update_state.version
         return ReplicaView(
-            self.index, self._incarnation, state, url, version, self._tp, self._stall
+            self.index,
+            self._incarnation,
+            "serving" if version else self._state,
+            self._server.url if self._server else "",
+            version,
+            self._tp,
+            self._update_pause,
         )
 
     def _last_incarnation(self) -> int:
@@ -118,8 +120,8 @@ class Replica:
         """
         folders = [self._log_dir, *(path for _, path in list_restart_dirs(self._log_dir.parent))]
         logs = (path for folder in folders for path in folder.glob("*.log"))
-        found = (re.fullmatch(rf"replica-{self.index}\.(\d+)\.log", path.name) for path in logs)
-        return max((int(match[1]) for match in found if match), default=0)
+        matches = (re.fullmatch(rf"replica-{self.index}\.(\d+)\.log", path.name) for path in logs)
+        return max((int(match[1]) for match in matches if match), default=0)
 
     # -- the job's main thread ---------------------------------------------------------------
 
@@ -134,28 +136,28 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start()
-        elif death := self._server.describe_exit() or self._span.loss(now):
+        elif death := self._server.describe_exit() or self._nodes.loss(now):
             self._on_exit(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
-        elif route := self._custody.unanswered:
+        elif route := self._update_state.unanswered:
             self._on_exit(self._server, f"did not respond to {route}", is_crash=False)
         elif self._has_lost_sender(now):
             self._end_update(self._server)
-        elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
+        elif self._probe is not None and self._probe.tick(
+            may_ask=not self._update_state.has_sender
+        ):
             self._on_exit(self._server, f"was unresponsive for {self._health_timeout_s:.0f} s")
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
-        server = SGLangServer(
-            self._launch(incarnation, ports),
-            ports,
-            self._log_dir / f"replica-{self.index}.{incarnation}.log",
-        )
+        log_path = self._log_dir / f"replica-{self.index}.{incarnation}.log"
+        server = SGLangServer(self._launch(incarnation, ports), ports, log_path)
         with self._lock:
             self._server, self._incarnation = server, incarnation
-            self._state, self._custody, self._stall = "starting", WeightUpdateState(), None
-        self._span.begin(incarnation, get_rendezvous_address(ports))
+            self._state, self._update_state = "starting", WeightUpdateState()
+            self._update_pause = None
+        self._nodes.begin(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _await_ready(self, server: SGLangServer, now: float) -> None:
@@ -163,7 +165,7 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._pulse = HealthProbe(server.url, self._health_timeout_s)
+            self._probe = HealthProbe(server.url, self._health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
@@ -174,21 +176,21 @@ class Replica:
 
     def _has_lost_sender(self, now: float) -> bool:
         with self._lock:
-            self._custody.is_closing = self._custody.is_overdue(now)
-            return self._custody.is_closing
+            self._update_state.is_closing = self._update_state.is_overdue(now)
+            return self._update_state.is_closing
 
     def _end_update(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
-        if self._custody.is_changed:
+        if self._update_state.is_changed:
             self._on_exit(
                 server, "has weights from an update whose sender disappeared", is_crash=False
             )
-        elif self._custody.is_paused and not server.continue_generation():
+        elif self._update_state.is_paused and not server.continue_generation():
             self._on_exit(server, "did not resume after its sender disappeared", is_crash=False)
         else:
             with self._lock:
-                self._custody.expire()
-            self._note("weight_sender_lost", version=self._custody.version)
+                self._update_state.expire()
+            self._note("weight_sender_lost", version=self._update_state.version)
 
     def _on_exit(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
@@ -196,12 +198,12 @@ class Replica:
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
-        self._span.end()
+        self._nodes.end()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
         with self._lock:
-            self._server, self._state, self._custody = None, "starting", WeightUpdateState()
+            self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
         if starting and usage_error:
             raise RecipeError(
                 f"SGLang rejected its command line:\n{server.log_tail(3)}",
@@ -235,7 +237,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self._span.end()
+        self._nodes.end()
         if self._server is not None:
             self._server.kill(grace_s)
 
@@ -250,14 +252,14 @@ class Replica:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._check(caller)
-            self._custody.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
+            self._update_state.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
             return self._view()
 
     def serve(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._check(caller)
-            self._custody.serve(request.version)
+            self._update_state.serve(request.version)
             return self._view()
 
     def follow(self, request: NodePartRequest) -> NodePartReply:
@@ -266,13 +268,13 @@ class Replica:
         Raises:
             ValueError: The cell has no such node.
         """
-        return self._span.follow(request, time.monotonic())
+        return self._nodes.follow(request, time.monotonic())
 
     def called(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be relayed."""
         with self._lock:
             self._check(caller)
-            self._custody.on_call_started(route, time.monotonic(), caller.deadline_s)
+            self._update_state.on_call_started(route, time.monotonic(), caller.deadline_s)
             assert self._server is not None
             return self._server.url
 
@@ -281,39 +283,36 @@ class Replica:
         with self._lock:
             if caller.incarnation == self._incarnation:
                 now = time.monotonic()
-                self._custody.on_call_finished(route, now, caller.deadline_s, accepted=accepted)
+                self._update_state.on_call_finished(
+                    route, now, caller.deadline_s, accepted=accepted
+                )
 
     def gave_no_answer(self, caller: ControlCaller, route: str) -> None:
         """A control call that `called` let through, and that is not yet over, was in vain."""
         with self._lock:
             if caller.incarnation == self._incarnation:
-                self._custody.on_call_lost(route)
+                self._update_state.unanswered = route
 
-    def note_update_pause(self, stall: UpdatePause) -> None:
+    def note_update_pause(self, pause: UpdatePause) -> None:
         """Tokens come again after an update."""
         with self._lock:
-            self._stall = stall
-        self._note("replica_resumed", **msgspec.structs.asdict(stall))
+            self._update_pause = pause
+        self._note("replica_resumed", **msgspec.structs.asdict(pause))
 
     def _check(self, caller: ControlCaller) -> None:
-        found = f"replica {self.index}"
+        name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallError(
-                f"{found}: the call is for restart {caller.incarnation}, the current restart is "
+                f"{name}: the call is for restart {caller.incarnation}, the current restart is "
                 f"{self._incarnation}"
             )
         if self._state != "ready":
-            raise ControlCallError(f"{found} is {self._state}")
-        if self._custody.is_closing:
-            raise ControlCallError(f"{found} is ending the update of a sender that vanished")
+            raise ControlCallError(f"{name} is {self._state}")
+        if self._update_state.is_closing:
+            raise ControlCallError(f"{name} is ending the update of a sender that vanished")
         if caller.generation < self._generation:
             raise ControlCallError(
-                f"{found}: generation {self._generation} of the trainer "
+                f"{name}: generation {self._generation} of the trainer "
                 f"has taken over from {caller.generation}"
             )
         self._generation = caller.generation
-
-
-def get_rendezvous_address(ports: ServerPorts) -> str:
-    """`host:port` where the parts of a server that spans nodes meet."""
-    return f"{get_advertised_host()}:{ports.rendezvous}"

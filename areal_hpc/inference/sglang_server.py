@@ -1,4 +1,4 @@
-"""One SGLang server process: ports, readiness, death, log tail."""
+"""One SGLang server process: ports, readiness, liveness, death, log tail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ _MIN_PORT = 10000
 _ENOUGH_PORTS = 1000
 """Fewer, and cells that start together would choose alike."""
 _LOG_PERIOD_S = 2.0
+_PROBES_PER_TIMEOUT = 6
+"""A server has several chances to answer before it counts as silent."""
 
 
 def find_free_ports() -> ServerPorts:
@@ -71,7 +74,14 @@ class SGLangServer:
         self._http_port = ports.http
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_PERIOD_S
+        # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
+        # What torch compiled stays where the next server finds it.
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
+        compiled_dir = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        # Appended: setproctitle finds nothing to write into once the first variable has been
+        # changed, as torch changes this one, and SGLang's processes are known by their titles.
+        cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_dir)}
+        environment = os.environ | {"TMPDIR": self._scratch_dir} | cache | command.environment
         leash = "areal_hpc.jobs.die_with_parent"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
@@ -80,7 +90,7 @@ class SGLangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env=build_environment(self._scratch_dir) | command.environment,
+                env=environment,
                 start_new_session=True,
             )
 
@@ -113,8 +123,10 @@ class SGLangServer:
         if code is not None:
             return f"exited with code {code}"
         for member in self._members or ():
-            if _is_gone(member):
-                return f"lost its process {member.pid}"
+            with suppress(psutil.NoSuchProcess):
+                if member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            return f"lost its process {member.pid}"
         return ""
 
     def is_lingering(self, now: float) -> bool:
@@ -160,19 +172,6 @@ class SGLangServer:
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 
-def build_environment(scratch_dir: str) -> dict[str, str]:
-    """This process's environment, but for where temporary files go.
-
-    SGLang leaves its sockets behind, and names them after nothing. What torch compiled stays where
-    the next server finds it.
-    """
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    # Appended: setproctitle finds nothing to write into once the first variable has been changed,
-    # as torch changes this one, and SGLang's processes are known by their titles.
-    cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
-    return {**os.environ, "TMPDIR": scratch_dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir}
-
-
 def _listens(pid: int, port: int) -> bool:
     """Whether a process, or one below it, takes connections on a port."""
     with suppress(psutil.NoSuchProcess):
@@ -186,17 +185,51 @@ def _listens(pid: int, port: int) -> bool:
 
 def _engine_children(pid: int) -> list[psutil.Process]:
     """The server's schedulers and detokenizers. Compilers and the like come and go."""
-    found = []
+    engine = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with suppress(psutil.NoSuchProcess):
-                if child.cmdline()[:1] and child.cmdline()[0].startswith(_TITLE):
-                    found.append(child)
-    return found
+                if "".join(child.cmdline()[:1]).startswith(_TITLE):
+                    engine.append(child)
+    return engine
 
 
-def _is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+class HealthProbe:
+    """The last sign of life of one server.
+
+    SGLang's `/health_generate` comes back after a second when any token left the scheduler
+    since it was asked, and after 20 s, with an error, when none did (sglang 0.5.23,
+    `srt/entrypoints/http_server.py`). A paused server says no, so it must not be asked.
+
+    Args:
+        url: Of the server, on loopback.
+        timeout_s: Silence this long is death.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._probe: threading.Thread | None = None
+        self._asked_at = self._alive_at = time.monotonic()
+
+    def tick(self, *, may_ask: bool) -> bool:
+        """Ask if it is time to; true once the server has been silent for too long.
+
+        Args:
+            may_ask: False while an update is under way: the server then need not answer, and
+                its silence counts from the end of the update.
+        """
+        now = time.monotonic()
+        if not may_ask:
+            self._alive_at = now
+            return False
+        is_asking = self._probe is not None and self._probe.is_alive()
+        if not is_asking and now >= self._asked_at + self._timeout_s / _PROBES_PER_TIMEOUT:
+            self._asked_at = now
+            self._probe = threading.Thread(target=self._ask, name="health", daemon=True)
+            self._probe.start()
+        return now - self._alive_at > self._timeout_s
+
+    def _ask(self) -> None:
+        if is_accepted("GET", f"{self._url}/health_generate", self._timeout_s / 2):
+            self._alive_at = time.monotonic()

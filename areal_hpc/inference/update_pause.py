@@ -29,10 +29,6 @@ _BEGINNINGS = ("begin_weight_update", "update_weights_from_disk")
 """SGLang takes its orders one after the other: when it answers these, it is paused."""
 
 
-class _Pause(msgspec.Struct):
-    mode: str = "abort"
-
-
 class _SchedulerLoad(msgspec.Struct):
     timestamp: float
     num_running_reqs: int
@@ -62,7 +58,7 @@ class UpdatePauseMonitor:
     def accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
         """SGLang accepted a control call that was made at `asked_at` (`time.time`)."""
         if route == "pause_generation":
-            self._mode = msgspec.json.decode(body, type=_Pause).mode
+            self._mode = str(msgspec.json.decode(body, type=dict[str, object]).get("mode"))
             self._paused_at, self._before = asked_at, None
         elif route in _BEGINNINGS and self._paused_at:
             self._start(self._look_back(url))
@@ -80,9 +76,8 @@ class UpdatePauseMonitor:
         try:
             await look
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            log.info(
-                "replica %d: generation pause was not measured: %s", self._replica.index, error
-            )
+            index = self._replica.index
+            log.info("replica %d: generation pause was not measured: %s", index, error)
 
     async def _look_back(self, url: str) -> None:
         self._before = await self._load(url)
@@ -98,8 +93,10 @@ class UpdatePauseMonitor:
                     return
                 await asyncio.sleep(POLL_S)
             token_at = load.timestamp
-        recomputed = before.num_used_tokens if self._mode == "retract" else 0
-        version = await self._served_version()
+        # The sender opens the replica right after it let generation go on.
+        give_up_at = time.time() + _SERVE_WAIT_S
+        while not (version := self._replica.view().version) and time.time() < give_up_at:
+            await asyncio.sleep(POLL_S)
         reprefill_s = token_at - continued_at
         self._replica.note_update_pause(
             UpdatePause(
@@ -107,16 +104,9 @@ class UpdatePauseMonitor:
                 round(paused_s + reprefill_s, 4),
                 round(reprefill_s, 4),
                 before.num_running_reqs + before.num_waiting_reqs,
-                recomputed,
+                before.num_used_tokens if self._mode == "retract" else 0,
             )
         )
-
-    async def _served_version(self) -> str:
-        """The sender opens the replica right after it let generation go on."""
-        give_up_at = time.time() + _SERVE_WAIT_S
-        while not (version := self._replica.view().version) and time.time() < give_up_at:
-            await asyncio.sleep(POLL_S)
-        return version
 
     async def _load(self, url: str) -> _SchedulerLoad | None:
         """The newest that was published."""

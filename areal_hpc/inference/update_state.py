@@ -77,10 +77,6 @@ class WeightUpdateState:
         elif self.has_sender:
             self._sender_until = now + deadline_s
 
-    def on_call_lost(self, route: str) -> None:
-        """A relayed call was waited for in vain."""
-        self.unanswered = route
-
     def serve(self, version: str) -> None:
         """The weights were verified."""
         self._version = version

@@ -1,6 +1,6 @@
 """Process of a worker node: one of the other nodes of a multi-node replica.
 
-The first node's keeper decides; this one asks its control proxy what to run, starts it, and ends
+The first node decides; this one asks its control proxy what to run, starts it, and ends
 it. It keeps nothing: when the first node is silent for long, or restarts, the part ends.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,66 +30,27 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 CALL_TIMEOUT_S = 5.0
 
-BuildPartCommand = Callable[[int, NodePart, ServerPorts], ServerCommand]
-"""(incarnation, part, ports) to the command of this node's part."""
-
 
 def run(config: dict[str, Any]) -> None:
     """Follow the cell's first node until told to stop."""
     job = InferenceJobConfig.model_validate(config)
     layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
-
-    def launch(incarnation: int, part: NodePart, ports: ServerPorts) -> ServerCommand:
-        return build_command(job, 0, incarnation, ports, part)
-
-    follower = WorkerNode(
+    worker = WorkerNode(
         get_task_position().rank,
         job.inference.nodes_per_replica,
-        launch,
-        HeadNodeClient(
-            layout.rendezvous_dir, job.cell, rendezvous.ensure_admin_key(layout.admin_key)
-        ),
-        get_log_dir(job, layout),
+        launch=partial(build_command, job, 0),
+        cell=job.cell,
+        rendezvous_dir=layout.rendezvous_dir,
+        admin_key=rendezvous.ensure_admin_key(layout.admin_key),
+        log_dir=get_log_dir(job, layout),
     )
     try:
         while not stop.requested:
-            follower.tick()
+            worker.tick()
             stop.wait(POLL_S)
     finally:
-        follower.end()
-
-
-class HeadNodeClient:
-    """The first node's relay, wherever it is.
-
-    Args:
-        rendezvous_dir: Where it is published.
-        cell: Whose control proxy.
-        admin_key: The run's secret for control routes.
-    """
-
-    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
-        self._rendezvous_dir = rendezvous_dir
-        self._cell = cell
-        self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
-
-    def ask(self, request: NodePartRequest) -> NodePartReply:
-        """What to run.
-
-        Raises:
-            ClusterError: It cannot be reached.
-        """
-        endpoint = rendezvous.find_endpoint(
-            self._rendezvous_dir, rendezvous.format_control_proxy_name(self._cell)
-        )
-        if endpoint is None:
-            raise ClusterError(f"the control proxy of {self._cell} is not published")
-        return self._client.call(f"{endpoint.url}/follow", request, NodePartReply)
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._client.close()
+        worker.end()
 
 
 class WorkerNode:
@@ -97,9 +59,11 @@ class WorkerNode:
     Args:
         node: 1, 2, ...: this node's place in the cell.
         nodes: Of the replica.
-        launch: Makes the command of a part.
-        chief: Who says what to run.
-        get_log_dir: Where the parts log.
+        launch: (incarnation, ports, part) to the command of this node's part.
+        cell: Whose control proxy says what to run.
+        rendezvous_dir: Where that one is published.
+        admin_key: The run's secret for control routes.
+        log_dir: Where the parts log.
         patience_s: A first node that is silent for longer is gone.
     """
 
@@ -107,15 +71,20 @@ class WorkerNode:
         self,
         node: int,
         nodes: int,
-        launch: BuildPartCommand,
-        chief: HeadNodeClient,
+        *,
+        launch: Callable[[int, ServerPorts, NodePart], ServerCommand],
+        cell: str,
+        rendezvous_dir: Path,
+        admin_key: str,
         log_dir: Path,
         patience_s: float = NODE_TIMEOUT_S,
     ) -> None:
         self._node = node
         self._nodes = nodes
         self._launch = launch
-        self._chief = chief
+        self._cell = cell
+        self._rendezvous_dir = rendezvous_dir
+        self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
         self._log_dir = log_dir
         self._patience_s = patience_s
         self._server: SGLangServer | None = None
@@ -128,7 +97,7 @@ class WorkerNode:
             log.error("node part of restart %d %s", self._incarnation, death)
             self._end_part()
         try:
-            reply = self._chief.ask(NodePartRequest(self._node, self._incarnation))
+            reply = self._ask()
         except ClusterError as error:
             silent_s = time.monotonic() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
@@ -141,11 +110,19 @@ class WorkerNode:
             if reply.incarnation:
                 self._begin_part(reply)
 
+    def _ask(self) -> NodePartReply:
+        service = rendezvous.format_control_proxy_name(self._cell)
+        endpoint = rendezvous.find_endpoint(self._rendezvous_dir, service)
+        if endpoint is None:
+            raise ClusterError(f"the control proxy of {self._cell} is not published")
+        request = NodePartRequest(self._node, self._incarnation)
+        return self._client.call(f"{endpoint.url}/follow", request, NodePartReply)
+
     def _begin_part(self, reply: NodePartReply) -> None:
         ports = find_free_ports()
         part = NodePart(self._node, self._nodes, reply.meeting_point, get_advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
-        self._server = SGLangServer(self._launch(reply.incarnation, part, ports), ports, log_path)
+        self._server = SGLangServer(self._launch(reply.incarnation, ports, part), ports, log_path)
         self._incarnation = reply.incarnation
         log.info("restart %d: starting this node's part", reply.incarnation)
 
@@ -158,4 +135,4 @@ class WorkerNode:
     def end(self) -> None:
         """End the part, and ask no more."""
         self._end_part()
-        self._chief.close()
+        self._client.close()

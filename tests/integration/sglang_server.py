@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from areal_hpc.inference.command import build_replica_command
-from areal_hpc.inference.sglang_server import build_environment, find_free_ports
+from areal_hpc.inference.sglang_server import SGLangServer, find_free_ports
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
+from tests.support.waiting import wait_for
 
 START_TIMEOUT_S = 110.0
 
@@ -35,32 +30,14 @@ def serving(
         ports=ports,
         random_seed=3,
     )
-    url = f"http://127.0.0.1:{ports.http}"
-    with log_path.open("wb") as log_file:
-        process = subprocess.Popen(
-            command.argv,
-            env=build_environment(str(log_path.parent)) | command.environment,
-            stdout=log_file,
-            stderr=log_file,
-            start_new_session=True,
-        )
-        try:
-            _await_ready(url, process, log_path)
-            yield url
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    server = SGLangServer(command, ports, log_path)
 
+    def is_ready() -> bool:
+        assert not server.describe_exit(), server.log_tail()
+        return server.is_ready()
 
-def _await_ready(url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
-    give_up_at = time.monotonic() + START_TIMEOUT_S
-    while True:
-        assert process.poll() is None, log_path.read_text()
-        assert time.monotonic() < give_up_at, log_path.read_text()
-        try:
-            if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
+    try:
+        wait_for(is_ready, START_TIMEOUT_S, server.log_tail)
+        yield server.url
+    finally:
+        server.kill()

@@ -136,7 +136,7 @@ class Cell:
         while not wanted(view := self.replica(index)):
             assert self.job.poll() is None, self.logs()
             assert time.monotonic() < give_up_at, f"{view}\n{self.logs()}"
-            time.sleep(0.1)
+            time.sleep(0.05)
         return view
 
     def control(self, route: str, body: object = None, **headers: str) -> httpx.Response:
@@ -150,9 +150,8 @@ class Cell:
     def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
         """SGLang's own answer, with log-probabilities."""
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        answer = httpx.post(
-            f"{self.replica(index).url}/generate", json=body, timeout=60, trust_env=False
-        )
+        url = f"{self.replica(index).url}/generate"
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
         answer.raise_for_status()
         reply: dict[str, Any] = answer.json()
         return reply
@@ -163,13 +162,9 @@ class Cell:
         """The same, and `heard` is told how many tokens there are whenever there are more."""
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
         pieces: list[dict[str, Any]] = []
-        with httpx.stream(
-            "POST",
-            f"{self.replica(index).url}/generate",
-            json=body | {"stream": True},
-            timeout=60,
-            trust_env=False,
-        ) as answer:
+        url = f"{self.replica(index).url}/generate"
+        body["stream"] = True
+        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # each holds what is new
@@ -234,6 +229,13 @@ def running_cell(
         yield cell
     finally:
         cell.stop()
+
+
+def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """What transformers gives each output token after the tokens before it."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -29,7 +29,7 @@ from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
 from tests.support.environments import CHECKOUT
-from tests.support.inference_cell import Cell
+from tests.support.inference_cell import Cell, logprobs_of
 
 PROMPT = [10, 20, 30, 40, 50]
 REPLY_TOKENS = 12
@@ -269,9 +269,7 @@ class Reader:
         if model is None:
             self.wrong.append(f"{version!r} was never verified anywhere")
             return
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + output])).logits[0].log_softmax(-1)
-        expected = logits[len(PROMPT) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+        expected = logprobs_of(model, PROMPT, output)
         off = (sampled[span] - expected[span]).abs().max().item()
         if off > 1e-4:
             self.wrong.append(f"{version}: log-probabilities are off by {off:.3g}")

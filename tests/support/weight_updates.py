@@ -1,6 +1,78 @@
-"""Checks of what came of an update of weights."""
+"""A trainer's end of updates of weights, and checks of what came of one."""
 
-from areal_hpc.weights.report import UpdateReport
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import ReplicaKey, UpdateReport
+from areal_hpc.wire.weight_version import WeightVersion
+
+AWAIT_S = 20.0
+
+
+def specs_of(weights: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """The parameters as they are."""
+    return [
+        TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in weights.items()
+    ]
+
+
+@contextmanager
+def publishing(
+    rendezvous_dir: Path,
+    admin_key: str = "key",
+    *,
+    cells: int = 1,
+    weights_dir: Path | None = None,
+    **weights: Any,
+) -> Iterator[Publisher]:
+    """A publisher to the cells whose control proxies are published in a folder."""
+    publisher = Publisher(
+        WeightsConfig(**weights),
+        rendezvous_dir,
+        cells,
+        admin_key,
+        "gloo",
+        torch.device("cpu"),
+        weights_dir or rendezvous_dir.parent / "weights",
+    )
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def await_outdated(
+    publisher: Publisher, version: WeightVersion, at_least: int = 1
+) -> list[ReplicaKey]:
+    """The replicas that lack the version; a control proxy that was slow once is asked again."""
+    give_up_at = time.monotonic() + AWAIT_S
+    while len(replicas := publisher.outdated(version)) < at_least:
+        if time.monotonic() > give_up_at:
+            break
+        time.sleep(0.05)
+    return replicas
+
+
+def publish(
+    publisher: Publisher,
+    version: WeightVersion,
+    weights: Mapping[str, torch.Tensor],
+    at_least: int = 1,
+) -> UpdateReport:
+    """One update of all replicas that lack the version."""
+    replicas = await_outdated(publisher, version, at_least)
+    return publisher.publish(version, specs_of(weights), iter(weights.items()), replicas)
 
 
 def raise_if_failed(report: UpdateReport) -> None:

@@ -1,66 +1,62 @@
 """Both ends of a replica that spans two nodes, with small programs in the place of SGLang."""
 
-import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
-from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
-from areal_hpc.inference.multi_node import MultiNodeReplica
-from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.worker_node import HeadNodeClient, WorkerNode
-from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.inference.worker_node import WorkerNode
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import EventLog
-from tests.integration.inference.test_replica import server
+from tests.integration.inference.small_servers import (
+    KEY,
+    call,
+    control_proxy,
+    make_replica,
+    server,
+    server_command,
+)
 from tests.support.process_commands import command_of
+from tests.support.waiting import wait_for
 
-KEY = "the admin key"
 PATIENCE_S = 1.0
 PART = "import sys, time; time.sleep(600)"
 
 
 class Pair:
-    """The first node's keeper and relay, and the second node's follower, in one process."""
+    """The first node's replica and control proxy, and the second node, in one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: list[tuple[int, NodePart]] = []
-        self.head = Replica(
-            0,
-            tp=2,
-            span=MultiNodeReplica(2),
-            launch=server(),
-            log_dir=folder / "logs",
-            events=EventLog(folder / "events.jsonl", "cell-0"),
-            startup_timeout_s=60,
-            health_timeout_s=60,
-            policy=RestartPolicy(3),
+        self.head = make_replica(folder, server(), nodes=2)
+        self._stack = ExitStack()
+        self.proxy = self._stack.enter_context(control_proxy(self.head, folder))
+        rendezvous.publish_endpoint(folder, "control-cell-0", self.proxy.url)
+        self.worker = WorkerNode(
+            1,
+            2,
+            launch=self._launch,
+            cell="cell-0",
+            rendezvous_dir=folder,
+            admin_key=KEY,
+            log_dir=folder,
+            patience_s=PATIENCE_S,
         )
-        self.relay = ControlProxyServer(
-            ControlProxyApp("cell-0", [self.head], KEY, folder), "127.0.0.1"
-        )
-        self.relay.start()
-        rendezvous.publish_endpoint(folder, "control-cell-0", self.relay.url)
-        chief = HeadNodeClient(folder, "cell-0", KEY)
-        self.follower = WorkerNode(1, 2, self._launch, chief, folder / "logs", PATIENCE_S)
 
-    def _launch(self, incarnation: int, part: NodePart, ports: ServerPorts) -> ServerCommand:
+    def _launch(self, incarnation: int, ports: ServerPorts, part: NodePart) -> ServerCommand:
         self.parts.append((incarnation, part))
-        return ServerCommand((sys.executable, "-c", f"{PART} # {incarnation}"))
+        return server_command(PART, ports)
 
     def tick_until(self, condition: Callable[[], bool]) -> None:
-        give_up_at = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < give_up_at, (self.head.view(), self.parts)
+        def tick() -> bool:
             self.head.tick()
-            self.follower.tick()
-            time.sleep(0.02)
+            self.worker.tick()
+            return condition()
+
+        wait_for(tick, why=lambda: (self.head.view(), self.parts))
 
     def is_ready(self, incarnation: int) -> bool:
         view = self.head.view()
@@ -72,10 +68,10 @@ class Pair:
         return [one for one in children if command_of(one)[2:] and PART in command_of(one)[2]]
 
     def close(self) -> None:
-        self.follower.end()
+        self.worker.end()
         self.head.request_stop()
         self.head.kill()
-        self.relay.stop()
+        self._stack.close()
 
 
 @pytest.fixture
@@ -85,16 +81,12 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.close()
 
 
-def test_both_nodes_run_the_same_incarnation(pair: Pair) -> None:
+def test_both_nodes_run_the_same_incarnation_and_a_lost_part_costs_it(pair: Pair) -> None:
     pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
     ((incarnation, part),) = pair.parts
     assert (incarnation, part.node, part.nodes) == (1, 1, 2)
     assert part.meeting_point.startswith("127.0.0.1:")
-    assert (pair.folder / "logs" / "replica-0.1-node-1.log").exists()
-
-
-def test_a_lost_part_costs_the_whole_incarnation(pair: Pair) -> None:
-    pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
+    assert (pair.folder / "replica-0.1-node-1.log").exists()
     (lost,) = pair.running()
     lost.kill()
     pair.tick_until(lambda: pair.is_ready(2) and len(pair.parts) == 2)
@@ -113,20 +105,16 @@ def test_a_part_ends_with_the_first_nodes_server(pair: Pair) -> None:
 
 def test_a_part_does_not_outlive_a_first_node_that_is_gone(pair: Pair) -> None:
     pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
-    pair.relay.stop()
-    give_up_at = time.monotonic() + 60
-    while pair.running():
-        assert time.monotonic() < give_up_at
-        pair.follower.tick()
-        time.sleep(0.05)
+    pair.proxy.stop()
+
+    def is_over() -> bool:
+        pair.worker.tick()
+        return not pair.running()
+
+    wait_for(is_over)
 
 
 def test_a_node_that_the_cell_does_not_have_is_refused(pair: Pair) -> None:
-    answer = httpx.post(
-        f"{pair.relay.url}/follow",
-        json={"node": 2, "incarnation": 0},
-        headers={"authorization": f"Bearer {KEY}"},
-        trust_env=False,
-    )
+    answer = call(pair.proxy, "follow", {"node": 2, "incarnation": 0})
     assert answer.status_code == 400
     assert "expected a node from 1 to 1, got 2" in answer.text

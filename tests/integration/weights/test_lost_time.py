@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.plan import TensorSpec
-from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastSession
@@ -20,6 +18,7 @@ from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.update_session import GroupUpdate
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.fair_clock import FairClock
+from tests.support.weight_updates import publishing, specs_of
 
 UPDATE_TIMEOUT_S = 1.0
 
@@ -34,18 +33,17 @@ def lost() -> Iterator[list[ReplicaKey]]:
 def test_replicas_lost_together_cost_no_more_than_one(
     lost: list[ReplicaKey], tmp_path: Path
 ) -> None:
-    config = WeightsConfig(update_timeout_s=UPDATE_TIMEOUT_S)
-    publisher = Publisher(
-        config, tmp_path, 8, "key", "gloo", torch.device("cpu"), tmp_path / "weights"
-    )
-    specs = [TensorSpec("norm.weight", (4,), "float32")]
-    weights = iter([("norm.weight", torch.zeros(4))])
-    with FairClock() as clock:
+    weights = {"norm.weight": torch.zeros(4)}
+    exported = iter(weights.items())
+    with (
+        publishing(tmp_path, cells=8, update_timeout_s=UPDATE_TIMEOUT_S) as publisher,
+        FairClock() as clock,
+    ):
         began = time.monotonic()
-        report = publisher.publish(WeightVersion(1, 0), specs, weights, lost)
+        report = publisher.publish(WeightVersion(1, 0), specs_of(weights), exported, lost)
         took_s = clock.since(began)
-    publisher.close()
     assert [*report.failed] == lost
+    assert next(exported, None) is None, "exporting is a collective: always drained"
     assert took_s < 7 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
 
 
@@ -60,8 +58,8 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
     )
     is_over = threading.Event()
 
-    def doze(swap: BroadcastSession) -> None:
-        if swap is late:
+    def doze(session: BroadcastSession) -> None:
+        if session is late:
             is_over.wait(60)
 
     with ThreadPoolExecutor() as pool:

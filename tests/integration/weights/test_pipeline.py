@@ -5,22 +5,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
-from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.environments import CHECKOUT
-from tests.support.weight_updates import raise_if_failed
+from tests.support.weight_updates import (
+    await_outdated,
+    publish,
+    publishing,
+    raise_if_failed,
+    specs_of,
+)
 
 BUCKET_BYTES = 4096
-SPECS = [TensorSpec(f"norm.{at}.weight", (BUCKET_BYTES // 4,), "float32") for at in range(6)]
+WEIGHTS = {f"norm.{at}.weight": torch.ones(BUCKET_BYTES // 4) for at in range(6)}
 """Each fills a bucket."""
 
 
@@ -37,27 +40,13 @@ def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
         process.wait()
 
 
-@contextmanager
-def publishing(directory: Path, update_timeout_s: float) -> Iterator[Publisher]:
-    config = WeightsConfig(
-        bucket_bytes=BUCKET_BYTES, update_timeout_s=update_timeout_s, verify_checksum=False
+def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[Publisher]:
+    return publishing(
+        directory,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=update_timeout_s,
+        verify_checksum=False,
     )
-    publisher = Publisher(
-        config, directory, 1, "key", "gloo", torch.device("cpu"), directory / "weights"
-    )
-    try:
-        yield publisher
-    finally:
-        publisher.close()
-
-
-def await_outdated(publisher: Publisher, version: WeightVersion) -> list[ReplicaKey]:
-    """The replica; a relay that is slow once is asked again."""
-    give_up_at = time.monotonic() + 20
-    while not (replicas := publisher.outdated(version)):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
-    return replicas
 
 
 def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
@@ -67,18 +56,18 @@ def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
     held.mkdir()
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for at, spec in enumerate(SPECS):
+        for at, parameter in enumerate(WEIGHTS.items()):
             if at > 1:
                 assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
             if at > 0:
                 (held / f"go-{at}").touch()  # only now may the bucket before this one be loaded
-            yield spec.name, torch.ones(spec.shape)
+            yield parameter
 
-    with scripted_relay(tmp_path, "0", str(held)), publishing(tmp_path, 15) as publisher:
+    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
         version = WeightVersion(1, 0)
         replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
-        raise_if_failed(publisher.publish(version, SPECS, gathered(), replicas))
+        raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
         assert publisher.outdated(version) == []
 
 
@@ -87,25 +76,21 @@ def test_a_replica_is_called_for_a_bucket_while_it_loads_the_one_before(tmp_path
     held.mkdir()
 
     def let_go() -> None:
-        for number in range(1, len(SPECS)):
+        for number in range(1, len(WEIGHTS)):
             while not (held / f"called-{number + 1}").exists():
                 time.sleep(0.01)
             (held / f"go-{number}").touch()
 
-    with scripted_relay(tmp_path, "0", str(held)), publishing(tmp_path, 15) as publisher:
+    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
         version = WeightVersion(1, 0)
-        replicas = await_outdated(publisher, version)
-        weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
         threading.Thread(target=let_go, daemon=True).start()
-        raise_if_failed(publisher.publish(version, SPECS, weights, replicas))
+        raise_if_failed(publish(publisher, version, WEIGHTS))
 
 
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
-    with scripted_relay(tmp_path, "6"), publishing(tmp_path, 2.0) as publisher:
+    with scripted_relay(tmp_path, "6"), trainer(tmp_path, 2.0) as publisher:
         version = WeightVersion(1, 0)
-        (key,) = await_outdated(publisher, version)
-        weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
-        report = publisher.publish(version, SPECS, weights, [key])
-    message = str(report.failed[key])
-    assert "rank 1: replica 0 of cell-0 (incarnation 1)" in message
+        ((key, error),) = publish(publisher, version, WEIGHTS).failed.items()
+    message = str(error)
+    assert f"rank 1: {key}" in message
     assert "within 2 s" in message

@@ -1,18 +1,25 @@
+"""Updates of two replicas at once: in groups, in place, by disk, and with a party lost on the way.
+
+`tests/acceptance/test_update_under_fire.py` loses every party in every phase.
+"""
+
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.checksum import compute_rank_digests
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
@@ -20,153 +27,87 @@ from areal_hpc.weights.report import UpdateReport
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
-from tests.support.update_faults import Trap, gates
-from tests.support.weight_updates import raise_if_failed
+from tests.support.inference_cell import Cell, logprobs_of, running_cell, tiny_qwen3
+from tests.support.update_faults import Reader, Sender, Trap, gates
+from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
-PROMPT = [10, 20, 30, 40, 50]
-STEPS = itertools.count()
-"""Tests run in any order on one cell; each update takes the next version."""
-CPU = torch.device("cpu")
+IN_FLIGHT_S = 0.3
+HANG_TIMEOUT_S = 8.0
+"""Of each wait in an update in which somebody is waited for in vain."""
+FIRST_IDS = itertools.count(20)
+"""A prompt that begins like none before it: an update in place leaves the old cache in use."""
+BOTH = [("cell-0", 0), ("cell-0", 1)]
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    with running_cell(tmp_path_factory.mktemp("run"), tiny_qwen3(0)) as cell:
-        cell.await_replica(lambda view: view.state == "ready")
+    run_dir = tmp_path_factory.mktemp("run")
+    with running_cell(run_dir, tiny_qwen3(0), replicas_per_cell=2) as cell:
+        for index in range(2):
+            cell.await_replica(lambda view: view.state == "ready", index)
         yield cell
 
 
-@pytest.fixture(scope="module")
-def publisher(cell: Cell) -> Iterator[Publisher]:
-    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20)
-    publisher = Publisher(
-        config, cell.layout.rendezvous_dir, 1, cell.admin_key, "gloo", CPU, cell.layout.weights_dir
+def trainer(
+    cell: Cell, directory: Path | None = None, **weights: Any
+) -> AbstractContextManager[Publisher]:
+    """The next start of a trainer, which finds control proxies in `directory`."""
+    cell.generation += 1
+    return publishing(
+        directory or cell.layout.rendezvous_dir,
+        cell.admin_key,
+        weights_dir=cell.layout.weights_dir,
+        **{"bucket_bytes": 100_000, "update_timeout_s": 20, **weights},
     )
-    yield publisher
-    publisher.close()
 
 
-@contextmanager
-def publishing(cell: Cell, rendezvous_dir: Path, **weights: Any) -> Iterator[Publisher]:
-    """Another way to update the same cell."""
-    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20, **weights)
-    publisher = Publisher(
-        config, rendezvous_dir, 1, cell.admin_key, "gloo", CPU, cell.layout.weights_dir
-    )
-    try:
-        yield publisher
-    finally:
-        publisher.close()
+def send(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -> UpdateReport:
+    return publish(publisher, WeightVersion(cell.generation, step), model.state_dict())
 
 
-def next_version() -> WeightVersion:
-    return WeightVersion(1, next(STEPS))
-
-
-def specs_of(model: Qwen3ForCausalLM) -> list[TensorSpec]:
-    return [
-        TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for name, value in model.state_dict().items()
-    ]
-
-
-def publish(publisher: Publisher, model: Qwen3ForCausalLM) -> UpdateReport:
-    version = next_version()
-    replicas = publisher.outdated(version)
-    assert replicas
-    report = publisher.publish(version, specs_of(model), iter(model.state_dict().items()), replicas)
+def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -> UpdateReport:
+    """One that succeeds, after which both replicas serve the new weights."""
+    report = send(cell, publisher, step, model)
     raise_if_failed(report)
+    for index in range(2):
+        assert_serves(cell, index, model, report.version)
     return report
 
 
-def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """What transformers gives each output token after the tokens before it."""
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
-    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
-
-
-def assert_serves(cell: Cell, model: Qwen3ForCausalLM, version: WeightVersion) -> None:
-    reply = cell.generate(PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True)
-    output = reply["output_ids"]
-    with torch.no_grad():
-        choices = model(torch.tensor([PROMPT + output])).logits[0].argmax(-1).tolist()
-    assert output == choices[len(PROMPT) - 1 : -1]
-    sampled = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
-    assert (sampled - logprobs_of(model, PROMPT, output)).abs().max() <= 1e-4
-    assert reply["meta_info"]["weight_version"] == str(version)
-    view = cell.replica()
+def assert_serves(cell: Cell, index: int, model: Qwen3ForCausalLM, version: WeightVersion) -> None:
+    view = cell.replica(index)
     assert (view.state, view.version) == ("serving", str(version))
+    prompt = [next(FIRST_IDS), 9, 8, 7, 6]
+    reply = cell.generate(prompt, index, max_new_tokens=16, temperature=1.0, ignore_eos=True)
+    assert reply["meta_info"]["weight_version"] == str(version)
+    difference = sampled_logprobs(reply) - logprobs_of(model, prompt, reply["output_ids"])
+    assert difference.abs().max() <= 1e-4
 
 
-def test_published_weights_are_the_ones_that_answer(cell: Cell, publisher: Publisher) -> None:
-    model = tiny_qwen3(1)
-    report = publish(publisher, model)
-    assert_serves(cell, model, report.version)
-    assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model))
-    phases = {"group_join", "pause_call", "transfer", "load", "verify", "flush", "resume"}
-    assert set(report.seconds) == phases
-    assert all(spent >= 0 for spent in report.seconds.values())
-    assert publisher.outdated(report.version) == []
-    assert publisher.outdated(WeightVersion(2, report.version.step)) == list(report.ok)
-
-
-def test_later_updates_use_the_group_that_stands(
-    cell: Cell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(publisher, tiny_qwen3(1))
-    model = tiny_qwen3(2)
-    # There is no other to be made.
-    monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
-    report = publish(publisher, model)
-    assert not report.failed
-    assert_serves(cell, model, report.version)
-
-
-def test_a_generation_in_flight_goes_on_under_the_new_weights(
-    cell: Cell, publisher: Publisher
-) -> None:
-    old, new = tiny_qwen3(2), tiny_qwen3(3)
-    before = publish(publisher, old).version
-    writer = Writer(cell, 600)
-    after = publish(publisher, new).version
-    first, second = writer.spans()
-    meta, output = writer.reply["meta_info"], writer.reply["output_ids"]
-    switch = first["end"]
-    assert first == {"version": str(before), "start": 0, "end": switch}
-    assert second == {"version": str(after), "start": switch, "end": 600}
-    assert 0 < switch < 600
-    sampled = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
-    expected_old = logprobs_of(old, PROMPT, output)[:switch]
-    expected_new = logprobs_of(new, PROMPT, output)[switch:]
-    assert (sampled[:switch] - expected_old).abs().max() <= 1e-4
-    assert (sampled[switch:] - expected_new).abs().max() <= 1e-4
+def sampled_logprobs(reply: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
 
 
 class Writer(threading.Thread):
-    """A generation that is well under way."""
+    """A generation that is well under way: of `tokens` tokens 50 are there."""
 
-    WELL_UNDER_WAY = 50
-    """Tokens."""
-
-    def __init__(self, cell: Cell, tokens: int) -> None:
+    def __init__(self, cell: Cell, index: int = 0, tokens: int = 600) -> None:
         super().__init__()
-        self._cell, self._tokens = cell, tokens
+        self.prompt = [next(FIRST_IDS), 20, 30, 40, 50]
+        self._cell, self._index, self._tokens = cell, index, tokens
         self._began = threading.Event()
         self.reply: dict[str, Any] = {}
         self.start()
-        assert self._began.wait(30)
+        assert self._began.wait(60)
 
     def run(self) -> None:
-        self.reply = self._cell.generate_live(
-            PROMPT, self._hear, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
-        )
+        sampling = {"max_new_tokens": self._tokens, "temperature": 1.0, "ignore_eos": True}
+        self.reply = self._cell.generate_live(self.prompt, self._hear, self._index, **sampling)
 
     def _hear(self, tokens: int) -> None:
-        if tokens >= self.WELL_UNDER_WAY:
+        if tokens >= 50:
             self._began.set()
 
     def spans(self) -> list[dict[str, Any]]:
@@ -176,32 +117,71 @@ class Writer(threading.Thread):
         return spans
 
 
-def test_the_cell_measures_from_the_pause_to_the_first_new_token(
-    cell: Cell, publisher: Publisher
+@pytest.mark.parametrize("replicas_per_group", [1, 2])
+def test_published_weights_are_the_ones_that_answer(
+    cell: Cell, replicas_per_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(publisher, tiny_qwen3(2))
-    writer = Writer(cell, 600)
-    report = publish(publisher, tiny_qwen3(3))
-    view = cell.await_replica(
-        lambda view: view.stall is not None and view.stall.version == str(report.version)
-    )
-    assert view.stall is not None
-    old = writer.spans()[0]
-    assert view.stall.requests == 1
-    known_tokens = len(PROMPT) + old["end"]  # SGLang says how many after every 15th
-    assert known_tokens - 20 <= view.stall.recomputed_tokens <= known_tokens
-    stopped_s = sum(took for name, took in report.seconds.items() if name != "group_join")
-    assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
-    publisher.outdated(report.version)
-    assert view.stall in publisher.stalls
+    """Each replica in a group of its own, and both in one, where buckets are packed."""
+    model = tiny_qwen3(1)
+    with trainer(cell, replicas_per_group=replicas_per_group) as publisher:
+        report = update(cell, publisher, 0, model)
+        assert [key.place for key in report.ok] == BOTH
+        assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
+        phases = {"group_join", "pause_call", "transfer", "load", "verify", "flush", "resume"}
+        assert set(report.seconds) == phases
+        assert all(spent >= 0 for spent in report.seconds.values())
+        assert publisher.outdated(report.version) == []
+        assert publisher.outdated(WeightVersion(9999, 0)) == list(report.ok)
+        # A later update uses the groups that stand: there is no other to be made.
+        monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
+        update(cell, publisher, 1, tiny_qwen3(2))
+
+
+def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_measured(
+    cell: Cell,
+) -> None:
+    old, new = tiny_qwen3(2), tiny_qwen3(3)
+    with trainer(cell) as publisher:
+        before = update(cell, publisher, 0, old).version
+        writer = Writer(cell)
+        report = update(cell, publisher, 1, new)
+        after = report.version
+        first, second = writer.spans()
+        switch = first["end"]
+        assert first == {"version": str(before), "start": 0, "end": switch}
+        assert second == {"version": str(after), "start": switch, "end": 600}
+        assert 0 < switch < 600
+        output, sampled = writer.reply["output_ids"], sampled_logprobs(writer.reply)
+        for model, part in ((old, slice(0, switch)), (new, slice(switch, None))):
+            expected = logprobs_of(model, writer.prompt, output)
+            assert (sampled[part] - expected[part]).abs().max() <= 1e-4
+        view = cell.await_replica(
+            lambda view: view.stall is not None and view.stall.version == str(after)
+        )
+        assert view.stall is not None
+        assert view.stall.requests == 1
+        known_tokens = len(writer.prompt) + switch  # SGLang says how many after every 15th
+        assert known_tokens - 20 <= view.stall.recomputed_tokens <= known_tokens
+        stopped_s = sum(took for name, took in report.seconds.items() if name != "group_join")
+        assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
+        publisher.outdated(after)
+        assert view.stall in publisher.stalls
+
+
+def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
+    with trainer(cell, pause_mode="in_place") as publisher:
+        old = update(cell, publisher, 0, tiny_qwen3(3)).version
+        writer = Writer(cell, 1, tokens=900)
+        new = update(cell, publisher, 1, tiny_qwen3(4)).version
+        assert [span["version"] for span in writer.spans()] == [str(old), str(new)]
+        assert writer.reply["meta_info"]["num_retractions"] == 0
 
 
 def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
-    with publishing(cell, cell.layout.rendezvous_dir, transport="disk") as publisher:
-        publish(publisher, tiny_qwen3(6))
-        writer, model = Writer(cell, 600), tiny_qwen3(7)
-        report = publish(publisher, model)
-        assert_serves(cell, model, report.version)
+    with trainer(cell, transport="disk") as publisher:
+        update(cell, publisher, 0, tiny_qwen3(6))
+        writer = Writer(cell)
+        report = update(cell, publisher, 1, tiny_qwen3(7))
         assert [span["version"] for span in writer.spans()][-1] == str(report.version)
         assert {"write", "pause_call", "load", "verify", "flush", "resume"} == set(report.seconds)
         (folder,) = cell.layout.weights_dir.iterdir()
@@ -219,68 +199,135 @@ def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) ->
         forward()
 
     directory, model = tmp_path / "gates", tiny_qwen3(8)
-    with (
-        gates([cell], directory) as (gate,),
-        publishing(cell, directory, transport="disk") as publisher,
-    ):
+    with gates([cell], directory) as (gate,), trainer(cell, directory, transport="disk") as sender:
         gate.trap = Trap("load", 1, 0, damage)
-        version = next_version()
-        specs, weights = specs_of(model), iter(model.state_dict().items())
-        report = publisher.publish(version, specs, weights, publisher.outdated(version))
-        assert report.ok == ()
-        (error,) = report.failed.values()
-        assert "1 different" in str(error)
-        assert cell.replica().state == "ready", "nobody vouches for these weights"
+        failed = {
+            key.place: str(error) for key, error in send(cell, sender, 0, model).failed.items()
+        }
+        assert "1 different" in failed["cell-0", 0]
+        assert cell.replica(0).state == "ready", "nobody vouches for these weights"
         gate.trap = None
-        assert_serves(cell, model, publish(publisher, model).version)
+        update(cell, sender, 0, model)
 
 
-def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publisher) -> None:
-    version, model = next_version(), tiny_qwen3(4)
-    (key,) = publisher.outdated(version)
-    (bucket,) = plan_buckets(specs_of(model), 1 << 30)
-    packed = PackingBuffers(CPU).open(bucket)
-    for name, tensor in model.state_dict().items():
+def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
+    model = tiny_qwen3(4)
+    weights = model.state_dict()
+    (bucket,) = plan_buckets(specs_of(weights), 1 << 30)
+    packed = PackingBuffers(torch.device("cpu")).open(bucket)
+    for name, tensor in weights.items():
         packed.place(name, tensor)
     expected = {(1, 0): compute_rank_digests(packed.tensors, 0, 1, "cpu")}
-    target = "model.layers.1.self_attn.k_proj.weight"
-    slot = next(slot for slot in bucket.slots if slot.spec.name == target)
-    packed.messages[0][slot.offset] ^= 1
-    control = ReplicaClient(key, cell.admin_key, 1, 20)
-    swap = BroadcastSession(
-        UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], WeightsConfig()
-    )
-    swap.join()
-    swap.pause()
-    swap.send(packed, version)
-    swap.end()
-    with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
-        swap.verify(version, expected)
-    swap.give_up()
-    assert cell.replica().state == "ready", "nobody vouches for these weights"
-    assert_serves(cell, model, publish(publisher, model).version)
+    packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
+    with trainer(cell) as publisher:
+        version = WeightVersion(cell.generation, 0)
+        key = next(key for key in publisher.outdated(version) if key.index == 0)
+        session = BroadcastSession(
+            UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
+            [ReplicaClient(key, cell.admin_key, cell.generation, 20)],
+            WeightsConfig(),
+        )
+        session.join()
+        session.pause()
+        session.send(packed, version)
+        session.end()
+        with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
+            session.verify(version, expected)
+        session.give_up()
+        assert cell.replica().state == "ready", "nobody vouches for these weights"
+        update(cell, publisher, 1, model)
 
 
-def test_a_server_killed_during_an_update_is_replaced_and_gets_a_full_resend(
-    cell: Cell, publisher: Publisher
+def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
+    cell: Cell, tmp_path: Path
 ) -> None:
-    model, version = tiny_qwen3(5), next_version()
-    before = cell.replica()
-    sent: list[str] = []
+    before = [cell.replica(index) for index in range(2)]
 
-    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        for at, (name, tensor) in enumerate(model.state_dict().items()):
-            if at == 12:
-                cell.engine_processes()[0].kill()
-            sent.append(name)
-            yield name, tensor
+    def kill_while_it_receives(forward: Callable[[], None]) -> None:
+        scheduler = cell.scheduler(1)
+        scheduler.suspend()
+        killer = threading.Timer(IN_FLIGHT_S, scheduler.kill)
+        killer.start()
+        forward()
+        killer.join()
 
-    replicas = publisher.outdated(version)
-    report = publisher.publish(version, specs_of(model), parameters(), replicas)
-    assert sent == [*model.state_dict()], "exporting is a collective: always drained"
-    assert report.ok == ()
-    with pytest.raises(WeightSyncError, match="replica 0 of cell-0"):
-        raise_if_failed(report)
-    cell.await_replica(lambda view: view.incarnation == before.incarnation + 1)
-    cell.await_replica(lambda view: view.state == "ready")
-    assert_serves(cell, model, publish(publisher, model).version)
+    with (
+        gates([cell], tmp_path / "gates") as (gate,),
+        trainer(cell, tmp_path / "gates", replicas_per_group=2) as publisher,
+    ):
+        update(cell, publisher, 0, tiny_qwen3(5))
+        gate.trap = Trap("update_weights_from_distributed", 2, 1, kill_while_it_receives)
+        model = tiny_qwen3(6)
+        report = send(cell, publisher, 1, model)
+        assert gate.trap.seen == 2
+        gate.trap = None
+        assert {key.place for key in report.failed} == {*BOTH}
+        assert cell.replica(0).state == "ready", "its group failed, and it was fenced"
+        report = send(cell, publisher, 1, model)
+        assert ("cell-0", 0) in {key.place for key in report.ok}, "alone it is well"
+        cell.await_replica(lambda view: view.state == "ready", 1)
+        update(cell, publisher, 1, model)
+    assert cell.replica(0).incarnation == before[0].incarnation
+    assert cell.replica(1).incarnation > before[1].incarnation
+
+
+def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
+    cell: Cell, tmp_path: Path
+) -> None:
+    before = [cell.replica(index) for index in range(2)]
+    with (
+        gates([cell], tmp_path / "gates") as (gate,),
+        trainer(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
+    ):
+        update(cell, publisher, 0, tiny_qwen3(7))
+        gate.trap = Trap("update_weights_from_distributed", 2, 1, lambda forward: gate.lost.add(1))
+        model = tiny_qwen3(8)
+        report = send(cell, publisher, 1, model)
+        assert [key.place for key in report.ok] == [("cell-0", 0)]
+        assert_serves(cell, 0, model, report.version)
+        gate.lost.clear()
+        update(cell, publisher, 1, model)
+    assert [cell.replica(index).incarnation for index in range(2)] == [
+        past.incarnation for past in before
+    ]
+
+
+def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
+    cell: Cell, tmp_path: Path
+) -> None:
+    old, new = tiny_qwen3(7), tiny_qwen3(8)
+    with trainer(cell) as publisher:
+        update(cell, publisher, 0, old)
+    before = [cell.replica(index) for index in range(2)]
+    models = {f"{cell.generation}.0": old} | {f"{cell.generation + one}.1": new for one in (1, 2)}
+    readers = [Reader(cell, index, models) for index in range(2)]
+    save_file(new.state_dict(), tmp_path / "new.safetensors")
+    directory = tmp_path / "gates"
+    with gates([cell], directory) as (gate,):
+        senders = [
+            Sender(directory, 1, cell.admin_key, cell.generation + one, update_timeout_s=30)
+            for one in (1, 2)
+        ]
+        for sender in senders:
+            sender.await_ready()
+        for reader in readers:
+            reader.start()
+        gate.trap = Trap(
+            "update_weights_from_distributed", 2, 1, lambda forward: senders[0].process.kill()
+        )
+        assert senders[0].publish(1, tmp_path / "new.safetensors", 2) is None, "it was killed"
+        assert [cell.replica(index).version for index in range(2)] == ["", ""]
+        gate.trap = None
+        report = senders[1].publish(1, tmp_path / "new.safetensors", 2)
+        assert report is not None
+        assert len(report["ok"]) == 2
+        time.sleep(0.5)
+        for reader in readers:
+            reader.stop()
+        for sender in senders:
+            sender.stop()
+    assert [reader.wrong for reader in readers] == [[], []]
+    for reader, past in zip(readers, before, strict=True):
+        assert reader.answered[-1][1] == f"{cell.generation + 2}.1"
+        assert cell.replica(reader.index).incarnation == past.incarnation, "no restart was needed"
+    cell.generation += 2

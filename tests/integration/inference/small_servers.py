@@ -1,0 +1,148 @@
+"""Replicas and control proxies with small programs in the place of SGLang."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
+from areal_hpc.inference.multi_node import MultiNodeReplica
+from areal_hpc.inference.replica import BuildCommand, Replica
+from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.replicas import ReplicaView
+from tests.support.waiting import wait_for
+
+KEY = "the admin key"
+SILENT_S = 0.4
+"""What the server takes from the order to go on until its first batch."""
+SERVER = """
+import http.server, json, subprocess, sys, time
+subprocess.Popen(
+    ["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable
+)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(BYSTANDER_S)"])
+go_on_at = 0.0
+class Server(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    def do_GET(self):
+        if self.path == "/health_generate": time.sleep(HEALTH_S)
+        running = dict(num_running_reqs=2, num_waiting_reqs=1, num_used_tokens=300)
+        published_at = go_on_at + SILENT_S if 0 < go_on_at < time.time() - SILENT_S else 1.0
+        self.answer(200, dict(loads=[dict(timestamp=published_at, **running)]))
+    def do_POST(self):
+        global go_on_at
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        print("asked", self.path, body, flush=True)
+        time.sleep(POST_S)
+        if self.path == "/continue_generation": go_on_at = time.time()
+        self.answer(POST_STATUS, {})
+    def answer(self, status, body):
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+FACTS = {
+    "BYSTANDER_S": 60.0,
+    "HEALTH_S": 0.0,
+    "POST_S": 0.0,
+    "POST_STATUS": 200,
+    "SILENT_S": SILENT_S,
+}
+
+
+def server(before: str = "", **facts: float) -> BuildCommand:
+    """One that answers like SGLang where its cell looks, and does something `before`."""
+    lines = (f"{name} = {value}\n" for name, value in (FACTS | facts).items())
+    return program(before + "".join(lines) + SERVER)
+
+
+def program(text: str) -> BuildCommand:
+    return lambda incarnation, ports: server_command(text, ports)
+
+
+def server_command(text: str, ports: ServerPorts) -> ServerCommand:
+    return ServerCommand((sys.executable, "-c", text, str(ports.http)))
+
+
+def make_replica(
+    folder: Path,
+    launch: BuildCommand,
+    *,
+    nodes: int = 1,
+    max_restarts: int = 3,
+    healthy_s: float = 600,
+    **timeouts: float,
+) -> Replica:
+    """The first of `cell-0`, which logs in a folder; not started."""
+    return Replica(
+        0,
+        tp=nodes,
+        nodes=MultiNodeReplica(nodes),
+        launch=launch,
+        log_dir=folder,
+        events=EventLog(folder / "events.jsonl", "cell-0"),
+        policy=RestartPolicy(max_restarts, healthy_s=healthy_s),
+        **{"startup_timeout_s": 60, "health_timeout_s": 60, **timeouts},
+    )
+
+
+@contextmanager
+def control_proxy(replica: Replica, folder: Path) -> Iterator[ControlProxyServer]:
+    """The control proxy of a cell of one replica, whose weights are in `folder`/weights."""
+    app = ControlProxyApp("cell-0", [replica], KEY, folder / "weights")
+    proxy = ControlProxyServer(app, "127.0.0.1")
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+def call(
+    proxy: ControlProxyServer, route: str, body: object = None, timeout_s: float = 60.0
+) -> httpx.Response:
+    """One call, as the trainer makes it to the first incarnation."""
+    headers = {
+        "authorization": f"Bearer {KEY}",
+        "x-areal-incarnation": "1",
+        "x-areal-generation": "1",
+        "x-areal-deadline-s": "100",
+    }
+    with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False) as client:
+        return client.post(f"{proxy.url}/{route}", json=body or {})
+
+
+def tick_until(replica: Replica, wanted: Callable[[ReplicaView], bool]) -> ReplicaView:
+    """Look after the replica until it is as wanted."""
+
+    def is_wanted() -> bool:
+        if wanted(replica.view()):
+            return True
+        replica.tick()
+        return False
+
+    wait_for(is_wanted, why=replica.view)
+    return replica.view()
+
+
+def is_ready(view: ReplicaView) -> bool:
+    return view.state == "ready"
+
+
+def tick_for(replica: Replica, seconds: float) -> None:
+    stop_at = time.monotonic() + seconds
+    while time.monotonic() < stop_at:
+        replica.tick()
+        time.sleep(0.01)
+    replica.tick()

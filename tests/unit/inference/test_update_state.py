@@ -1,0 +1,61 @@
+"""When a sender has vanished, and what becomes of the replica that it updated."""
+
+import pytest
+
+from areal_hpc.inference.update_state import WeightUpdateState
+
+
+@pytest.fixture
+def state() -> WeightUpdateState:
+    """Of a replica that serves."""
+    state = WeightUpdateState()
+    state.serve("1.4")
+    return state
+
+
+def call(state: WeightUpdateState, route: str, now: float, deadline_s: float = 10) -> None:
+    """One that SGLang accepts at once."""
+    state.on_call_started(route, now, deadline_s)
+    state.on_call_finished(route, now, deadline_s, accepted=True)
+
+
+def test_fencing_and_pausing_again_do_not_put_off_the_end(state: WeightUpdateState) -> None:
+    state.fence(0, 10, stays=False)
+    assert (state.version, state.has_sender) == ("", True)
+    state.fence(5, 10, stays=False)
+    call(state, "pause_generation", 6)
+    assert not state.is_overdue(9.9)
+    assert state.is_overdue(10)
+
+
+def test_accepted_calls_put_off_the_end_and_serving_cancels_it(state: WeightUpdateState) -> None:
+    call(state, "pause_generation", 0)
+    call(state, "begin_weight_update", 1)
+    call(state, "update_weights_from_distributed", 2, deadline_s=100)
+    assert (state.version, state.is_changed, state.is_overdue(101)) == ("", True, False)
+    call(state, "update_weights_from_distributed", 3)
+    call(state, "continue_generation", 4)
+    assert not state.is_paused
+    state.serve("1.5")
+    assert (state.version, state.has_sender, state.is_overdue(1000)) == ("1.5", False, False)
+
+
+def test_a_call_under_way_is_waited_for_before_its_sender_has_vanished(
+    state: WeightUpdateState,
+) -> None:
+    state.on_call_started("begin_weight_update", 0, 10)
+    assert not state.is_overdue(50)
+    state.on_call_finished("begin_weight_update", 60, 10, accepted=False)
+    assert state.is_overdue(60)
+
+
+@pytest.mark.parametrize(("stays", "version"), [(False, "1.4"), (True, "")])
+def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
+    state: WeightUpdateState, stays: bool, version: str
+) -> None:
+    """One that gave the replica up keeps it out of service."""
+    state.fence(0, 10, stays=False)
+    call(state, "pause_generation", 1)
+    state.fence(2, 10, stays=stays)
+    state.expire()
+    assert (state.version, state.is_paused, state.has_sender) == (version, False, False)
