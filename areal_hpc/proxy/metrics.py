@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -44,20 +44,20 @@ class ProxyMetrics:
     def watch(self, book: SessionStore) -> None:
         """Add gauges of what a book holds; they are read when somebody asks for them."""
 
-        def in_flight() -> int:
-            return sum(session.in_flight for session in book.sessions.values())
+        def gauge(name: str, text: str, count: Callable[[], int]) -> None:
+            one = Gauge(f"areal_hpc_proxy_{name}", text, registry=self._registry)
+            one.set_function(count)
 
-        for name, text, count in (
-            ("sessions", "Open sessions.", lambda: len(book.sessions)),
-            ("requests_in_flight", "Model calls in flight.", in_flight),
-            (
-                "unsealed_tickets",
-                "Finished tickets that are not sealed yet.",
-                lambda: len(book.finished),
-            ),
-        ):
-            gauge = Gauge(f"areal_hpc_proxy_{name}", text, registry=self._registry)
-            gauge.set_function(count)
+        sessions, finished = book.sessions, book.finished
+        gauge("sessions", "Open sessions.", lambda: len(sessions))
+        gauge(
+            "requests_in_flight",
+            "Model calls in flight.",
+            lambda: sum(session.in_flight for session in sessions.values()),
+        )
+        gauge(
+            "unsealed_tickets", "Finished tickets that are not sealed yet.", lambda: len(finished)
+        )
 
     def count_ignored(self, route: str, names: Iterable[str]) -> None:
         """Count a request's parameters without effect. The log hears of each one once."""

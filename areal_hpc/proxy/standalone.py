@@ -57,11 +57,7 @@ class StandaloneProxyConfig(BaseConfig):
 
 
 def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
-    """Serve until a stop signal.
-
-    Args:
-        config: What to serve.
-        say: Told where the proxy listens, as soon as it does.
+    """Serve until a stop signal; `say` is told where the proxy listens, as soon as it does.
 
     Raises:
         RecipeError: The model directory lacks a tokenizer or a chat template.

@@ -23,16 +23,10 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
-    """Find what a text continues.
+    """What a text continues.
 
-    Args:
-        tree: The session's.
-        prompt: What the model shall read.
-        encoder: The model's.
-
-    Returns:
-        The turn. Its text has no parent if it continues nothing; then it gets the tokens that the
-        encoder puts at the beginning of texts, such as Llama's.
+    A turn without a parent gets the tokens that the encoder puts at the beginning of texts, such as
+    Llama's.
     """
     lead = encoder.encode("", add_special_tokens=True)
     parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
@@ -42,16 +36,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
 def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
 ) -> tuple[TreeTurn, list[int]]:
-    """Find what token ids continue.
-
-    Args:
-        tree: The session's.
-        prompt: Ids of the model's vocabulary.
-        encoder: The model's.
-
-    Returns:
-        The turn, and the token ids after those of its parent.
-    """
+    """What token ids continue, and those of them that come after the parent's."""
     packed = np.asarray(prompt, "<i4").tobytes()
     parent, known = _deepest(tree, packed, lambda one: [one.new_ids + one.output_ids])
     new_ids = list(prompt[known // 4 :])

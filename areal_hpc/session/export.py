@@ -151,13 +151,7 @@ def export_rows(
     meta: dict[str, Any] | None = None,
     rule: ExportSettings = DEFAULT_RULE,
 ) -> list[Trajectory]:
-    """The training rows of a session.
-
-    Args:
-        tree: All its interactions; at least one must have a reward.
-        key: Whose rows these are.
-        meta: Added to each row's own.
-        rule: Style, and who shares a reward.
+    """The training rows of a session; `meta` is added to each row's own.
 
     Raises:
         ValueError: No interaction has a reward.

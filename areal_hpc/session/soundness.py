@@ -47,10 +47,7 @@ def find_interaction_defect(
 ) -> str | None:
     """The first property that keeps a model call out of its session, in words; None if it is sound.
 
-    Args:
-        call: What a client or an engine said of one call.
-        tree: The session's earlier calls.
-        vocab_size: Ids below it have an embedding.
+    The tree holds the session's earlier calls; ids below `vocab_size` have an embedding.
     """
     if not 0 < len(call.interaction_id) <= MAX_ID_CHARS:
         return f"expected an id of 1 to {MAX_ID_CHARS} characters, got {len(call.interaction_id)}"

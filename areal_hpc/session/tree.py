@@ -141,7 +141,7 @@ class _Entry(msgspec.Struct):
 
 
 class InteractionTree:
-    """All completed interactions of a session, in order of completion."""
+    """All completed interactions of a session; iterating gives them in order of completion."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
@@ -151,7 +151,6 @@ class InteractionTree:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Interaction]:
-        """Interactions in order of completion."""
         return (entry.interaction for entry in self._entries.values())
 
     def __contains__(self, interaction_id: str) -> bool:
@@ -180,13 +179,7 @@ class InteractionTree:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> TreeTurn:
-        """Find what the request continues and render what is new.
-
-        Args:
-            messages: The whole conversation in normal form.
-            template: The model's.
-            tools: Function schemas offered to the model.
-            variables: Further template variables.
+        """Find what a conversation in normal form continues, and render what is new.
 
         Raises:
             ChatTemplateError: The template does not accept the messages.

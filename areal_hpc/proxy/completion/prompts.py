@@ -104,12 +104,10 @@ class PromptBuilder:
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         _check_session_limits(session, call.n)
-        turn, new_ids = await self.tokenize(session, call)
+        turn, new_ids, prompt_tokens = await self._tokenize(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
             self._metrics.rewritten_histories.labels(turn.forked).inc()
-        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
-        prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)
         if sampling.sampling_seed is None:
             # One that differs between calls, episodes and tickets, and repeats with the run's seed.
@@ -156,12 +154,8 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, **grammar)
         return sampling, found.reasons_first and bool(sampling.grammars)
 
-    async def tokenize(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int]]:
-        """What the call would add to the session's tree, and the token ids of that.
-
-        Raises:
-            RequestError: The prompt is none for this model.
-        """
+    async def _tokenize(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int], int]:
+        """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
         encoder, key = self._model.encoder, call.prompt_key
         if call.prompt is None:
             turn = self._render(session, call)
@@ -176,7 +170,8 @@ class PromptBuilder:
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
             problem = f"the prompt holds token id {max(new_ids)}, which is outside the model's"
             raise RequestError(400, f"{problem} vocabulary of {encoder.vocab_size}", key=key)
-        return turn, new_ids
+        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        return turn, new_ids, prior + len(new_ids)
 
     def _render(self, session: Session, call: ModelCall) -> TreeTurn:
         messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
@@ -205,10 +200,8 @@ class PromptBuilder:
         Raises:
             RequestError: The prompt is none for this model.
         """
-        turn, new_ids = await self.tokenize(session, call)
-        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
-        prompt_json = session.tree.sequence_json(turn.parent, encode_ids(new_ids))
-        return prompt_json, prior + len(new_ids)
+        turn, new_ids, prompt_tokens = await self._tokenize(session, call)
+        return session.tree.sequence_json(turn.parent, encode_ids(new_ids)), prompt_tokens
 
     def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
         """The sampling parameters with a reply limit that the context has room for.

@@ -17,15 +17,11 @@ from msgspec import Meta, Struct, inspect
 
 Hint = Annotated[Any, Meta(description="Accepted without effect.")]
 """Any value, and None when it is not given."""
+_type_info = cache(inspect.type_info)
 
 
 def hints_in(request: Struct, inside: str = "") -> Iterator[str]:
-    """Names of the hints that a request gives.
-
-    Args:
-        request: What was decoded, or an object within it.
-        inside: Where that stands, with a dot at the end.
-    """
+    """Names of the hints in a request, or in the object within it that stands under `inside`."""
     for name in _hints_of(type(request)):
         if getattr(request, name) is not None:
             yield inside + name
@@ -46,17 +42,8 @@ def without_nulls(body: bytes, form: Any) -> bytes:
 
     SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas
     and the arguments of tools are data: null means something there.
-
-    Args:
-        body: JSON, as received.
-        form: The type that it is decoded to.
     """
-    return _without_nulls(body.lstrip(), (_described(form),))
-
-
-@cache
-def _described(form: Any) -> inspect.Type:
-    return inspect.type_info(form)
+    return _without_nulls(body.lstrip(), (_type_info(form),))
 
 
 def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:

@@ -31,12 +31,9 @@ _FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
-    """The request in a body, or a part of one. A null stands for absence, under whatever name.
+    """A JSON body, or the part of one that stands under `key`, as the type `form`.
 
-    Args:
-        body: JSON.
-        form: The type that it is decoded to.
-        key: Where a part stands in its request.
+    A null stands for absence, under whatever name.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong or unknown.
@@ -59,12 +56,7 @@ def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _to_request_error(complaint: str, inside: str) -> RequestError:
-    """The text of a `ValidationError` as a refusal that names the parameter.
-
-    Args:
-        complaint: Of msgspec.
-        inside: Which parameter was decoded; nothing for a whole body.
-    """
+    """The text of a `ValidationError` about what stands under `inside`, as a refusal by name."""
     where = _AT_PARAMETER.search(complaint)
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
     named = _FIELD.search(complaint)

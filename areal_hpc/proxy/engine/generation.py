@@ -138,11 +138,7 @@ class TokenChunk(Struct, frozen=True):
 
 
 def decode_generation(where: str, answer: bytes) -> Generation:
-    """Decode a whole answer.
-
-    Args:
-        where: The server, for messages.
-        answer: The body.
+    """A whole answer of the server `where`.
 
     Raises:
         EngineLostError: It is not a sound answer.

@@ -39,12 +39,7 @@ class Connection(asyncio.Protocol):
         return self._is_whole and self._is_reusable and not self._transport.is_closing()
 
     def send(self, request: bytes, *, reads_parts: bool = False) -> None:
-        """Begin a call.
-
-        Args:
-            request: All of it.
-            reads_parts: The answer will be read by `head` and `part`, not by `whole`.
-        """
+        """Begin a call. Its answer is read by `whole`, or by `head` and `part`."""
         self.status, self._is_whole, self._reads_parts = 0, False, reads_parts
         self._blocks, self._unread_bytes = [], 0
         self._transport.write(request)

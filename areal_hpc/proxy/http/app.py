@@ -263,10 +263,6 @@ def _routes_of_drivers(control: DriverApi) -> tuple[Route, ...]:
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result; cancels it when the client disconnects first.
 
-    Args:
-        receive: Of a request whose body has been read.
-        work: What the client waits for.
-
     Raises:
         ClientDisconnectedError: It disconnected.
     """

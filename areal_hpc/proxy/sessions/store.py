@@ -11,7 +11,6 @@ from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
-from areal_hpc.wire.proxy import StartSessionRequest
 from areal_hpc.wire.trajectory import Trajectory
 
 ROW_BYTES_PER_TOKEN = 17
@@ -36,6 +35,9 @@ class Session:
 
     def __init__(self, opened: events.SessionOpened) -> None:
         self.opened = opened
+        self.session_id = opened.session_id
+        """Public name of the session; not a secret."""
+        self.request = opened.request
         self.tree = InteractionTree()
         self.ended = False
         self.in_flight = 0
@@ -49,16 +51,6 @@ class Session:
         """Of every reply so far."""
         self.defect = ""
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
-
-    @property
-    def session_id(self) -> str:
-        """Public name of the session; not a secret."""
-        return self.opened.session_id
-
-    @property
-    def request(self) -> StartSessionRequest:
-        """What the driver asked for."""
-        return self.opened.request
 
     @property
     def is_recorded(self) -> bool:

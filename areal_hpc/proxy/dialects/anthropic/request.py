@@ -122,12 +122,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def build_call(
     request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    """What a request asks of the model.
-
-    Args:
-        request: As decoded.
-        defaults: Apply where the request is silent.
-        model: Who will answer.
+    """What a request asks of the model; the defaults apply where it is silent.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong or cannot be honoured.

@@ -32,6 +32,11 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_EVENTS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 
 class _ResponsesExchange(Exchange):
@@ -59,7 +64,11 @@ class _ResponsesExchange(Exchange):
     async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in live:
-            beginning = b"" if self._sent else self._beginning()
+            beginning = b""
+            if not self._sent:
+                frame = self._frame()
+                beginning = self._event("response.created", response=frame)
+                beginning += self._event("response.in_progress", response=frame)
             if isinstance(happened, ReplyChunk):
                 self._tokens += self._logprobs(happened.piece)
                 yield beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
@@ -169,11 +178,6 @@ class _ResponsesExchange(Exchange):
         self._sent += 1
         return event
 
-    def _beginning(self) -> bytes:
-        frame = self._frame()
-        created = self._event("response.created", response=frame)
-        return created + self._event("response.in_progress", response=frame)
-
     def _change(self, change: BlockChange) -> bytes:
         kind, block, text = change
         if kind == "begin":
@@ -195,26 +199,20 @@ class _ResponsesExchange(Exchange):
         return begun + self._event("response.content_part.added", **place, part=empty)
 
     def _added(self, block: ContentBlock, text: str) -> bytes:
-        place = self._place(block)
-        if block.kind == "call":
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
-        if block.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **place, delta=text)
-        logprobs, self._shown = self._tokens[self._shown :], len(self._tokens)
-        return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+        fields = {**self._place(block), "delta": text}
+        if block.kind == "text":
+            fields["logprobs"] = self._tokens[self._shown :]
+            self._shown = len(self._tokens)
+        return self._event(f"{_EVENTS[block.kind]}.delta", **fields)
 
     def _ended(self, block: ContentBlock) -> bytes:
-        place, kind, text = self._place(block), block.kind, block.text
+        place, name = self._place(block), f"{_EVENTS[block.kind]}.done"
         item = self._item(block, self._end_status, self._tokens)
-        if kind == "call":
-            named = {"name": item["name"], "arguments": text}
-            ended = self._event("response.function_call_arguments.done", **place, **named)
+        if block.kind == "call":
+            ended = self._event(name, **place, name=item["name"], arguments=block.text)
         else:
-            if kind == "reasoning":
-                ended = self._event("response.reasoning_text.done", **place, text=text)
-            else:
-                fields = {"text": text, "logprobs": self._tokens}
-                ended = self._event("response.output_text.done", **place, **fields)
+            logprobs = {"logprobs": self._tokens} if block.kind == "text" else {}
+            ended = self._event(name, **place, text=block.text, **logprobs)
             (whole,) = item["content"]
             ended += self._event("response.content_part.done", **place, part=whole)
         return ended + self._event("response.output_item.done", output_index=block.index, item=item)

@@ -139,11 +139,6 @@ def build_call(
 ) -> tuple[ModelCall, ToolOrigins]:
     """What a request asks of the model, and where the tools come from that have a namespace.
 
-    Args:
-        request: As decoded.
-        session: Its defaults apply where the request is silent; it knows the previous response.
-        model: Who will answer.
-
     Raises:
         RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
