@@ -82,7 +82,7 @@ class ReplicaDiscovery:
         if endpoint is None:
             return []
         try:
-            replicas = self._client.get(f"{endpoint.url}/replicas", ReplicaList).replicas
+            replicas = self._client.call(f"{endpoint.url}/replicas", None, ReplicaList).replicas
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None
