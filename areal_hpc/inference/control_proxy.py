@@ -132,17 +132,18 @@ class ControlProxyApp(JsonApp):
     ) -> tuple[int, bytes]:
         caller = _caller(request)
         url = replica.called(caller, route)
-        accepted, asked_at = False, time.time()
+        asked_at = time.time()
+        accepted: bool | None = False
         try:
             status, content = await self._ask(url, route, body, caller, request)
             accepted = status < 400
         except TimeoutError:
-            replica.gave_no_answer(caller, route)
+            accepted = None
             raise HTTPException(504, f"SGLang did not respond to {route}") from None
         except aiohttp.ClientError as error:
             raise HTTPException(502, f"SGLang is not reachable: {error}") from error
         finally:
-            replica.answered(caller, route, accepted=accepted)
+            replica.answered(caller, route, accepted)
         if accepted:
             self._pauses[replica.index].accepted(route, body, url, asked_at)
         return status, content

@@ -82,7 +82,7 @@ class Replica:
         self._startup_timeout_s = startup_timeout_s
         self._health_timeout_s = health_timeout_s
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server: SGLangServer | None = None
         self._state: ReplicaState = "starting"
         self._update_state = WeightUpdateState()
@@ -99,19 +99,16 @@ class Replica:
     def view(self) -> ReplicaView:
         """What the cell says of this replica."""
         with self._lock:
-            return self._view()
-
-    def _view(self) -> ReplicaView:
-        version = self._update_state.version
-        return ReplicaView(
-            self.index,
-            self._incarnation,
-            "serving" if version else self._state,
-            self._server.url if self._server else "",
-            version,
-            self._tp,
-            self._update_pause,
-        )
+            version = self._update_state.version
+            return ReplicaView(
+                self.index,
+                self._incarnation,
+                "serving" if version else self._state,
+                self._server.url if self._server else "",
+                version,
+                self._tp,
+                self._update_pause,
+            )
 
     def _last_incarnation(self) -> int:
         """Counted in log files, so that a restarted job goes on where its predecessor stopped.
@@ -253,14 +250,14 @@ class Replica:
         with self._lock:
             self._check(caller)
             self._update_state.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
-            return self._view()
+            return self.view()
 
     def serve(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._check(caller)
             self._update_state.serve(request.version)
-            return self._view()
+            return self.view()
 
     def follow(self, request: NodePartRequest) -> NodePartReply:
         """Another node of the cell asks what to run.
@@ -278,20 +275,17 @@ class Replica:
             assert self._server is not None
             return self._server.url
 
-    def answered(self, caller: ControlCaller, route: str, *, accepted: bool) -> None:
-        """A control call that `called` let through is over."""
+    def answered(self, caller: ControlCaller, route: str, accepted: bool | None) -> None:
+        """A control call that `called` let through is over; None: SGLang never answered."""
         with self._lock:
-            if caller.incarnation == self._incarnation:
-                now = time.monotonic()
-                self._update_state.on_call_finished(
-                    route, now, caller.deadline_s, accepted=accepted
-                )
-
-    def gave_no_answer(self, caller: ControlCaller, route: str) -> None:
-        """A control call that `called` let through, and that is not yet over, was in vain."""
-        with self._lock:
-            if caller.incarnation == self._incarnation:
+            if caller.incarnation != self._incarnation:
+                return
+            if accepted is None:
                 self._update_state.unanswered = route
+            now = time.monotonic()
+            self._update_state.on_call_finished(
+                route, now, caller.deadline_s, accepted=bool(accepted)
+            )
 
     def note_update_pause(self, pause: UpdatePause) -> None:
         """Tokens come again after an update."""

@@ -68,16 +68,16 @@ class UpdatePauseMonitor:
             self._before, self._paused_at = None, 0.0
 
     def _start(self, look: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(self._guarded(look))
+        async def guarded() -> None:
+            try:
+                await look
+            except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+                index = self._replica.index
+                log.info("replica %d: generation pause was not measured: %s", index, error)
+
+        task = asyncio.ensure_future(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _guarded(self, look: Awaitable[None]) -> None:
-        try:
-            await look
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            index = self._replica.index
-            log.info("replica %d: generation pause was not measured: %s", index, error)
 
     async def _look_back(self, url: str) -> None:
         self._before = await self._load(url)

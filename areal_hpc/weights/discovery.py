@@ -46,7 +46,7 @@ class ReplicaDiscovery:
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._client = WireClient("", admin_key, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
-            min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="census"
+            min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="discovery"
         )
         self._questions: dict[str, Future[DiscoveredReplicas | None]] = {}
         self._vanished: set[str] = set()
@@ -82,7 +82,7 @@ class ReplicaDiscovery:
         if endpoint is None:
             return []
         try:
-            replicas = self._client.get(f"{endpoint.url}/replicas", ReplicaList).replicas
+            replicas = self._client.call(f"{endpoint.url}/replicas", None, ReplicaList).replicas
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None

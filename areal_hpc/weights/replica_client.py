@@ -19,8 +19,6 @@ from areal_hpc.wire.replicas import (
     GENERATION_HEADER,
     INCARNATION_HEADER,
     FenceRequest,
-    LoadRequest,
-    ServeRequest,
 )
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -95,51 +93,15 @@ class ReplicaClient:
         self._update_timeout_s = update_timeout_s
         self._control_s = min(CONTROL_DEADLINE_S, update_timeout_s)
 
-    def fence(self) -> None:
-        """Take the replica out of service. A stuck SGLang, which is not asked, is fenced too."""
-        self._post("fence", FenceRequest(), self._control_s)
-
     def give_up(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self._post("fence", FenceRequest(stays=True), min(GIVE_UP_S, self._control_s))
-
-    def pause(self, mode: str) -> None:
-        """Stop generation; requests stay and new ones wait."""
-        self._post("pause_generation", {"mode": mode}, self._control_s)
-
-    def resume(self) -> None:
-        """Let requests go on."""
-        self._post("continue_generation", {}, self._control_s)
+        self.post("fence", FenceRequest(stays=True), min(GIVE_UP_S, self._control_s))
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
-        if self._send("begin_weight_update", {}, self._control_s).status_code >= 400:
-            self._post("end_weight_update", {}, self._control_s)
-            self._post("begin_weight_update", {}, self._control_s)
-
-    def end(self) -> None:
-        """Close the update session."""
-        self._post("end_weight_update", {})
-
-    def join_group(
-        self, name: str, host: str, port: int, rank_offset: int, world_size: int, backend: str
-    ) -> None:
-        """Join an update group. Returns when all of its ranks are there."""
-        self._post(
-            "init_weights_update_group",
-            {
-                "master_address": host,
-                "master_port": port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            },
-        )
-
-    def leave_group(self, name: str) -> None:
-        """Forget an update group."""
-        self._post("destroy_weights_update_group", {"group_name": name}, self._control_s)
+        if self._send("begin_weight_update", None, self._control_s).status_code >= 400:
+            self.post("end_weight_update")
+            self.post("begin_weight_update")
 
     def receive(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
@@ -153,7 +115,7 @@ class ReplicaClient:
             version: Set with the last bucket: tokens sampled from now on carry it.
         """
         specs = [slot.spec for slot in bucket.slots]
-        self._post(
+        self.post_slow(
             "update_weights_from_distributed",
             {
                 "names": [spec.name for spec in specs],
@@ -166,51 +128,38 @@ class ReplicaClient:
             },
         )
 
-    def load(self, folder: str, version: WeightVersion) -> None:
-        """Load all weights from a folder of the run's shared storage.
-
-        Args:
-            folder: Its name.
-            version: Tokens sampled from now on carry it.
-        """
-        self._post("load", LoadRequest(folder, str(version)))
-
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        info = self._post("model_info", {}, self._control_s)
+        info = self.post("model_info")
         return self._decode(info, _WeightVersionInfo).weight_version
 
     def checksums(self) -> Sequence[tuple[int, dict[str, str]]]:
         """(tensor-parallel rank, hash by tensor name) of everything the server holds."""
-        reply = self._decode(self._post("weights_checker", {"action": "checksum"}), _CheckReply)
+        reply = self._decode(self.post_slow("weights_checker", {"action": "checksum"}), _CheckReply)
         return [(rank.parallelism_info[0].tp_rank, rank.checksums) for rank in reply.ranks]
-
-    def flush(self) -> None:
-        """Drop the KV cache that the old weights filled."""
-        self._post("flush_cache", {}, self._control_s)
-
-    def serve(self, version: WeightVersion) -> None:
-        """Open the replica to agents."""
-        self._post("serve", ServeRequest(str(version)), self._control_s)
 
     def close(self) -> None:
         """Close pooled connections."""
         self._client.close()
 
-    def _post(self, route: str, body: object, timeout_s: float | None = None) -> bytes:
-        answer = self._send(route, body, timeout_s)
+    def post(self, route: str, body: object = None, timeout_s: float | None = None) -> bytes:
+        """One call of `wire.replicas`, of one that moves no weights unless it has a limit."""
+        answer = self._send(route, body, timeout_s or self._control_s)
         if answer.status_code >= 400:
             raise WeightSyncError(
                 f"{self.key} answered {route} with {answer.status_code}: {answer.text[:500]}"
             )
         return answer.content
 
-    def _send(self, route: str, body: object, timeout_s: float | None) -> httpx.Response:
-        timeout_s = timeout_s or self._update_timeout_s
+    def post_slow(self, route: str, body: object = None) -> bytes:
+        """One that waits for weights on their way."""
+        return self.post(route, body, self._update_timeout_s)
+
+    def _send(self, route: str, body: object, timeout_s: float) -> httpx.Response:
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         try:
             return self._client.post(
-                f"/{route}", content=msgspec.json.encode(body), timeout=timeout
+                f"/{route}", content=msgspec.json.encode(body or {}), timeout=timeout
             )
         except httpx.HTTPError as error:
             late = f" within {timeout_s:.0f} s" if isinstance(error, httpx.ReadTimeout) else ""

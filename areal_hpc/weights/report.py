@@ -10,7 +10,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKey:
-    """One start of one SGLang server. A restarted server, or relay, makes a different key."""
+    """One start of one SGLang server. A restarted server, or control proxy, has another key."""
 
     cell: str
     index: int

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
@@ -23,6 +23,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.checksum import Digests, compare_checksums
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire.replicas import FenceRequest, ServeRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,11 @@ class UpdateSession:
         self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"update-{name}")
 
     def pause(self) -> None:
-        """Stop generation."""
+        """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
-        self._all(lambda member: member.fence())
-        self._all(lambda member: member.pause(self._config.pause_mode))
+        self._all(lambda member: member.post("fence", FenceRequest()))
+        mode = {"mode": self._config.pause_mode}
+        self._all(lambda member: member.post("pause_generation", mode))
 
     def verify(
         self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
@@ -85,14 +87,14 @@ class UpdateSession:
     def flush(self) -> None:
         """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
         if self._config.pause_mode != "in_place":
-            self._all(lambda member: member.flush())
+            self._all(lambda member: member.post("flush_cache"))
 
     def resume(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
         def resume(member: ReplicaClient) -> None:
-            member.resume()
-            member.serve(version)
+            member.post("continue_generation")
+            member.post("serve", ServeRequest(str(version)))
 
         self._all(resume)
 
@@ -136,34 +138,31 @@ class GroupUpdate(Generic[SessionT]):
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
         self._pool = pool
         self._step_s = step_s
-        self._step_name = ""
-        self._step_ends_at = 0.0
         self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
     def each(self, name: str, step: SessionStep[SessionT]) -> None:
-        """Take one step with all groups at once; those that fail it drop out."""
-        self.settle(self.start(name, step))
+        """Take one step with all groups at once; those that fail it, or are late, drop out."""
+        self.start(name, step)()
 
-    def start(self, name: str, step: SessionStep[SessionT]) -> list[tuple[SessionT, Future[None]]]:
-        """Begin one step with all groups; `settle` ends it."""
-        self._step_name = name
-        self._step_ends_at = time.monotonic() + self._step_s
-        return [(session, self._pool.submit(step, session)) for session in self.live]
+    def start(self, name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
+        """Begin one step with all groups; the result waits until it is over, as `each` does."""
+        ends_at = time.monotonic() + self._step_s
+        steps = [(session, self._pool.submit(step, session)) for session in self.live]
 
-    def settle(self, steps: list[tuple[SessionT, Future[None]]]) -> None:
-        """Wait for the step of each group; those that failed, or are late, drop out."""
-        failures: dict[SessionT, WeightSyncError] = {}
-        for session, step in steps:
-            try:
-                step.result(max(0.0, self._step_ends_at - time.monotonic()))
-            except TimeoutError:
-                failures[session] = WeightSyncError(
-                    f"{self._step_name} took longer than {self._step_s:g} s"
-                )
-            except WeightSyncError as error:
-                failures[session] = error
-        self._drop(failures)
+        def settle() -> None:
+            failures: dict[SessionT, WeightSyncError] = {}
+            for session, future in steps:
+                try:
+                    future.result(max(0.0, ends_at - time.monotonic()))
+                except TimeoutError:
+                    late = f"{name} took longer than {self._step_s:g} s"
+                    failures[session] = WeightSyncError(late)
+                except WeightSyncError as error:
+                    failures[session] = error
+            self._drop(failures)
+
+        return settle
 
     def give_up(self) -> None:
         """The sender itself failed: nobody got complete weights."""

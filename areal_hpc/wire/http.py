@@ -60,13 +60,13 @@ class WireClient:
     def call(
         self,
         route: str,
-        request: msgspec.Struct,
+        request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
         patience_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request` and decode the reply.
+        """POST `request`, or GET where there is none, and decode the reply.
 
         The call is repeated for `patience_s` while the peer refuses connections or is busy;
         `timeout_s` limits one try (the client's own limit when None).
@@ -75,14 +75,14 @@ class WireClient:
             HttpStatusError: The peer answered with an error that repeating will not mend.
             ClusterError: The peer could not be reached in time.
         """
-        url, body = f"{self._base_url}{route}", msgspec.json.encode(request)
+        url = f"{self._base_url}{route}"
+        method, body = _encode(request)
+        limit = timeout_s or self._client.timeout
         give_up_at = time.monotonic() + patience_s
         pauses = iter(BACKOFF)
         while True:
             try:
-                answer = self._client.post(
-                    url, content=body, timeout=timeout_s or self._client.timeout
-                )
+                answer = self._client.request(method, url, content=body, timeout=limit)
                 if answer.status_code not in RETRYABLE_STATUSES:
                     return _decode(answer.status_code, url, answer.content, reply)
                 trouble = f"answered {answer.status_code}: {answer.text[:200]}"
@@ -94,20 +94,6 @@ class WireClient:
                     hint="read that role's log in logs/latest",
                 )
             time.sleep(next(pauses))
-
-    def get(self, route: str, reply: type[ReplyT]) -> ReplyT:
-        """GET and decode.
-
-        Raises:
-            HttpStatusError: The peer answered with an error.
-            ClusterError: The peer could not be reached.
-        """
-        url = f"{self._base_url}{route}"
-        try:
-            answer = self._client.get(url)
-        except httpx.TransportError as error:
-            raise _out_of_reach(url, error) from error
-        return _decode(answer.status_code, url, answer.content, reply)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -126,13 +112,13 @@ class AsyncWireClient:
     async def call(
         self,
         route: str,
-        request: msgspec.Struct,
+        request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
         key: str | None = None,
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request` once and decode the reply.
+        """POST `request` once, or GET where there is none, and decode the reply.
 
         A `key` replaces the client's own (a session's); `timeout_s` limits this call.
 
@@ -140,22 +126,7 @@ class AsyncWireClient:
             HttpStatusError: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
-        body = msgspec.json.encode(request)
-        return await self._exchange("POST", route, reply, key, timeout_s, body)
-
-    async def get(self, route: str, reply: type[ReplyT]) -> ReplyT:
-        """GET and decode. Raises as `call` does."""
-        return await self._exchange("GET", route, reply)
-
-    async def _exchange(
-        self,
-        method: str,
-        route: str,
-        reply: type[ReplyT],
-        key: str | None = None,
-        timeout_s: float | None = None,
-        body: bytes | None = None,
-    ) -> ReplyT:
+        method, body = _encode(request)
         url = f"{self._base_url}{route}"
         headers = {"Authorization": f"Bearer {key or self._key}"}
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -167,7 +138,8 @@ class AsyncWireClient:
             ) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _out_of_reach(url, error) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ClusterError(f"{url} is unreachable ({reason})") from error
         return _decode(answer.status, url, content, reply)
 
     async def close(self) -> None:
@@ -177,11 +149,11 @@ class AsyncWireClient:
             self._session = None
 
 
+def _encode(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
+    return ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
+
+
 def _decode(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
     if status >= 400:
         raise HttpStatusError(status, url, content.decode(errors="replace"))
     return msgspec.json.decode(content, type=reply)
-
-
-def _out_of_reach(url: str, error: Exception) -> ClusterError:
-    return ClusterError(f"{url} is unreachable ({type(error).__name__}: {error})")

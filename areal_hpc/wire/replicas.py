@@ -93,7 +93,7 @@ class ReplicaList(Struct, frozen=True):
 class NodePartRequest(Struct, frozen=True):
     """A further node of a cell whose replica spans nodes asks what to run, several times a second.
 
-    Not heard of for `inference.span.SILENCE_S`, it is lost, and with it the replica's incarnation.
+    Not heard of for `inference.multi_node.NODE_TIMEOUT_S`, it is lost, and so is the incarnation.
     """
 
     node: int

@@ -45,7 +45,7 @@ class CellReplicaSource:
         endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
         if endpoint is None:
             return []
-        return (await self._client.get(f"{endpoint.url}/replicas", ReplicaList)).replicas
+        return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicaList)).replicas
 
     async def close(self) -> None:
         """Close pooled connections."""

@@ -21,6 +21,7 @@ from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
 from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log
+from areal_hpc.wire.replicas import FenceRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 _SERIAL = itertools.count()
@@ -44,15 +45,20 @@ class BroadcastSession(UpdateSession):
 
     def join(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
-        self._all(lambda member: member.fence())
+        self._all(lambda member: member.post("fence", FenceRequest()))
         group = self._group
-        joining: list[Future[None]] = []
+        joining: list[Future[bytes]] = []
         offset = 1
         for member in self._members:
-            place = (offset, group.world_size, group.backend)
-            joining.append(
-                self._calls.submit(member.join_group, group.name, group.host, group.port, *place)
-            )
+            body = {
+                "master_address": group.host,
+                "master_port": group.port,
+                "rank_offset": offset,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.backend,
+            }
+            joining.append(self._calls.submit(member.post_slow, "init_weights_update_group", body))
             offset += member.key.tp
         self._together(joining, group.join)
         for call in joining:
@@ -105,7 +111,7 @@ class BroadcastSession(UpdateSession):
         fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
-        self._all(lambda member: member.end())
+        self._all(lambda member: member.post_slow("end_weight_update"))
         self.load_s += time.monotonic() - began
 
     def close(self) -> None:
@@ -113,7 +119,7 @@ class BroadcastSession(UpdateSession):
 
         def leave(member: ReplicaClient) -> bool:
             try:
-                member.leave_group(self._group.name)
+                member.post("destroy_weights_update_group", {"group_name": self._group.name})
             except WeightSyncError as error:
                 log.info("could not remove the replica from its process group: %s", error)
                 return False
@@ -205,8 +211,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
 
         def ship(full: OpenBucket) -> WaitSent:
             complete = order.version if full.bucket is last else None
-            sending = update.start("send", lambda session: session.send(full, complete))
-            return lambda: update.settle(sending)
+            return update.start("send", lambda session: session.send(full, complete))
 
         with timer.phase("group_join"):
             self._gather(update, order)

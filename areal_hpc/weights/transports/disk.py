@@ -25,6 +25,7 @@ from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSen
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
 from areal_hpc.weights.update_session import GroupUpdate, UpdateSession
+from areal_hpc.wire.replicas import LoadRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 _FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
@@ -103,7 +104,8 @@ class DiskSession(UpdateSession):
     def load(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
-        self._all(lambda member: member.load(folder, version))
+        request = LoadRequest(folder, str(version))
+        self._all(lambda member: member.post_slow("load", request))
         self.load_s = time.monotonic() - began
 
 

@@ -1,6 +1,7 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
 import http.server
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ import pytest
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.replicas import ServeRequest
 from tests.integration.inference.small_servers import (
+    SILENT_S,
     call,
     control_proxy,
     is_ready,
@@ -53,7 +56,7 @@ def relay(replica: Replica, route: str, deadline_s: float) -> None:
     """What the control proxy says of a call that SGLang accepted."""
     caller = ControlCaller(replica.view().incarnation, 1, deadline_s)
     replica.called(caller, route)
-    replica.answered(caller, route, accepted=True)
+    replica.answered(caller, route, True)
 
 
 def test_a_lost_scheduler_replaces_the_server_and_no_other_child_does(make: Make) -> None:
@@ -206,3 +209,41 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
         assert "asked /init_weights_update_group" in (tmp_path / "replica-0.1.log").read_text()
         tick_until(replica, lambda view: view.state == "starting")
         assert 3 < time.monotonic() - began < 30
+
+
+def test_weights_by_folder_are_a_change_until_verified_and_no_other_path_is_loaded(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "weights" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "weights" / "1.3.0"
+    weights.mkdir()
+    log = tmp_path / "replica-0.1.log"
+    replica = make(server())
+    tick_until(replica, is_ready)
+    with control_proxy(replica, tmp_path) as proxy:
+        for name in ("../model", "/etc", ".", "..", "", "a/b", "not-there"):
+            answer = call(proxy, "replicas/0/load", {"folder": name, "version": "1.1"})
+            assert (answer.status_code, "no folder" in answer.text) == (400, True)
+        assert "asked" not in log.read_text()
+        call(proxy, "replicas/0/serve", {"version": "1.2"})
+        call(proxy, "replicas/0/fence")
+        call(proxy, "replicas/0/pause_generation", {"mode": "retract"})
+        load = call(proxy, "replicas/0/load", {"folder": weights.name, "version": "1.3"})
+        load.raise_for_status()
+        *_, asked = [line for line in log.read_text().splitlines() if line.startswith("asked")]
+        _, path, body = asked.split(" ", 2)
+        assert path == "/update_weights_from_disk"
+        assert json.loads(body)["model_path"] == str(weights)
+        assert json.loads(body)["weight_version"] == "1.3"
+        call(proxy, "replicas/0/continue_generation")
+        assert replica.view().version == "", "nobody has vouched for these weights"
+        call(proxy, "replicas/0/serve", {"version": "1.3"})
+        wait_for(lambda: replica.view().stall)
+    pause = replica.view().stall
+    assert pause is not None
+    assert (pause.version, pause.requests, pause.recomputed_tokens) == ("1.3", 3, 300)
+    assert SILENT_S <= pause.reprefill_s < pause.stall_s
+    events = read_lines(tmp_path / "events.jsonl")
+    (noted,) = [event for event in events if event["event"] == "replica_resumed"]
+    assert noted["reprefill_s"] == pause.reprefill_s

@@ -87,7 +87,7 @@ class Court:
         assert endpoint is not None
         client = WireClient(endpoint.url, "key", timeout_s=5.0)
         try:
-            return client.get("/replicas", ReplicaList).replicas[0].version
+            return client.call("/replicas", None, ReplicaList).replicas[0].version
         finally:
             client.close()
 

@@ -14,7 +14,9 @@ from areal_hpc.inference.command import (
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
-def command(config: InferenceConfig, device: Device, index: int = 0) -> ServerCommand:
+def command(
+    config: InferenceConfig, device: Device, index: int = 0, part: NodePart | None = None
+) -> ServerCommand:
     return build_replica_command(
         config,
         python="py",
@@ -23,6 +25,7 @@ def command(config: InferenceConfig, device: Device, index: int = 0) -> ServerCo
         index=index,
         ports=ServerPorts(31001, 31002),
         random_seed=7,
+        part=part,
     )
 
 
@@ -74,14 +77,9 @@ def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
 
 
 def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
-    def command_of(part: NodePart | None) -> ServerCommand:
-        return build_replica_command(
-            InferenceConfig(tp=4, nodes_per_replica=2), python="py", model_path="/models/m",
-            device="cuda", index=0, ports=ServerPorts(31001, 31002), random_seed=7, part=part,
-        )  # fmt: skip
-
-    whole = command_of(None)
-    second = command_of(NodePart(1, 2, "10.0.0.1:31002", "10.0.0.2"))
+    config = InferenceConfig(tp=4, nodes_per_replica=2)
+    whole = command(config, "cuda")
+    second = command(config, "cuda", part=NodePart(1, 2, "10.0.0.1:31002", "10.0.0.2"))
     extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
     assert second.argv == (*whole.argv, *extra)
     assert second.environment == {**whole.environment, "SGLANG_HOST_IP": "10.0.0.2"}

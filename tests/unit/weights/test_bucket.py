@@ -3,7 +3,8 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import BucketPlan, plan_buckets
+from tests.support.weight_updates import specs_of
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -12,36 +13,25 @@ TENSORS = {
     "c.weight": torch.arange(3, dtype=torch.uint8),
     "d.weight": torch.tensor(2.5),
 }
-SPECS = [
-    TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    for name, tensor in TENSORS.items()
-]
 
 
 def only_bucket() -> BucketPlan:
-    (bucket,) = plan_buckets(SPECS, 1 << 20)
+    (bucket,) = plan_buckets(specs_of(TENSORS), 1 << 20)
     return bucket
-
-
-def test_packing_and_unpacking_are_inverse_in_any_order_of_arrival() -> None:
-    bucket = only_bucket()
-    packed = PackingBuffers(CPU).open(bucket)
-    for name in reversed(TENSORS):
-        assert not packed.is_full
-        packed.place(name, TENSORS[name])
-    assert packed.is_full
-    for name, tensor in packed.tensors.items():
-        assert tensor.dtype == TENSORS[name].dtype
-        assert torch.equal(tensor, TENSORS[name])
 
 
 def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
     bucket = only_bucket()
     packed = PackingBuffers(CPU).open(bucket)
-    for name, tensor in TENSORS.items():
-        packed.place(name, tensor)
+    for name in reversed(TENSORS):  # in any order of arrival
+        assert not packed.is_full
+        packed.place(name, TENSORS[name])
+    assert packed.is_full
     named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
     assert torch.equal(packed.messages[0], torch.cat(named))
+    for name, tensor in packed.tensors.items():
+        assert tensor.dtype == TENSORS[name].dtype
+        assert torch.equal(tensor, TENSORS[name])
 
 
 def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
@@ -62,7 +52,7 @@ def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
 
 
 def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
-    (bucket,) = plan_buckets([TensorSpec("w", (3, 2), "float32")], 1)
+    (bucket,) = plan_buckets(specs_of({"w": torch.zeros(3, 2)}), 1)
     full = OpenBucket(bucket)
     scattered = torch.arange(6.0).reshape(2, 3).T
     full.place("w", scattered)

@@ -1,70 +1,46 @@
 import errno
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.buckets.bucket import PackingBuffers
+from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.disk import WeightsFolder
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.weight_updates import publishing, specs_of
 
-CPU = torch.device("cpu")
-DTYPES = ["float64", "float32", "bfloat16", "float16", "uint8"]
+WEIGHTS = {
+    "norm.0.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "norm.1.weight": torch.arange(100, dtype=torch.float32),
+    "norm.2.weight": torch.arange(3, dtype=torch.uint8),
+    "norm.3.weight": torch.tensor(2.5, dtype=torch.float64),
+    "norm.4.weight": torch.arange(64, dtype=torch.float16),
+}
 
 
-def filled(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 100, shape, generator=generator).to(getattr(torch, dtype))
-
-
-def packed_in(specs: list[TensorSpec]) -> Iterator[OpenBucket]:
-    for bucket in plan_buckets(specs, 512):
-        packed = PackingBuffers(CPU).open(bucket)
+def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path, WeightVersion(1, 2), 0)
+    buckets = plan_buckets(specs_of(WEIGHTS), 256)
+    buffers = PackingBuffers(torch.device("cpu"))
+    for bucket in buckets:
+        packed = buffers.open(bucket)
         for slot in bucket.slots:
-            at = specs.index(slot.spec)
-            packed.place(slot.spec.name, filled(slot.spec.shape, slot.spec.dtype, at))
-        yield packed
-
-
-@given(
-    held=st.lists(
-        st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.sampled_from(DTYPES)),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_what_safetensors_reads_is_what_was_packed(
-    held: list[tuple[list[int], str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    root = tmp_path_factory.mktemp("weights")
-    specs = [
-        TensorSpec(f"norm.{at}.weight", tuple(shape), dtype)
-        for at, (shape, dtype) in enumerate(held)
-    ]
-    folder = WeightsFolder(root, WeightVersion(1, 2), 0)
-    for packed in packed_in(specs):
+            packed.place(slot.spec.name, WEIGHTS[slot.spec.name])
         folder.write(packed)
-    assert [path.name for path in root.iterdir()] == [".1.2.0.partial"], "not there until complete"
+    assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
     folder.put_in_place()
-    read: dict[str, torch.Tensor] = {}
-    for path in (root / folder.name).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            read |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert read.keys() == {spec.name for spec in specs}
-    for at, spec in enumerate(specs):
-        assert str(read[spec.name].dtype) == f"torch.{spec.dtype}"
-        assert torch.equal(read[spec.name], filled(spec.shape, spec.dtype, at))
+    files = [load_file(path) for path in (tmp_path / folder.name).glob("*.safetensors")]
+    assert len(files) == len(buckets) > 1
+    read = {name: tensor for file in files for name, tensor in file.items()}
+    assert read.keys() == WEIGHTS.keys()
+    for name, tensor in WEIGHTS.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
 
 
 def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Path) -> None:
@@ -81,13 +57,13 @@ def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Pa
 
 
 def test_a_full_disk_leaves_replicas_alone_and_is_said_of_each(tmp_path: Path) -> None:
-    specs = [TensorSpec("norm.weight", (4,), "float32")]
+    weights = {"norm.weight": torch.zeros(4)}
     keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "http://127.0.0.1:9", 0.0) for at in range(2)]
-    config = WeightsConfig(transport="disk", update_timeout_s=5)
-    publisher = Publisher(config, tmp_path, 2, "key", "gloo", CPU, Path("/dev/full/weights"))
-    drained = iter([("norm.weight", torch.zeros(4))])
-    report = publisher.publish(WeightVersion(1, 0), specs, drained, keys)
-    publisher.close()
+    drained = iter(weights.items())
+    with publishing(
+        tmp_path, cells=2, weights_dir=Path("/dev/full/weights"), transport="disk"
+    ) as publisher:
+        report = publisher.publish(WeightVersion(1, 0), specs_of(weights), drained, keys)
     assert next(drained, None) is None
     assert [*report.failed] == keys
     for error in report.failed.values():
@@ -98,18 +74,18 @@ def test_a_full_disk_leaves_replicas_alone_and_is_said_of_each(tmp_path: Path) -
 
 def test_what_a_full_disk_took_is_given_back(tmp_path: Path) -> None:
     """Else every try would leave a part of the model behind, and the disk would stay full."""
-    specs = [TensorSpec(f"norm.{at}.weight", (1024,), "float32") for at in (1, 4, 5)]
-    specs[2] = TensorSpec("norm.5.weight", (4096,), "float32")
-    config = WeightsConfig(transport="disk", update_timeout_s=5, bucket_bytes=4096)
+    weights = {f"norm.{at}.weight": torch.zeros(size) for at, size in enumerate((1024, 1024, 4096))}
     key = ReplicaKey("cell-0", 0, 1, 1, "http://127.0.0.1:9", 0.0)
-    publisher = Publisher(config, tmp_path, 1, "key", "gloo", CPU, tmp_path / "weights")
+    weights_dir = tmp_path / "weights"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-    try:
-        parameters = ((spec.name, torch.zeros(spec.shape)) for spec in specs)
-        report = publisher.publish(WeightVersion(1, 0), specs, parameters, [key])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    publisher.close()
+    with publishing(
+        tmp_path, weights_dir=weights_dir, transport="disk", bucket_bytes=4096
+    ) as publisher:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        try:
+            specs, arrivals = specs_of(weights), iter(weights.items())
+            report = publisher.publish(WeightVersion(1, 0), specs, arrivals, [key])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.strerror(errno.EFBIG) in str(report.failed[key])
-    assert list((tmp_path / "weights").iterdir()) == []
+    assert list(weights_dir.iterdir()) == []

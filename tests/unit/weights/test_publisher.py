@@ -5,23 +5,20 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import partition_replicas
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.weight_updates import publishing
 
 SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
 
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(
-        WeightsConfig(), tmp_path, 2, "key", "gloo", torch.device("cpu"), tmp_path / "weights"
-    )
-    yield publisher
-    publisher.close()
+    with publishing(tmp_path, cells=2) as publisher:
+        yield publisher
 
 
 def test_a_cell_that_has_not_appeared_has_no_replicas(publisher: Publisher) -> None:

@@ -1,0 +1,181 @@
+"""How long the trainer waits for whoever is not there: cells, replicas, members of a group."""
+
+import http.server
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.rundir import rendezvous
+from areal_hpc.weights.discovery import ReplicaDiscovery
+from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.transports.broadcast import BroadcastSession
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.update_session import GroupUpdate
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.fair_clock import FairClock
+from tests.support.waiting import wait_for
+from tests.support.weight_updates import publishing, specs_of
+
+UPDATE_TIMEOUT_S = 1.0
+SOON_S = 30.0
+"""No wait of torch's own is as short."""
+PEER = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+print("imported", flush=True)
+name, port = input().split()
+store = c10d.PrefixStore(name, dist.TCPStore("127.0.0.1", int(port), 2, False))
+group, _ = c10d._new_process_group_helper(
+    2, 1, [], c10d.Backend("gloo"), store, group_name=name, timeout=timedelta(seconds=30)
+)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "is_refused", "message"),
+    [(0.3, False, "did not form"), (100, True, "a member reported failure")],
+)
+def test_a_group_that_nobody_joins_is_given_up_in_time_and_a_refused_one_at_once(
+    timeout_s: float, is_refused: bool, message: str
+) -> None:
+    group = UpdateProcessGroup(f"lonely-{is_refused}", "127.0.0.1", 2, "gloo", timeout_s)
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=message):
+        group.join(lambda: is_refused)
+    assert time.monotonic() - began < SOON_S
+    group.abandon()
+
+
+def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
+    command = [sys.executable, "-c", PEER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == "imported\n"
+        group = UpdateProcessGroup("stuck", "127.0.0.1", 2, "gloo", timeout_s=2)
+        peer.stdin.write(f"{group.name} {group.port}\n")
+        peer.stdin.flush()
+        group.join(lambda: False)
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"did not complete within 2 s|Timed out"):
+            group.broadcast([torch.zeros(64 << 20, dtype=torch.uint8)], lambda: False)
+        group.abandon()
+        assert time.monotonic() - began < SOON_S
+        peer.kill()
+
+
+@pytest.fixture
+def silent_url() -> Iterator[str]:
+    """A host that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def lost(silent_url: str) -> list[ReplicaKey]:
+    return [ReplicaKey(f"cell-{at}", 0, 1, 1, silent_url, 0.0) for at in range(8)]
+
+
+def test_replicas_lost_together_cost_no_more_than_one(
+    lost: list[ReplicaKey], tmp_path: Path
+) -> None:
+    weights = {"norm.weight": torch.zeros(4)}
+    exported = iter(weights.items())
+    with (
+        publishing(tmp_path, cells=8, update_timeout_s=UPDATE_TIMEOUT_S) as publisher,
+        FairClock() as clock,
+    ):
+        began = time.monotonic()
+        report = publisher.publish(WeightVersion(1, 0), specs_of(weights), exported, lost)
+        took_s = clock.since(began)
+    assert [*report.failed] == lost
+    assert next(exported, None) is None, "exporting is a collective: always drained"
+    assert took_s < 7 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
+
+
+def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> None:
+    punctual, late = (
+        BroadcastSession(
+            UpdateProcessGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
+            [ReplicaClient(key, "key", 1, UPDATE_TIMEOUT_S)],
+            WeightsConfig(),
+        )
+        for key in lost[:2]
+    )
+    is_over = threading.Event()
+
+    def doze(session: BroadcastSession) -> None:
+        if session is late:
+            is_over.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        update: GroupUpdate[BroadcastSession] = GroupUpdate(pool, step_s=0.5)
+        update.live = [punctual, late]
+        update.each("doze", doze)
+        is_over.set()
+    assert update.live == [punctual]
+    assert [*update.failed] == [lost[1]]
+    assert "doze took longer than 0.5 s" in str(update.failed[lost[1]])
+    punctual.abandon()
+
+
+class Relay(http.server.BaseHTTPRequestHandler):
+    """Answers for one cell of one replica."""
+
+    def do_GET(self) -> None:
+        view = ReplicaView(0, 1, "ready", "http://127.0.0.1:1")
+        body = msgspec.json.encode(ReplicaList("cell", [view]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def relay_url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Relay) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
+    tmp_path: Path, relay_url: str, silent_url: str
+) -> None:
+    rendezvous.publish_endpoint(tmp_path, "control-cell-0", relay_url)
+    rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
+    discovery = ReplicaDiscovery(tmp_path, 2, "key")
+    waits_s = []
+    for _ in range(6):
+        began = time.monotonic()
+        assert [key.cell for key, _ in discovery.discover()] == ["cell-0"]
+        waits_s.append(time.monotonic() - began)
+    assert waits_s[0] >= 1.0
+    assert statistics.median(waits_s) < 1.0, "a second goes by whenever it is waited for"
+    rendezvous.publish_endpoint(tmp_path, "control-cell-1", relay_url)
+    wait_for(lambda: {key.cell for key, _ in discovery.discover()} == {"cell-0", "cell-1"})
+    discovery.close()
