@@ -70,7 +70,7 @@ HINTS: dict[str, dict[str, Any]] = {
         "truncation": "auto",
     },
 }
-"""A value of each hint, none of which the proxy has been told before."""
+"""A value of each hint."""
 NAMED = [(route, name) for route, hints in HINTS.items() for name in hints]
 
 
@@ -93,7 +93,8 @@ def ignored(stage: Stage) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize(("route", "name"), NAMED)
 def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: str) -> None:
-    before = ignored(stage)
+    before, note = ignored(stage), f" {route}: {name} has no effect here"
+    noted = stage.log.count(note)
     sent = []
     for body in (LEAST[route], body_with(route, name, HINTS[route][name])):
         _, key = stage.open_session()
@@ -104,7 +105,8 @@ def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: s
         sent.append({part: request[part] for part in ("input_ids", "sampling_params")})
     assert sent[0] == sent[1]
     assert ignored(stage) == {**before, (route, name): before.get((route, name), 0) + 1}
-    assert stage.log.count(f" {route}: {name} has no effect here") == 1
+    # Once a process, which other tests start anew, or have told before.
+    assert 1 <= stage.log.count(note) <= noted + 1
 
 
 def test_the_document_names_every_hint() -> None:
