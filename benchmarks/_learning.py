@@ -15,7 +15,7 @@ import transformers
 from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOR
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
@@ -113,7 +113,7 @@ def make_row(
         {
             ADVANTAGE: np.full(length, generator.normal(), dtype=np.float32),
             # About what a random model says, so that no weight is capped.
-            BEHAVIOUR: np.full(length, -np.log(vocab), dtype=np.float32),
+            BEHAVIOR: np.full(length, -np.log(vocab), dtype=np.float32),
         },
     )
 
@@ -131,7 +131,7 @@ class Trainee:
         self.max_tokens = max_tokens
 
     def pack(
-        self, rows: Sequence[TrainingRow], channels: Sequence[str] = (ADVANTAGE, BEHAVIOUR)
+        self, rows: Sequence[TrainingRow], channels: Sequence[str] = (ADVANTAGE, BEHAVIOR)
     ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
         return make_micro_batches(self.policy, rows, channels, self.max_tokens)
@@ -155,7 +155,7 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
     loss = compute_policy_loss(
         logprobs_N,
         held_N,
-        batch.channels_N[BEHAVIOUR],
+        batch.channels_N[BEHAVIOR],
         batch.channels_N[ADVANTAGE],
         batch.rows,
         ObjectiveConfig(),

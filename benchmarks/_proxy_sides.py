@@ -129,7 +129,7 @@ class Ours(Side):
 
 
 class LiteLLM(Side):
-    """One worker without database, keys or logging. It neither tokenises nor records."""
+    """One worker without database, keys or logging. It neither tokenizes nor records."""
 
     name = "LiteLLM, no log-probs"
     path = "/v1/chat/completions"

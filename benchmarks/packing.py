@@ -8,8 +8,8 @@ What is compared:
   into first-fit-decreasing micro-batches, cut the padding off again, pad each micro-batch to a
   multiple of 256 tokens.
 - advantage: trajectories and rewards in memory -> one advantage per token (`build_rows`, which
-  also makes the objective's other channels). Its peer normalises rewards by group, places them
-  at the end of each padded row and runs generalised advantage estimation backwards, one padded
+  also makes the objective's other channels). Its peer normalizes rewards by group, places them
+  at the end of each padded row and runs generalized advantage estimation backwards, one padded
   place at a time, with discount and lambda 1 and no critic: the same number at every sampled
   token.
 
@@ -172,7 +172,7 @@ def _pad_to(held: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def padded_advantages(batch: Tensors) -> dict[str, torch.Tensor]:
-    """Group-normalised rewards and GAE over padded rows; discount, lambda 1; no critic, no KL."""
+    """Group-normalized rewards and GAE over padded rows; discount, lambda 1; no critic, no KL."""
     rewards_BG = batch["rewards"].double().view(-1, N_SAMPLES)
     spread_B1 = rewards_BG.std(dim=1, keepdim=True)
     scores_BG = (rewards_BG - rewards_BG.mean(dim=1, keepdim=True)) / (spread_B1 + 1e-9)

@@ -5,9 +5,9 @@ everybody. What lies between it and the load:
 
 - floor: uvicorn's raw ASGI and aiohttp passing bytes on; what our libraries cost by themselves.
 - areal-hpc proxy: a session per conversation, every turn extends the one before by 120 tokens, and
-  is spliced, tokenised, recorded in the tree and in the journal on disk.
+  is spliced, tokenized, recorded in the tree and in the journal on disk.
 - LiteLLM: one worker without database, keys or logging, installed into an environment of its own
-  at the first run. It tokenises and records nothing. `litellm_over_ours_*` compares with LiteLLM
+  at the first run. It tokenizes and records nothing. `litellm_over_ours_*` compares with LiteLLM
   passing the log-probabilities on; `litellm_plain_over_ours_*` with it being spared them.
 
 Every round runs all sides interleaved, our proxy in a fresh process; figures are medians over the

@@ -16,7 +16,7 @@ def add_commands(commands: CommandGroup) -> None:
         "make-tiny-model",
         _make_tiny_model,
         help="make a tiny random Qwen3 with its own tokenizer",
-        description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
+        description="Make a tiny, randomly initialized Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
     )
     tiny.add_argument("--out", type=Path, required=True, help="directory to make")
@@ -30,7 +30,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="download the models and data sets of a recipe",
         description="Put the models and data sets of a recipe into the Hugging Face cache, and "
         "write their revisions and digests into the run directory. For a login node: runs never "
-        "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.",
+        "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
     )
     migrate = commands.add(
         "migrate",

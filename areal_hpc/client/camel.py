@@ -43,7 +43,7 @@ class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
 
 
 class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
-    """Counts what a session would tokenise."""
+    """Counts what a session would tokenize."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._template, self._encoder = load_session_tokenizer(tokenizer)

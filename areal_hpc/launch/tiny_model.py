@@ -1,4 +1,4 @@
-"""A tiny, randomly initialised Qwen3 with a tokenizer of its own, in Hugging Face format.
+"""A tiny, randomly initialized Qwen3 with a tokenizer of its own, in Hugging Face format.
 
 Small enough to learn on two CPU cores, and of the same architecture as the models that clusters
 train. Made with numpy alone: neither torch nor transformers is imported.

@@ -58,7 +58,7 @@ class ProxyService:
     ) -> None:
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
-            model = replace(model, normalise=load_user_function(limits.message_normalizer, key))
+            model = replace(model, normalize=load_user_function(limits.message_normalizer, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._limits = limits
         self._recorder = recorder

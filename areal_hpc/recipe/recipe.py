@@ -19,7 +19,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 
 
 class TinyModelConfig(BaseConfig):
-    """A small, randomly initialised Qwen3 made for the run."""
+    """A small, randomly initialized Qwen3 made for the run."""
 
     layers: Annotated[int, Field(ge=1)] = 2
     """Transformer layers."""
@@ -71,7 +71,7 @@ class Recipe(BaseConfig):
     trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """One run; part of the run directory."""
     seed: int = 1
-    """Of task order, episodes, initialisation and shuffling."""
+    """Of task order, episodes, initialization and shuffling."""
     cluster: ClusterConfig
     """Where jobs run."""
     model: ModelConfig

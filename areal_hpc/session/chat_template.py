@@ -27,7 +27,7 @@ QUICK_CHARS = 8192
 QUICK_WORD_CHARS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
-"""One chat message in normal form (see `session.normalise`)."""
+"""One chat message in normal form (see `session.normalize`)."""
 
 
 class _GenerationTag(Extension):
@@ -150,7 +150,7 @@ class ChatTemplate:
 
 
 class TokenEncoder:
-    """Text <-> token ids of one model. Special tokens in a text are recognised, none are added."""
+    """Text <-> token ids of one model. Special tokens in a text are recognized, none are added."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
         tokenizer.no_truncation()

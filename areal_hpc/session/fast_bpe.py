@@ -99,7 +99,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of an ASCII text; added tokens in it are recognised."""
+        """Token ids of an ASCII text; added tokens in it are recognized."""
         ids: list[int] = []
         for part in self._split_added(text):
             if part in self._added:

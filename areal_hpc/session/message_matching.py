@@ -36,11 +36,11 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
         if message.get(name) is not None:
             normal[name] = message[name]
     if message.get("tool_calls"):
-        normal["tool_calls"] = [_normalise_call(call) for call in message["tool_calls"]]
+        normal["tool_calls"] = [_normalize_call(call) for call in message["tool_calls"]]
     return normal
 
 
-def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):

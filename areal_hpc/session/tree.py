@@ -1,8 +1,8 @@
 """The interaction tree of one session: which request continues which, token by token.
 
 A request whose messages extend an earlier interaction (its messages and its reply) re-uses that
-interaction's token ids verbatim and tokenises only what is new. So the model reads exactly what
-it said, even where tokenising its text again would split it differently.
+interaction's token ids verbatim and tokenizes only what is new. So the model reads exactly what
+it said, even where tokenizing its text again would split it differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_difference
 
 PromptReuse = Literal["reused", "retokenized", "none"]
-"""`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
+"""`root`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""
@@ -86,14 +86,14 @@ class Interaction(msgspec.Struct, kw_only=True):
 
 
 class TreeTurn(msgspec.Struct, frozen=True):
-    """What a request adds to the tree, before it is tokenised and answered."""
+    """What a request adds to the tree, before it is tokenized and answered."""
 
     parent: Interaction | None
     reuse: PromptReuse
     context: bytes
     new_messages: list[Message]
     text: str
-    """What must be tokenised."""
+    """What must be tokenized."""
     forked: str | None = None
     """In what the client's history departs from ours; None when it does not."""
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
-from areal_hpc.faults import fault_point
 from areal_hpc.shards.disk_io import read_exact
 from areal_hpc.shards.schema import DATASETS, FORMAT, FORMAT_VERSION, Axis, DatasetSpec
+from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory
 
 NumpyArray = npt.NDArray[Any]
@@ -164,7 +164,7 @@ class ShardReader:
 
 
 def _spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
-    """Where the rows lie. Neighbours are one span: a ticket's rows, often the whole shard."""
+    """Where the rows lie. Neighbors are one span: a ticket's rows, often the whole shard."""
     if not len(rows):
         return []
     first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)

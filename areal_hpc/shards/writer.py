@@ -22,7 +22,6 @@ import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
@@ -42,6 +41,7 @@ from areal_hpc.shards.schema import (
     Axis,
     format_shard_name,
 )
+from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 NumpyArray = npt.NDArray[Any]

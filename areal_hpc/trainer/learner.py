@@ -11,7 +11,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.faults import fault_point
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import replace_non_finite
 from areal_hpc.recipe.sections.trainer import TrainerConfig
@@ -23,7 +22,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
-    BEHAVIOUR,
+    BEHAVIOR,
     CURRENT,
     build_rows,
     leave_out_unsound,
@@ -48,6 +47,7 @@ from areal_hpc.trainer.step import (
     train_step,
 )
 from areal_hpc.trainer.untrained import describe_norms, judge_norms
+from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
@@ -145,7 +145,7 @@ class Learner:
             ]
         with timer.phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            tally, norms = self._optimise(parts, rate)
+            tally, norms = self._optimize(parts, rate)
         untrained += self._judge(norms, manifest.step)
         metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance(manifest, untrained)
@@ -185,7 +185,7 @@ class Learner:
             "with some that keep the norm finite, as trainer.objective.proximal=recompute may",
         )
 
-    def _optimise(
+    def _optimize(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
     ) -> tuple[LossStats, list[float]]:
         """One optimizer step per part: the tally over all ranks and the gradient norms.
@@ -220,7 +220,7 @@ class Learner:
         loss = compute_policy_loss(
             logprobs_N,
             self._proximal(batch, held_N, taken),
-            batch.channels_N[BEHAVIOUR],
+            batch.channels_N[BEHAVIOR],
             batch.channels_N[ADVANTAGE],
             batch.rows,
             self._config.objective,
@@ -237,10 +237,10 @@ class Learner:
         """Log-probabilities under the policy that ratios are taken to [N]."""
         match self._config.objective.proximal:
             case "none":
-                return batch.channels_N[BEHAVIOUR]
+                return batch.channels_N[BEHAVIOR]
             case "log_linear":
-                behaviour_N, age_N = batch.channels_N[BEHAVIOUR], batch.channels_N[AGE]
-                return interpolate_logprobs(held_N, behaviour_N, age_N, taken)
+                behavior_N, age_N = batch.channels_N[BEHAVIOR], batch.channels_N[AGE]
+                return interpolate_logprobs(held_N, behavior_N, age_N, taken)
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
@@ -293,7 +293,7 @@ def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
 def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
     """Log-probability drift check: engine against trainer, where both had the same weights."""
     current_N = batch.channels_N[CURRENT] != 0
-    gaps = (logprobs_N - batch.channels_N[BEHAVIOUR]).abs()[current_N]
+    gaps = (logprobs_N - batch.channels_N[BEHAVIOR]).abs()[current_N]
     max_gap = gaps.max().item() if gaps.numel() else 0.0
     return LossStats({"compared": gaps.numel()}, {"mismatch": max_gap})
 

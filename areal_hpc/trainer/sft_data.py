@@ -52,7 +52,7 @@ def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[
 class ConversationTokenizer:
     """Turns conversations into rows with the model's own chat template.
 
-    The prompt is tokenised apart from the reply, as it is when the model is sampled. The reply
+    The prompt is tokenized apart from the reply, as it is when the model is sampled. The reply
     ends with the end-of-turn token; what the template writes after it is never sampled and is
     left out.
     """

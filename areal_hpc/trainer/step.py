@@ -14,13 +14,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from areal_hpc.faults import fault_point
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, TrainingRow, build_pack, plan_packs
 from areal_hpc.trainer.model.attention_plan import AttentionPlan
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRows
 from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.wire.fault_points import fault_point
 
 
 @dataclass(slots=True, eq=False)

@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.faults import VARIABLE
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.fault_points import VARIABLE
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.faults import FAULT_POINTS, Fault, FaultInjector, fault_point, parse_faults
+from areal_hpc.wire.fault_points import (
+    FAULT_POINTS,
+    Fault,
+    FaultInjector,
+    fault_point,
+    parse_faults,
+)
 from tests.support.environments import CHECKOUT
 
 
@@ -50,7 +56,8 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 def test_a_process_kills_itself_at_the_visit_that_is_named() -> None:
     program = (
-        "from areal_hpc.faults import fault_point as f\nwhile not f('proxy.generate'): print()"
+        "from areal_hpc.wire.fault_points import fault_point\n"
+        "while not fault_point('proxy.generate'): print()"
     )
     environ = {**os.environ, "AREAL_HPC_FAULTS": "proxy.generate@3=kill"}
     command = [sys.executable, "-uc", program]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.faults import FAULT_POINTS, VARIABLE
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
+from areal_hpc.wire.fault_points import FAULT_POINTS, VARIABLE
 from tests.support.small_run import SmallRun
 
 REST_S = 2.0

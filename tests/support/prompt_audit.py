@@ -41,7 +41,7 @@ def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
 def rendered_ids(
     tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
 ) -> list[int]:
-    """What the prompt would be if the conversation were rendered and tokenised anew.
+    """What the prompt would be if the conversation were rendered and tokenized anew.
 
     Raises:
         ChatTemplateError: The template does not accept the conversation.

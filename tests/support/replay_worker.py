@@ -28,7 +28,6 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 
 # isort: split
 from areal_hpc.errors import ArealError
-from areal_hpc.faults import VARIABLE
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_task_position
@@ -44,6 +43,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.sft_job import SftTrainer
+from areal_hpc.wire.fault_points import VARIABLE
 from tests.support.recorded_run import TRAINER
 
 Scenario = dict[str, Any]

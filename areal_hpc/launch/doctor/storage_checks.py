@@ -118,7 +118,7 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
         yield ok("clock", off)
     else:
-        hint = "ask the administrators for time synchronisation: ages in status will be wrong"
+        hint = "ask the administrators for time synchronization: ages in status will be wrong"
         yield warn("clock", off, hint)
 
 

@@ -174,12 +174,12 @@ class PromptBuilder:
         return turn, new_ids, prior + len(new_ids)
 
     def _render(self, session: Session, call: ModelCall) -> TreeTurn:
-        messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
+        messages, normalize, most = call.messages, self._model.normalize, self._limits.max_messages
         if len(messages) > most:
             problem = f"too many messages: {len(messages)} (limit {most})"
             raise RequestError(400, problem, key=call.prompt_key)
-        if normalise is not None:
-            messages = [normalise(message) for message in messages]
+        if normalize is not None:
+            messages = [normalize(message) for message in messages]
         try:
             return session.tree.open_turn(
                 messages, self._model.template, tools=call.tools, variables=call.variables

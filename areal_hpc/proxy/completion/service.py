@@ -86,7 +86,7 @@ class CompletionService:
     async def _generate(self, prompt: Prompt, choice: int) -> Generation:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
-        Sampling it anew would favour short replies: those are broken off more rarely.
+        Sampling it anew would favor short replies: those are broken off more rarely.
         """
         resumption = ReplyFailover(self._encoder)
 

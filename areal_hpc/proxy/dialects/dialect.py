@@ -54,7 +54,7 @@ class Dialect:
     request: type[msgspec.Struct]
     """The body of a request."""
     read: Callable[[Any, Session, ServedModel], Exchange]
-    """Raises `RequestError`: 400, naming the parameter that is wrong or cannot be honoured."""
+    """Raises `RequestError`: 400, naming the parameter that is wrong or cannot be honored."""
     refused: FormatError
 
 

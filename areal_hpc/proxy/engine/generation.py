@@ -2,7 +2,7 @@
 
 Wire facts of SGLang 0.5.23 (`srt/managers/io_struct.py`, `tokenizer_manager.py`):
 log-probabilities are those of the sampling distribution (scaled by the temperature, not
-renormalised for top-k/top-p); a stop token is part of the output ids; `weight_versions` are
+renormalized for top-k/top-p); a stop token is part of the output ids; `weight_versions` are
 spans over the output tokens and come with the end. The pieces of a stream repeat everything so
 far, unless the server runs with `--incremental-streaming-output`: then each has only what is
 new. `completion_tokens` counts from the beginning in both, which tells them apart.

@@ -59,8 +59,8 @@ class ServedModel:
     """SGLang's name of the format of its tool calls."""
     reasoning_parser: str | None = None
     """SGLang's name of the format of its reasoning."""
-    normalise: NormalizeMessage | None = None
-    """The user's own normaliser (`proxy.message_normalizer`)."""
+    normalize: NormalizeMessage | None = None
+    """The user's own normalizer (`proxy.message_normalizer`)."""
 
     def must_parse(self, call: ModelCall) -> bool:
         """Whether a reply may hold more than text."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_hpc.errors import RequestError
-from areal_hpc.faults import fault_point
 from areal_hpc.proxy.engine.generation import (
     ChunkReader,
     EngineLostError,
@@ -22,6 +21,7 @@ from areal_hpc.proxy.engine.generation import (
 )
 from areal_hpc.proxy.engine.http_client import ConnectionPool
 from areal_hpc.proxy.engine.http_connection import Connection
+from areal_hpc.wire.fault_points import fault_point
 
 log = logging.getLogger(__name__)
 

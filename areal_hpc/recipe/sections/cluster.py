@@ -47,7 +47,7 @@ class JobOptions(BaseConfig):
     exclude: str | None = None
     """Nodes that must not."""
     licenses: str | None = None
-    """Licences to hold."""
+    """Licenses to hold."""
     mail_user: str | None = None
     """Mail address for notifications."""
     mail_type: str | None = None

@@ -26,7 +26,7 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGE, BEHAVIOUR, CURRENT, AGE = "advantage", "behaviour", "current", "age"
+ADVANTAGE, BEHAVIOR, CURRENT, AGE = "advantage", "behavior", "current", "age"
 """Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
 current weights did the sampling, and how many versions old those that did it are."""
 
@@ -136,7 +136,7 @@ def build_rows(
         size = trajectory.num_tokens
         channels = {
             ADVANTAGE: np.full(size, advantage, dtype=np.float32),
-            BEHAVIOUR: trajectory.logprobs_T,
+            BEHAVIOR: trajectory.logprobs_T,
             CURRENT: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
         if objective.proximal == "log_linear":

@@ -25,7 +25,6 @@ import msgspec
 import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
-from areal_hpc.faults import fault_point
 from areal_hpc.jobs.time_limit import record_checkpoint_time
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
@@ -51,6 +50,7 @@ from areal_hpc.trainer.collectives import (
     raise_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.wire.fault_points import fault_point
 
 VISIBLE_TIMEOUT_S = 60.0
 """How long rank 0's choice may take to become visible on another node of shared storage."""

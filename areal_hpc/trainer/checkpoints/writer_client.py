@@ -65,20 +65,20 @@ class WriterClient:
         with open(self._memory, "wb", closefd=False) as stream:
             yield stream
 
-    def write(self, path: Path, neighbours: list[str]) -> None:
+    def write(self, path: Path, neighbors: list[str]) -> None:
         """Begin to write what was copied into a new file.
 
         Args:
             path: The file; its directory exists.
-            neighbours: Names of files beside it that are to become durable with it.
+            neighbors: Names of files beside it that are to become durable with it.
         """
         size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
-        self._request = WriteRequest(str(path), size_bytes, neighbours)
+        self._request = WriteRequest(str(path), size_bytes, neighbors)
         self._tries = 1
         self._send(self._request)
 
     def poll(self, timeout_s: float) -> bool:
-        """True once the file, its neighbours and their directory are on disk.
+        """True once the file, its neighbors and their directory are on disk.
 
         A writer that died is replaced, and its work done again, once.
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.faults import fault_point
 from areal_hpc.jobs.die_with_parent import die_with_parent
 from areal_hpc.jobs.signals import STOP_SIGNALS
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.wire.fault_points import fault_point
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""
@@ -31,7 +31,7 @@ class WriteRequest(msgspec.Struct, frozen=True, tag=True):
 
     path: str
     size_bytes: int
-    neighbours: list[str] = []
+    neighbors: list[str] = []
     """Files in the same directory, already written, that are to be durable as well."""
 
 
@@ -72,7 +72,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
         path = Path(request.path)
         fault_point("checkpoint.before_write")
         _copy(memory, path, request.size_bytes)
-        for name in request.neighbours:
+        for name in request.neighbors:
             fsync_path(path.parent / name)
         fsync_path(path.parent)
     except OSError as error:

@@ -99,7 +99,7 @@ class Policy:
 def build_policy(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> Policy:
-    """An uninitialised network on this rank; load weights into it before use.
+    """An uninitialized network on this rank; load weights into it before use.
 
     Process groups must exist (`process_groups.open_world`).
 
@@ -122,7 +122,7 @@ def build_policy(
     ).to(device=device, dtype=dtype)
     for name, parameter in gpt.named_parameters():
         if ".local_experts." in name:
-            # Megatron marks experts only when they are spread over ranks. Reduced and optimised
+            # Megatron marks experts only when they are spread over ranks. Reduced and optimized
             # apart in every layout, their moments can be read back in every other; and under
             # sequence parallelism each tensor-parallel rank saw other tokens.
             parameter.allreduce = False
@@ -184,7 +184,7 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        # Weights are always loaded. Initialisation still has to run: it is what marks
+        # Weights are always loaded. Initialization still has to run: it is what marks
         # parameters as cut over tensor-parallel ranks, which the gradient norm depends on.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,

@@ -1,6 +1,6 @@
 """Weights for tokens that other weights sampled than those an update starts from.
 
-The importance weight of a token is w = pi_proximal / pi_behaviour. Unbounded it is unbiased and
+The importance weight of a token is w = pi_proximal / pi_behavior. Unbounded it is unbiased and
 useless; `trainer.objective.off_policy_correction` says what is done about large and small ones.
 When weights are clamped it is called truncated importance sampling (TIS,
 fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
@@ -41,7 +41,7 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectedWeights:
-    """What the behaviour weights of some tokens became. No gradient flows through any of it."""
+    """What the behavior weights of some tokens became. No gradient flows through any of it."""
 
     weight_N: torch.Tensor
     """What each token's term of the objective is multiplied by; 0 where it is masked."""
@@ -50,11 +50,11 @@ class CorrectedWeights:
     outside_N: torch.Tensor
     """Tokens whose weight or divergence was out of bounds: clamped or masked."""
     kl_N: torch.Tensor
-    """An estimate of KL(behaviour || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
+    """An estimate of KL(behavior || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
 
 
 def correct_off_policy(
-    proximal_N: torch.Tensor, behaviour_N: torch.Tensor, rows: TokenRows, config: ObjectiveConfig
+    proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRows, config: ObjectiveConfig
 ) -> CorrectedWeights:
     """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
 
@@ -62,11 +62,11 @@ def correct_off_policy(
 
     Args:
         proximal_N: Log-probabilities under the weights that the update starts from.
-        behaviour_N: As the engine reported them when it sampled.
+        behavior_N: As the engine reported them when it sampled.
         rows: Whose means count at level `sequence`.
         config: What to do about weights out of bounds.
     """
-    log_ratio_N = (proximal_N - behaviour_N).detach()
+    log_ratio_N = (proximal_N - behavior_N).detach()
     raw_N = log_ratio_N.exp()
     kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
     by_row, by_kl = (

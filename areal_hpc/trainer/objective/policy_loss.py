@@ -1,4 +1,4 @@
-"""The clipped policy gradient with a decoupled behaviour weight (arXiv:2505.24298, eq. 5)."""
+"""The clipped policy gradient with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class PolicyLoss:
     clipped: torch.Tensor
     """Tokens whose gradient the clip removed."""
     outside: torch.Tensor
-    """Tokens whose behaviour weight was out of bounds: clamped or masked."""
+    """Tokens whose behavior weight was out of bounds: clamped or masked."""
     weight: torch.Tensor
-    """Sum of the behaviour weights before the bounds."""
+    """Sum of the behavior weights before the bounds."""
     weight_max: torch.Tensor
     """The largest of them; 0 without tokens."""
     applied: torch.Tensor
-    """Sum of the behaviour weights that the terms were multiplied by."""
+    """Sum of the behavior weights that the terms were multiplied by."""
     applied_squared: torch.Tensor
     """Sum of their squares."""
     kl: torch.Tensor
-    """Sum of the tokens' divergence of the proximal from the behaviour policy."""
+    """Sum of the tokens' divergence of the proximal from the behavior policy."""
 
     def measured(self) -> tuple[dict[str, float], float]:
         """The sums by name (`SUMS`), and the largest weight; one copy from the device."""
@@ -45,23 +45,23 @@ class PolicyLoss:
 def compute_policy_loss(
     logprobs_N: torch.Tensor,
     proximal_N: torch.Tensor,
-    behaviour_N: torch.Tensor,
+    behavior_N: torch.Tensor,
     advantages_N: torch.Tensor,
     rows: TokenRows,
     config: ObjectiveConfig,
 ) -> PolicyLoss:
-    """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behaviour.
+    """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
 
     Args:
         logprobs_N: Log-probabilities under the weights being trained; the gradient flows here.
         proximal_N: Under the proximal policy: `proximal_logprobs`, or recomputed.
-        behaviour_N: As the engine reported them when it sampled.
+        behavior_N: As the engine reported them when it sampled.
         advantages_N: Advantage of each token's row.
         rows: The row of each token.
         config: Clip range and bounds of w.
     """
     proximal_N = proximal_N.detach()
-    correction = correct_off_policy(proximal_N, behaviour_N, rows, config)
+    correction = correct_off_policy(proximal_N, behavior_N, rows, config)
     ratio_N = (logprobs_N - proximal_N).exp()
     free_N = ratio_N * advantages_N
     bound_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
@@ -80,9 +80,9 @@ def compute_policy_loss(
 
 
 def interpolate_logprobs(
-    held_N: torch.Tensor, behaviour_N: torch.Tensor, age_N: torch.Tensor, taken: float
+    held_N: torch.Tensor, behavior_N: torch.Tensor, age_N: torch.Tensor, taken: float
 ) -> torch.Tensor:
-    """Proximal log-probabilities on the straight line from the behaviour's to those held now.
+    """Proximal log-probabilities on the straight line from the behavior's to those held now.
 
     The policies are taken to move evenly, one version a step. A token sampled `age` versions
     before the step began, scored when the share `taken` of the step's updates has been made, has
@@ -92,10 +92,10 @@ def interpolate_logprobs(
 
     Args:
         held_N: Log-probabilities under the weights held now.
-        behaviour_N: As the engine reported them when it sampled.
+        behavior_N: As the engine reported them when it sampled.
         age_N: Staleness of each token when the step began.
         taken: Updates made so far as a share of the step's.
     """
     if taken == 0:
         return held_N
-    return torch.lerp(behaviour_N, held_N, age_N / (age_N + taken))
+    return torch.lerp(behavior_N, held_N, age_N / (age_N + taken))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.faults import fault_point
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -21,6 +20,7 @@ from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
 from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log
+from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceRequest
 from areal_hpc.wire.weight_version import WeightVersion
 

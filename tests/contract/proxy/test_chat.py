@@ -156,7 +156,7 @@ def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage) 
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_what_cannot_be_honored_is_refused_by_name(
     stage: Stage, body: dict[str, Any], param: str
 ) -> None:
     _, key = stage.open_session()

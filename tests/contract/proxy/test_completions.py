@@ -108,7 +108,7 @@ def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage) -> None:
     assert second.parent_id == first.interaction_id
 
 
-def test_a_text_is_tokenised_and_put_together_again(stage: Stage) -> None:
+def test_a_text_is_tokenized_and_put_together_again(stage: Stage) -> None:
     _, key = stage.open_session()
     text = "hello <|im_end|> wörld"
     reply = stage.post("/tokenize", {"prompt": text}, key).json()
@@ -176,7 +176,7 @@ def test_n_choices_are_n_interactions(stage: Stage) -> None:
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_what_cannot_be_honored_is_refused_by_name(
     stage: Stage, body: dict[str, Any], param: str
 ) -> None:
     _, key = stage.open_session()

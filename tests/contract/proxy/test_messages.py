@@ -150,14 +150,14 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
 
 
 def without_clock(message: Message) -> Message:
-    """A normaliser for a client that writes the time into its system prompt."""
+    """A normalizer for a client that writes the time into its system prompt."""
     return {**message, "content": message["content"].split(" It is ")[0]}
 
 
-def test_a_users_own_normaliser_lets_conversations_go_on(own_stage: Stage) -> None:
+def test_a_users_own_normalizer_lets_conversations_go_on(own_stage: Stage) -> None:
     own_stage.stop_proxy()
-    normaliser = f"{without_clock.__module__}:{without_clock.__name__}"
-    own_stage.configure({**own_stage.config, "proxy": {"message_normalizer": normaliser}})
+    normalizer = f"{without_clock.__module__}:{without_clock.__name__}"
+    own_stage.configure({**own_stage.config, "proxy": {"message_normalizer": normalizer}})
     own_stage.start_proxy()
     _, key = own_stage.open_session()
     reply = {"role": "assistant", "content": "hello world"}
@@ -252,7 +252,7 @@ def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
         ({"container": "c"}, "container"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_what_cannot_be_honored_is_refused_by_name(
     stage: Stage, body: dict[str, Any], param: str
 ) -> None:
     _, key = stage.open_session()

@@ -199,7 +199,7 @@ def test_a_form_for_the_text_becomes_a_grammar(stage: Stage) -> None:
         ({"max_tool_calls": 2}, "max_tool_calls"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_what_cannot_be_honored_is_refused_by_name(
     stage: Stage, body: dict[str, Any], param: str
 ) -> None:
     _, key = stage.open_session()

@@ -17,18 +17,18 @@ from openai import AsyncOpenAI
 
 @dataclasses.dataclass
 class OwnConfig(GRPOConfig):
-    favourite: str = dataclasses.field(default="e")
+    favorite: str = dataclasses.field(default="e")
 
 
-def count(text, favourite):
+def count(text, favorite):
     """A reward that no other process can import: it lives in the script."""
-    return float(text.count(favourite)) / 10
+    return float(text.count(favorite)) / 10
 
 
 class ChatAgent(AgentWorkflow):
-    def __init__(self, favourite):
+    def __init__(self, favorite):
         self.reward = AsyncRewardWrapper(count)
-        self.favourite = favourite
+        self.favorite = favorite
 
     async def run(self, data, **extra_kwargs):
         client = AsyncOpenAI(
@@ -38,14 +38,14 @@ class ChatAgent(AgentWorkflow):
             max_retries=0,
         )
         reply = await client.chat.completions.create(model="default", messages=data["messages"])
-        return await self.reward(reply.choices[0].message.content or "", self.favourite)
+        return await self.reward(reply.choices[0].message.content or "", self.favorite)
 
 
 class TwoClients(RolloutWorkflow):
-    def __init__(self, gconfig, tokenizer, favourite):
+    def __init__(self, gconfig, tokenizer, favorite):
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.tokenizer = tokenizer
-        self.favourite = favourite
+        self.favorite = favorite
 
     async def arun_episode(self, engine, data):
         exported = {}
@@ -56,7 +56,7 @@ class TwoClients(RolloutWorkflow):
                 messages=data["messages"],
                 max_completion_tokens=self.gconfig.max_new_tokens,
             )
-            client.set_final_reward(count(reply.choices[0].message.content or "", self.favourite))
+            client.set_final_reward(count(reply.choices[0].message.content or "", self.favorite))
             exported.update(client.export_interactions(style="individual"))
         return exported
 
@@ -64,12 +64,12 @@ class TwoClients(RolloutWorkflow):
 def main(how, args):
     config, _ = load_expr_config(args, OwnConfig)
     tasks = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(16)]
-    kwargs = {"favourite": config.favourite}
+    kwargs = {"favorite": config.favorite}
     if how == "class":
         workflow = ChatAgent
     else:
         tokenizer = load_hf_tokenizer(config.tokenizer_path)
-        workflow, kwargs = TwoClients(config.gconfig, tokenizer, config.favourite), None
+        workflow, kwargs = TwoClients(config.gconfig, tokenizer, config.favorite), None
     with PPOTrainer(config, train_dataset=tasks, valid_dataset=iter(tasks[:4])) as trainer:
         trainer.train(workflow=workflow, workflow_kwargs=kwargs)
 

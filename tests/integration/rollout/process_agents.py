@@ -70,7 +70,7 @@ class WithSdk:
 
 class Unbuildable:
     def __init__(self) -> None:
-        raise RuntimeError("no licence")
+        raise RuntimeError("no license")
 
     async def run(self, data: dict[str, Any]) -> float:
         return 1.0

@@ -115,7 +115,7 @@ def test_an_agent_is_built_once_per_process(tmp_path: Path) -> None:
 
 def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
     agent = SubprocessAgent(PATH.replace("Blocking", "Unbuildable"), {}, 1)
-    with pytest.raises(RecipeError, match="no licence"):
+    with pytest.raises(RecipeError, match="no license"):
         finish(agent.check())
     with pytest.raises(RecipeError, match="did you mean 'Blocking'"):
         finish(SubprocessAgent(PATH + "x", {}, 1).check())

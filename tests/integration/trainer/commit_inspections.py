@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.errors import AgentError, ArealError, ClusterError
-from areal_hpc.faults import VARIABLE
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import AdamConfig
@@ -42,6 +41,7 @@ from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.step import LossStats
+from areal_hpc.wire.fault_points import VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import Scenario, config_of, digests, make_learner
 

@@ -13,7 +13,7 @@ from tests.unit.session.model_stub import say, user
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "user", "content": [{"type": "text", "text": "parts, as a normaliser may make"}]},
+        {"role": "user", "content": [{"type": "text", "text": "parts, as a normalizer may make"}]},
         {"role": "user", "content": None},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "tool", "content": "7", "tool_call_id": "c", "more": {"of": "the user's own"}},

@@ -119,7 +119,7 @@ def test_other_tools_make_another_prompt() -> None:
     assert say(tree, history, "two").reuse == "reused"
 
 
-def test_a_template_that_hides_replies_is_tokenised_again_and_counted() -> None:
+def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
     hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
     tree = InteractionTree()
     say(tree, [user("a")], "one", template=hiding)

@@ -1,4 +1,4 @@
-"""Behaviour weights against a plain loop over tokens, and rows over ranks."""
+"""Behavior weights against a plain loop over tokens, and rows over ranks."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 LOGPROB = st.floats(-4.0, -0.01)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
-"""Proximal and behaviour log-probability of each token, and its row."""
+"""Proximal and behavior log-probability of each token, and its row."""
 
 
 def slowly(
-    proximal: list[float], behaviour: list[float], row: list[int], config: ObjectiveConfig
+    proximal: list[float], behavior: list[float], row: list[int], config: ObjectiveConfig
 ) -> dict[str, list[float]]:
     """What `correct_off_policy` should say, token by token, in double precision."""
-    logs = [p - b for p, b in zip(proximal, behaviour, strict=True)]
+    logs = [p - b for p, b in zip(proximal, behavior, strict=True)]
     kls = [math.exp(x) - 1 - x for x in logs]
 
     def mean(values: list[float], own: int) -> float:
@@ -104,12 +104,12 @@ def test_weights_are_those_of_a_plain_loop(
     settings: dict[str, Any], tokens: list[tuple[float, float, int]]
 ) -> None:
     config = ObjectiveConfig(**settings)
-    proximal, behaviour, row = ([token[i] for token in tokens] for i in range(3))
-    expected = slowly(proximal, behaviour, row, config)  # type: ignore[arg-type]
+    proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
+    expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
     rows = TokenRows(torch.tensor(row, dtype=torch.long), 4)
     found = correct_off_policy(
         torch.tensor(proximal, dtype=torch.float64),
-        torch.tensor(behaviour, dtype=torch.float64),
+        torch.tensor(behavior, dtype=torch.float64),
         rows,
         config,
     )
@@ -121,15 +121,15 @@ def test_weights_are_those_of_a_plain_loop(
 
 def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    behaviour = torch.tensor([-1.0, -2.0, -1.0, -1.1])
+    behavior = torch.tensor([-1.0, -2.0, -1.0, -1.1])
     rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
     settings = ObjectiveConfig(
         off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=1.5
     )
-    by_token = correct_off_policy(proximal, behaviour, rows, settings)
+    by_token = correct_off_policy(proximal, behavior, rows, settings)
     assert by_token.outside_N.tolist() == [False, True, False, False]
     by_sequence = settings.model_copy(update={"off_policy_correction_level": "sequence"})
-    by_row = correct_off_policy(proximal, behaviour, rows, by_sequence)
+    by_row = correct_off_policy(proximal, behavior, rows, by_sequence)
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
 
@@ -137,9 +137,9 @@ def test_a_row_is_judged_as_one() -> None:
 @pytest.mark.parametrize("settings", SETTINGS[1:])
 def test_what_is_not_a_number_is_not_masked_away(settings: dict[str, Any]) -> None:
     rows = TokenRows(torch.tensor([0, 1]), 2)
-    behaviour = torch.tensor([float("nan"), -1.0])
+    behavior = torch.tensor([float("nan"), -1.0])
     found = correct_off_policy(
-        torch.tensor([-1.0, -1.0]), behaviour, rows, ObjectiveConfig(**settings)
+        torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**settings)
     )
     assert found.weight_N[0].isnan()
     assert found.weight_N[1] == 1.0

@@ -21,11 +21,11 @@ def rows(tokens: int) -> TokenRows:
 
 
 def gradient(
-    logprob: float, proximal: float, behaviour: float, advantage: float
+    logprob: float, proximal: float, behavior: float, advantage: float
 ) -> tuple[float, bool]:
     """d loss / d logprob of one token, and whether the clip acted."""
     logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
-    others = torch.tensor([[proximal], [behaviour], [advantage]], dtype=torch.float64)
+    others = torch.tensor([[proximal], [behavior], [advantage]], dtype=torch.float64)
     loss = compute_policy_loss(logprobs, others[0], others[1], others[2], rows(1), CONFIG)
     loss.total.backward()
     assert logprobs.grad is not None
@@ -74,9 +74,9 @@ LOGPROB = st.floats(-5.0, 0.0)
 
 @given(LOGPROB, LOGPROB, LOGPROB, st.floats(-3.0, 3.0))
 def test_the_gradient_never_points_against_the_advantage(
-    logprob: float, proximal: float, behaviour: float, advantage: float
+    logprob: float, proximal: float, behavior: float, advantage: float
 ) -> None:
-    value, _ = gradient(logprob, proximal, behaviour, advantage)
+    value, _ = gradient(logprob, proximal, behavior, advantage)
     assert value * advantage <= 0.0
 
 
@@ -88,8 +88,8 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(
         off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=2.0
     )
     total, clipped, slopes = 0.0, 0, []
-    for logprob, proximal, behaviour, advantage in tokens:
-        ratio, weight = np.exp(logprob - proximal), np.exp(proximal - behaviour)
+    for logprob, proximal, behavior, advantage in tokens:
+        ratio, weight = np.exp(logprob - proximal), np.exp(proximal - behavior)
         kept = weight if 0.5 <= weight <= 2.0 else 0.0
         free = ratio * advantage
         bound = np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage
@@ -121,18 +121,18 @@ def test_without_correction_the_proximal_policy_alone_counts() -> None:
 
 
 def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:
-    held, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
+    held, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
     ages = torch.tensor([0.0, 1.0, 3.0])
-    assert interpolate_logprobs(held, behaviour, ages, 0.0) is held
+    assert interpolate_logprobs(held, behavior, ages, 0.0) is held
     # Half a step on: a fresh token's proximal policy is the one that sampled it; the others' are
     # 1 / 1.5 and 3 / 3.5 of the way.
-    found = interpolate_logprobs(held, behaviour, ages, 0.5)
+    found = interpolate_logprobs(held, behavior, ages, 0.5)
     np.testing.assert_allclose(found, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
 
 
 def test_with_a_whole_step_taken_the_estimate_is_areals() -> None:
     """`areal/trainer/ppo/actor.py`: alpha = (v - 1 - v_behave) / (v - v_behave)."""
-    held, behaviour = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
+    held, behavior = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
     # Sampled by 0 and 2, trained as version 4: the proximal one is 3, of ages 3 and 1.
-    found = interpolate_logprobs(held, behaviour, torch.tensor([3.0, 1.0]), 1.0)
+    found = interpolate_logprobs(held, behavior, torch.tensor([3.0, 1.0]), 1.0)
     np.testing.assert_allclose(found, [-1.375, -2.1], rtol=1e-6)

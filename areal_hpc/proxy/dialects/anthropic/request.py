@@ -1,6 +1,6 @@
 """Anthropic Messages requests.
 
-Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
 name. `model` is any name: a cell serves one model. `max_tokens` may be left out: then the session's
 own limit holds.
 """
@@ -95,7 +95,7 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages, as far as this proxy can honour it."""
+    """The body of POST /v1/messages, as far as this proxy can honor it."""
 
     messages: Annotated[list[_InputMessage], Meta(min_length=1)]
     model: str = ""
@@ -125,7 +125,7 @@ def build_call(
     """What a request asks of the model; the defaults apply where it is silent.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"

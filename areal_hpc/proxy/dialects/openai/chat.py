@@ -1,6 +1,6 @@
 """OpenAI Chat Completions.
 
-Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
 name. `model` is any name: a cell serves one model, whatever an agent calls it. `seed` is passed on;
 SGLang uses it when it runs deterministically.
 """
@@ -88,7 +88,7 @@ class _ChatTool(Struct):
 
 
 class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/chat/completions, as far as this proxy can honour it."""
+    """The body of POST /v1/chat/completions, as far as this proxy can honor it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: PositiveParam | None = None

@@ -1,7 +1,7 @@
 """OpenAI legacy Completions.
 
 The prompt is text or token ids and is read as it is; one prompt a request. Every parameter is
-honoured, a hint, or refused by name, as in `chat`. Without `max_tokens` the session's own limit
+honored, a hint, or refused by name, as in `chat`. Without `max_tokens` the session's own limit
 holds.
 """
 
@@ -30,7 +30,7 @@ from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class CompletionRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions, as far as this proxy can honour it."""
+    """The body of POST /v1/completions, as far as this proxy can honor it."""
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -1,6 +1,6 @@
 """OpenAI Responses requests.
 
-Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
 name. `model` is any name: a cell serves one model. `store` says whether the reply can be retrieved;
 a session records everything. Reasoning is given in the open, and taken back from there.
 """
@@ -97,7 +97,7 @@ class _ResponsesStreamOptions(Struct):
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses, as far as this proxy can honour it."""
+    """The body of POST /v1/responses, as far as this proxy can honor it."""
 
     input: str | list[InputItem] | None = None
     model: str = ""
@@ -140,7 +140,7 @@ def build_call(
     """What a request asks of the model, and where the tools come from that have a namespace.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     _refuse_contradictions(request)
     ignored = [*hints_in(request)]

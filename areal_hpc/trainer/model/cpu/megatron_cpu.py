@@ -1,6 +1,6 @@
 """Megatron-core without a GPU. Import this before anything of megatron.
 
-Megatron-core asks `torch.cuda` for its current device, random state and synchronisation, and
+Megatron-core asks `torch.cuda` for its current device, random state and synchronization, and
 writes `device="cuda"` in a few literals (megatron/core/pipeline_parallel/schedules.py,
 optimizer/clip_grads.py). On a machine without a GPU those few names are replaced; with a GPU
 nothing is touched.

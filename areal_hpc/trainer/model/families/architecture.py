@@ -65,7 +65,7 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are normalised per head."""
+        """Queries and keys are normalized per head."""
         return self.family in ("qwen3", "qwen3_moe")
 
     def rope_frequencies(self) -> list[float]:

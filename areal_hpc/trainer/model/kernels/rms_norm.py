@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension. PyTorch has one kernel for it, but not on a CPU."""
+        """Normalize the last dimension. PyTorch has one kernel for it, but not on a CPU."""
         if states.is_cuda or states.dtype != torch.float32:
             return F.rms_norm(states, self.normalized_shape, self.weight, self.eps)
         flat_TH = states.reshape(-1, states.shape[-1])
