@@ -171,11 +171,11 @@ class Replica:
         assert not report.failed, report.failed
         streams.await_piece(ended)
         give_up_at = time.monotonic() + MEASURED_AFTER_S
-        while not [stall for stall in publisher.stalls if stall.version == str(version)]:
+        while not [pause for pause in publisher.pauses if pause.version == str(version)]:
             assert time.monotonic() < give_up_at, "the cell did not measure the stall"
             time.sleep(0.1)
             publisher.outdated(version)
-        (stall,) = publisher.stalls
+        (pause,) = publisher.pauses
         return Update(
             seconds=report.seconds,
             publish_s=ended - began - report.seconds.get("group_join", 0.0),

@@ -82,11 +82,11 @@ class SGLangServer:
         # changed, as torch changes this one, and SGLang's processes are known by their titles.
         cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_dir)}
         environment = os.environ | {"TMPDIR": self._scratch_dir} | cache | command.environment
-        leash = "areal_hpc.jobs.die_with_parent"
+        wrapper = "areal_hpc.jobs.die_with_parent"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", leash, str(os.getpid()), *command.argv],
+                [sys.executable, "-m", wrapper, str(os.getpid()), *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

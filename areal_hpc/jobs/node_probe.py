@@ -58,7 +58,7 @@ def probe_node(
         *_judge_space(job_dir, least_free_bytes, is_shared=True),
         *_judge_space(local_dir, least_free_bytes, is_shared=False),
         *_judge_clock(job_dir),
-        *(_judge_peer(first_address) if first_address else ()),
+        *(_check_peer(first_address) if first_address else ()),
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
@@ -133,7 +133,7 @@ def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
 
 
-def _judge_peer(address: str) -> list[NodeProblem]:
+def _check_peer(address: str) -> list[NodeProblem]:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:

@@ -74,7 +74,7 @@ class SlurmTask:
         self._restarts_dir = self._paths.restarts_dir
         self._start: restarts.Restart | None = None
         self._absent: list[TaskExit] = []
-        self._usefulness = ProgressTracker(self._paths, slurm.progress)
+        self._progress_tracker = ProgressTracker(self._paths, slurm.progress)
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
@@ -196,12 +196,12 @@ class SlurmTask:
             return None
         self._next_look_at = now + POLL_S
         try:
-            return self._look(self._start, now, is_leading=is_leading)
+            return self._check(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _look(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
+    def _check(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
         if restarts.is_superseded(self._restarts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later restart of this job")
@@ -282,7 +282,7 @@ class SlurmTask:
     def _finalize_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather(own), *self._absent]
         faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
-        failures = self._usefulness.close(outcomes)
+        failures = self._progress_tracker.close(outcomes)
         decision = decide_restart(outcomes, failures)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
@@ -292,20 +292,23 @@ class SlurmTask:
             return own
         if decision == "fail":
             self._events.record(
-                "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=failures
+                "job_failed",
+                job_id=self._job_id,
+                reason=decisive.reason,
+                failures_without_progress=failures,
             )
             return decisive
         give_up_at = self._kill_at + self._slurm.margin_s
-        departure = requeue_or_resubmit(self._launch, give_up_at, hold=decision == "hold")
+        requeue_result = requeue_or_resubmit(self._launch, give_up_at, hold=decision == "hold")
         self._events.record(
-            f"job_{departure.replace(' ', '_')}", job_id=self._job_id, node=self._node,
+            f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
-        if departure == "without Slurm" and not crashes:
+        if requeue_result == "without Slurm" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
             _await(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
-        return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({departure})")
+        return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
     def _gather(self, own: TaskExit) -> list[TaskExit]:
         """What the tasks ended with, as far as they say so in time."""

@@ -40,7 +40,7 @@ def form_next_batch(
     current = WeightVersion(generation, tickets.formed_steps)
     stale = sum(_age_of(one, current, forks) > policy.max_head_offpolicyness for one in taken)
     return BatchManifest(
-        tickets.formed_steps + 1, generation, taken, tickets.setbacks.counts(stale)
+        tickets.formed_steps + 1, generation, taken, tickets.drop_stats.counts(stale)
     )
 
 

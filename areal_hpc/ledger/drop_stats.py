@@ -28,8 +28,8 @@ class DropStats:
     """Which tickets came to nothing and why, how many since the last batch, how many in a row."""
 
     def __init__(self, batch_size: int) -> None:
-        fruitless = max(MIN_REJECTED_TICKETS, MAX_REJECTED_BATCHES * batch_size)
-        self._most: dict[DropKind, int] = dict.fromkeys(_WHAT, fruitless)
+        max_rejected = max(MIN_REJECTED_TICKETS, MAX_REJECTED_BATCHES * batch_size)
+        self._most: dict[DropKind, int] = dict.fromkeys(_WHAT, max_rejected)
         self._most["failed"] = MAX_FAILED_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
         self._too_old: set[TicketRef] = set()

@@ -52,8 +52,8 @@ class LongPoll:
         self._closing = closing
         self._hang_up: asyncio.Future[Any] | None = None
 
-    async def wait_for(self, news: Notifier, until_s: float) -> bool:
-        """True after news; False once `until_s` has come or the server stops.
+    async def wait_for(self, notifier: Notifier, until_s: float) -> bool:
+        """True after a notification; False once `until_s` has come or the server stops.
 
         Raises:
             ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
@@ -63,7 +63,7 @@ class LongPoll:
             return False
         if self._hang_up is None:
             self._hang_up = asyncio.ensure_future(self._receive())
-        sleeper = news.subscribe()
+        sleeper = notifier.subscribe()
         try:
             await asyncio.wait(
                 (sleeper, self._hang_up, self._closing),
@@ -71,7 +71,7 @@ class LongPoll:
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            news.unsubscribe(sleeper)
+            notifier.unsubscribe(sleeper)
         if self._hang_up.done():
             raise ClientDisconnect
         return sleeper.done()

@@ -138,7 +138,7 @@ class LedgerService:
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
                 log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
-        self._spread_news()
+        self._notify()
         return ACKNOWLEDGED
 
     async def drop(self, request: DropRequest, patience: LongPoll) -> Acknowledged:
@@ -155,7 +155,7 @@ class LedgerService:
             if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.
                 append_drop(self._layout, drop)
-        self._spread_news()
+        self._notify()
         return ACKNOWLEDGED
 
     async def evaluated(self, request: EvaluationResultRequest, patience: LongPoll) -> Acknowledged:
@@ -165,7 +165,7 @@ class LedgerService:
         if self._evaluation is not None:
             mean_reward = sum(request.rewards) / len(request.rewards)
             self._evaluation.settle(request.ref, mean_reward)
-        self._spread_news()
+        self._notify()
         return ACKNOWLEDGED
 
     def sweep(self) -> None:
@@ -179,7 +179,7 @@ class LedgerService:
                 "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
             )
         self._cells.drop_silent(before_s)
-        self._spread_news()
+        self._notify()
 
     # The trainer -----------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class LedgerService:
             self._check_generation(request.generation)
             manifest = self._manifest_of(request)
             trouble = (
-                "" if manifest else self._stream.trouble or self._tickets.setbacks.find_problem()
+                "" if manifest else self._stream.trouble or self._tickets.drop_stats.find_problem()
             )
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
@@ -232,7 +232,7 @@ class LedgerService:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._check_generation(request.generation)
         self._stopped = True
-        self._spread_news()
+        self._notify()
         return ACKNOWLEDGED
 
     async def status(self, request: Empty, patience: LongPoll) -> LedgerStatus:
@@ -246,9 +246,9 @@ class LedgerService:
             finished=tickets.finished,
             settled=tickets.settled,
             trained=tickets.trained,
-            dropped=tickets.setbacks.dropped,
-            filtered=tickets.setbacks.filtered,
-            requeued=tickets.setbacks.requeued,
+            dropped=tickets.drop_stats.dropped,
+            filtered=tickets.drop_stats.filtered,
+            requeued=tickets.drop_stats.requeued,
             eval_done=len(evaluation.rewards) if evaluation else 0,
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
@@ -264,7 +264,7 @@ class LedgerService:
         if self._evaluation is not None:
             self._evaluation.report(request.cell, request.held, now_s)
         if request.finished:
-            self._spread_news()
+            self._notify()
 
     def _grant(self, request: LeaseRequest) -> list[TicketGrant]:
         """Evaluation tickets first: the trainer waits for them."""
@@ -283,7 +283,7 @@ class LedgerService:
             self._clock() < self._batch_wanted_until_s or tickets.capacity() <= 0
         )
 
-    def _spread_news(self) -> None:
+    def _notify(self) -> None:
         self._progress.spread()
         if (
             self._stopped
@@ -303,7 +303,7 @@ class LedgerService:
             self._check_newest_on_disk(generation)
             append_drop(self._layout, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)
-            self._spread_news()
+            self._notify()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(generation)
@@ -325,7 +325,7 @@ class LedgerService:
                 step, n_tasks, generation=generation, first_attempt=first_attempt
             )
             self._evaluation = evaluation
-            self._spread_news()
+            self._notify()
         if (mean_reward := evaluation.mean_reward) is not None:
             manifests.write_evaluation(self._layout, build_result(evaluation, mean_reward))
             self._evaluation = None
@@ -339,7 +339,7 @@ class LedgerService:
             manifests.write_state(self._layout, state)
             self._state = state
         self._tickets.publish(state.version_step)
-        self._spread_news()
+        self._notify()
 
     def _check_generation(self, generation: int) -> None:
         require_current_generation(generation, self._state.generation)

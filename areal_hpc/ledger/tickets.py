@@ -69,7 +69,7 @@ class TicketTable:
         self._newest_attempts: dict[int, int] = {}  # of settled tickets
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
-        self.setbacks = DropStats(policy.batch_size)
+        self.drop_stats = DropStats(policy.batch_size)
 
     @classmethod
     def rebuilt(
@@ -95,10 +95,10 @@ class TicketTable:
         for drop in dropped:
             tickets._note_issued_up_to(drop.ref.ticket_id)
             if drop.kind == "requeued":
-                tickets.setbacks.note(drop)
+                tickets.drop_stats.note(drop)
             else:
                 tickets.drop(drop)
-        tickets.setbacks.begin_anew()
+        tickets.drop_stats.begin_anew()
         for ticket in settled:
             tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.settle(ticket)
@@ -141,7 +141,7 @@ class TicketTable:
         """Where one ticket is."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
-        if kind := self.setbacks.kind_of(ticket_id):
+        if kind := self.drop_stats.kind_of(ticket_id):
             return "filtered" if kind == "filtered" else "dropped"
         containers: tuple[tuple[TicketState, Container[int]], ...] = (
             ("waiting", self._waiting),
@@ -154,7 +154,7 @@ class TicketTable:
     def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
         is_too_old, state_of, over = (
-            self.setbacks.is_too_old,
+            self.drop_stats.is_too_old,
             self.state_of,
             get_args(TerminalState),
         )
@@ -194,7 +194,7 @@ class TicketTable:
         A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
         and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
-        held, finished = map(self.setbacks.not_too_old, (held, finished))
+        held, finished = map(self.drop_stats.not_too_old, (held, finished))
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 self._take_back(cell, ref, self._leased, now_s)
@@ -232,14 +232,14 @@ class TicketTable:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
         ticket_id = ticket.ref.ticket_id
         self._note_claim(ticket.ref)
-        if self.setbacks.is_too_old(ticket.ref):
+        if self.drop_stats.is_too_old(ticket.ref):
             return False
         newest_attempt = self._pop_open(ticket_id)
         if newest_attempt is None:
             return False
         self._settled[ticket_id] = ticket
         self._newest_attempts[ticket_id] = newest_attempt
-        self.setbacks.note_settled()
+        self.drop_stats.note_settled()
         return True
 
     def drop(self, drop: DroppedTicket) -> bool:
@@ -249,7 +249,7 @@ class TicketTable:
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
         if (lease and lease.attempt != ref.attempt) or self._pop_open(ref.ticket_id) is None:
             return False
-        self.setbacks.note(drop)
+        self.drop_stats.note(drop)
         return True
 
     def set_aside(self, drop: DroppedTicket) -> None:
@@ -259,7 +259,7 @@ class TicketTable:
         newest_attempt = self._newest_attempts.pop(ticket_id)
         if drop.kind == "requeued":
             self._waiting[ticket_id] = max(newest_attempt, drop.ref.attempt)
-        self.setbacks.note(drop)
+        self.drop_stats.note(drop)
 
     def expire(self, now_s: float) -> int:
         """Make tickets whose cell fell silent waiting; return how many."""
@@ -302,7 +302,7 @@ class TicketTable:
             self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
-        self.setbacks.note_batch(manifest.counts)
+        self.drop_stats.note_batch(manifest.counts)
 
     def publish(self, step: int) -> None:
         """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint.

@@ -21,22 +21,22 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_update_pauses(stalls: Sequence[UpdatePause]) -> FlatRow:
+def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
     """What the newest update known of cost those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
     it, and `weights/generation_pause_version` says of which version it is.
     """
-    if not stalls:
+    if not pauses:
         return {}
-    newest = max((stall.version for stall in stalls), key=_order)
-    held = [stall for stall in stalls if stall.version == newest]
+    newest = max((pause.version for pause in pauses), key=_order)
+    held = [pause for pause in pauses if pause.version == newest]
     return {
         "weights/generation_pause_version": newest,
-        "weights/generation_pause_s": max(stall.stall_s for stall in held),
-        "weights/reprefill_s": max(stall.reprefill_s for stall in held),
-        "weights/paused_requests": sum(stall.requests for stall in held),
-        "weights/recomputed_tokens": sum(stall.recomputed_tokens for stall in held),
+        "weights/generation_pause_s": max(pause.pause_s for pause in held),
+        "weights/reprefill_s": max(pause.reprefill_s for pause in held),
+        "weights/paused_requests": sum(pause.requests for pause in held),
+        "weights/recomputed_tokens": sum(pause.recomputed_tokens for pause in held),
     }
 
 

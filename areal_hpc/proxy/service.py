@@ -75,7 +75,7 @@ class ProxyService:
                 model, self._router, self._upstream, recorder, limits, parsers
             ),
             control=DriverApi(recorder, self._router, sealer, limits.max_sessions, online=online),
-            relay=GeneratePassthrough(
+            passthrough=GeneratePassthrough(
                 self._router,
                 self._upstream,
                 model.encoder.vocab_size,

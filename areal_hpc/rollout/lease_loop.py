@@ -22,7 +22,7 @@ MIN_PAUSE_S = 0.05
 LEASE_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
 FAILED_SEAL_PAUSE_S = 2.0
-EVENT_LOOP_STALL_S = 2.0
+EVENT_LOOP_BLOCKED_S = 2.0
 """An event loop that stood still for longer is reported: heartbeats depend on it."""
 
 
@@ -115,7 +115,7 @@ class LeaseLoop:
                 await self._tickets.changed.wait()
         except TimeoutError:
             late_s = clock() - began - pause_s
-            if late_s > EVENT_LOOP_STALL_S:
+            if late_s > EVENT_LOOP_BLOCKED_S:
                 self._events.record("event_loop_blocked", seconds=round(late_s, 2))
                 log.warning(
                     "the agent blocked the event loop for %.1f s; wrap blocking code in "

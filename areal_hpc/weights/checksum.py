@@ -109,7 +109,7 @@ def _held_by(
         return [[_slice(tensor, 0, tp_rank, tp) for tensor in tensors]]
     if ".qkv_proj." in name:
         query, *key_value = tensors
-        # With fewer KV heads than ranks, `copies` neighbours hold the same head.
+        # With fewer KV heads than ranks, `copies` neighbors hold the same head.
         return [
             [
                 _slice(query, 0, tp_rank, tp),

@@ -66,7 +66,7 @@ class Publisher:
         )
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
-        self.stalls: list[UpdatePause] = []
+        self.pauses: list[UpdatePause] = []
         """What the last update of each replica cost, as known when `outdated` was last asked."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
@@ -79,7 +79,7 @@ class Publisher:
         replicas = self._discovery.discover()
         self.evaluation_replicas = [one for one in replicas if one[0].cell == EVALUATION_CELL]
         training = [one for one in replicas if one[0].cell != EVALUATION_CELL]
-        self.stalls = [view.stall for _, view in training if view.stall is not None]
+        self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated(training, version)
 
     def publish(

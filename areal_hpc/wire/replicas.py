@@ -56,7 +56,7 @@ class UpdatePause(Struct, frozen=True):
 
     version: str
     """`generation.step` that they went on with."""
-    stall_s: float
+    pause_s: float
     """From the order to pause until the first new token, or until newcomers were let in."""
     reprefill_s: float
     """The part of it after the order to go on."""
@@ -79,7 +79,7 @@ class ReplicaView(Struct, frozen=True):
     """`generation.step` while serving."""
     tp: int = 1
     """Tensor-parallel ranks: members it brings into an update group."""
-    stall: UpdatePause | None = None
+    pause: UpdatePause | None = None
     """That of its last update."""
 
 

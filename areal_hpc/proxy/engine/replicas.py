@@ -37,12 +37,12 @@ class CellReplicaSource:
 
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
-        self._relay_name = rendezvous.format_control_proxy_name(cell)
+        self._control_proxy_name = rendezvous.format_control_proxy_name(cell)
         self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
     async def refresh(self) -> list[ReplicaView]:
         """What the control proxy answers; nothing before it has been published."""
-        endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
+        endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
         if endpoint is None:
             return []
         return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicaList)).replicas

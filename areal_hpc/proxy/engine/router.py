@@ -37,7 +37,7 @@ class Router:
         self._home: dict[str, int] = {}
         self._load: Counter[int] = Counter()
         self._refreshed = asyncio.Event()
-        self._look_now = asyncio.Event()
+        self._refresh_now = asyncio.Event()
         self.newest_version = 0
         """Packed version of the newest weights that any of them is known to have sampled from."""
 
@@ -49,13 +49,13 @@ class Router:
     async def follow(self) -> None:
         """Look again and again until cancelled."""
         while True:
-            self._look_now.clear()
+            self._refresh_now.clear()
             await self._refresh()
             self._refreshed.set()
             self._refreshed = asyncio.Event()
             pause_s = POLL_S if self._serving else NO_REPLICA_POLL_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), pause_s)
+                await asyncio.wait_for(self._refresh_now.wait(), pause_s)
 
     async def _refresh(self) -> None:
         try:
@@ -113,7 +113,7 @@ class Router:
         current = self._serving.get(replica.index)
         if current is not None and current.incarnation == replica.incarnation:
             del self._serving[replica.index]
-        self._look_now.set()
+        self._refresh_now.set()
 
     def forget(self, session_id: str) -> None:
         """The session makes no more calls."""

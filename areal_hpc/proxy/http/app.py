@@ -65,14 +65,14 @@ class ProxyApp:
         book: SessionStore,
         caller: CompletionService,
         control: DriverApi,
-        relay: GeneratePassthrough | None = None,
+        passthrough: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
         self._max_request_bytes = max_request_bytes
         self._model = model
         self._book = book
         self._caller = caller
-        self._relay = relay
+        self._passthrough = passthrough
         caller.metrics.watch(book)
         self._routes = Routes(
             (
@@ -204,9 +204,9 @@ class ProxyApp:
     # Routes -------------------------------------------------------------------------------
 
     async def _generate(self, session: Session, body: bytes) -> bytes:
-        if self._relay is None:
+        if self._passthrough is None:
             raise RequestError(404, "there is no route /generate")
-        return await self._relay.generate(session, body)
+        return await self._passthrough.generate(session, body)
 
     def _models(self, session: Session) -> bytes:
         return openai_format.format_models(self._model.name, self._model.context_tokens)

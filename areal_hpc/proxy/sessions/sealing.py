@@ -63,7 +63,7 @@ class Sealer:
         self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
-        self._look = asyncio.Event()
+        self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
     def recover(self) -> None:
@@ -81,15 +81,15 @@ class Sealer:
 
     def wake(self) -> None:
         """Look now whether something must be sealed."""
-        self._look.set()
+        self._wake_up.set()
 
     async def run(self) -> None:
         """Seal and settle until cancelled."""
         pauses = iter(BACKOFF)
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), CHECK_S)
-            self._look.clear()
+                await asyncio.wait_for(self._wake_up.wait(), CHECK_S)
+            self._wake_up.clear()
             if time.monotonic() < self._not_before:
                 continue
             try:

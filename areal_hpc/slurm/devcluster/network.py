@@ -19,7 +19,7 @@ def ensure_bridge(made: DevclusterPlan) -> None:
     """Make the bridge unless it is there."""
     if made.bridge and not _exists(made.bridge):
         _ip("link", "add", made.bridge, "type", "bridge")
-        _ip("address", "add", made.gateway, "dev", made.bridge)
+        _ip("address", "add", made.bridge_address, "dev", made.bridge)
         _ip("link", "set", made.bridge, "up")
 
 

@@ -133,7 +133,7 @@ class DevclusterPlan:
     """Added to the environment of every daemon and node."""
     bridge: str
     """Empty on loopback."""
-    gateway: str
+    bridge_address: str
     """The host's address on the bridge, with its prefix length."""
 
 
@@ -189,7 +189,7 @@ def plan_devcluster(
         nodes=nodes,
         environ=environ,
         bridge=f"areal-dc{facts.network}" if settings.namespaces else "",
-        gateway=f"{controller.address}/24" if settings.namespaces else "",
+        bridge_address=f"{controller.address}/24" if settings.namespaces else "",
     )
 
 

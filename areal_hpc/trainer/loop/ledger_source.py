@@ -175,7 +175,7 @@ class LedgerSource(BatchSource):
 
     def describe_updates(self) -> FlatRow:
         """What the newest update cost those who generate."""
-        return summarize_update_pauses(self._publisher.stalls)
+        return summarize_update_pauses(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 

@@ -239,11 +239,11 @@ def test_weights_by_folder_are_a_change_until_verified_and_no_other_path_is_load
         call(proxy, "replicas/0/continue_generation")
         assert replica.view().version == "", "nobody has vouched for these weights"
         call(proxy, "replicas/0/serve", {"version": "1.3"})
-        wait_for(lambda: replica.view().stall)
-    pause = replica.view().stall
+        wait_for(lambda: replica.view().pause)
+    pause = replica.view().pause
     assert pause is not None
     assert (pause.version, pause.requests, pause.recomputed_tokens) == ("1.3", 3, 300)
-    assert SILENT_S <= pause.reprefill_s < pause.stall_s
+    assert SILENT_S <= pause.reprefill_s < pause.pause_s
     events = read_lines(tmp_path / "events.jsonl")
     (noted,) = [event for event in events if event["event"] == "replica_resumed"]
     assert noted["reprefill_s"] == pause.reprefill_s

@@ -17,7 +17,7 @@ from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
+from areal_hpc.rollout.lease_loop import EVENT_LOOP_BLOCKED_S, LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClient, Services
@@ -409,7 +409,7 @@ def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
             while not cell.was_blocked:  # a block that began within a call goes unseen
-                time.sleep(EVENT_LOOP_STALL_S + cell.script.pause_s + 0.1)
+                time.sleep(EVENT_LOOP_BLOCKED_S + cell.script.pause_s + 0.1)
                 await asyncio.sleep(0.05)
             return 1.0
 

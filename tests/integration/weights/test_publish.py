@@ -156,16 +156,16 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
             expected = logprobs_of(model, writer.prompt, output)
             assert (sampled[part] - expected[part]).abs().max() <= 1e-4
         view = cell.await_replica(
-            lambda view: view.stall is not None and view.stall.version == str(after)
+            lambda view: view.pause is not None and view.pause.version == str(after)
         )
-        assert view.stall is not None
-        assert view.stall.requests == 1
+        assert view.pause is not None
+        assert view.pause.requests == 1
         known_tokens = len(writer.prompt) + switch  # SGLang says how many after every 15th
-        assert known_tokens - 20 <= view.stall.recomputed_tokens <= known_tokens
+        assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(took for name, took in report.seconds.items() if name != "group_join")
-        assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
+        assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
         publisher.outdated(after)
-        assert view.stall in publisher.stalls
+        assert view.pause in publisher.pauses
 
 
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:

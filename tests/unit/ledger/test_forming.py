@@ -141,7 +141,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     )
     assert tickets.settled == 0
     assert tickets.state_of(0) == ("waiting" if kind == "requeued" else "dropped")
-    assert tickets.setbacks.counts(0).stale_requeued == (kind == "requeued")
+    assert tickets.drop_stats.counts(0).stale_requeued == (kind == "requeued")
 
 
 def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
@@ -166,10 +166,10 @@ def test_a_group_of_unknown_age_is_not_stale() -> None:
 def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: str) -> None:
     tickets = tickets_of()
     for number in range(100):
-        assert tickets.setbacks.find_problem() == ""
+        assert tickets.drop_stats.find_problem() == ""
         drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
-        tickets.setbacks.note(msgspec.convert(drop, DroppedTicket))
-    trouble = tickets.setbacks.find_problem()
+        tickets.drop_stats.note(msgspec.convert(drop, DroppedTicket))
+    trouble = tickets.drop_stats.find_problem()
     assert said in trouble
     assert "rollout." in trouble
     assert "all 0.0" in trouble

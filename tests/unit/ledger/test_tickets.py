@@ -236,13 +236,13 @@ def test_a_ticket_in_two_batches_is_refused() -> None:
 def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_success() -> None:
     tickets = TicketTable(policy())
     for _ in range(2):
-        assert tickets.setbacks.find_problem() == ""
+        assert tickets.drop_stats.find_problem() == ""
         for ref in tickets.lease("a", 2, 0.0):
             tickets.drop(DroppedTicket(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
-    assert "ticket 3: KeyError 'answer'" in tickets.setbacks.find_problem()
+    assert "ticket 3: KeyError 'answer'" in tickets.drop_stats.find_problem()
     (ref,) = tickets.lease("a", 1, 0.0)
     tickets.settle(settled(ref))
-    assert tickets.setbacks.find_problem() == ""
+    assert tickets.drop_stats.find_problem() == ""
 
 
 def test_a_ticket_costs_the_same_however_many_went_before() -> None:

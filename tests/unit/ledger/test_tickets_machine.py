@@ -252,7 +252,7 @@ class TicketHistories(RuleBasedStateMachine):
     @invariant()
     def manifests_count_every_ticket_that_came_to_nothing_once(self) -> None:
         told = [manifest.counts for manifest in self.disk.manifests]
-        open_counts = self.ledger.setbacks.counts(0)
+        open_counts = self.ledger.drop_stats.counts(0)
         for kind, name in (
             ("failed", "failed"),
             ("filtered", "filtered"),
@@ -269,9 +269,9 @@ class TicketHistories(RuleBasedStateMachine):
         assert ledger.leased == self.count("leased")
         assert ledger.finished == self.count("finished")
         assert ledger.settled == self.count("settled")
-        assert ledger.setbacks.dropped == self.count("dropped")
-        assert ledger.setbacks.filtered == self.count("filtered")
-        assert ledger.setbacks.requeued == len(self.disk.requeued)
+        assert ledger.drop_stats.dropped == self.count("dropped")
+        assert ledger.drop_stats.filtered == self.count("filtered")
+        assert ledger.drop_stats.requeued == len(self.disk.requeued)
         assert ledger.trained == self.count("trained")
         assert ledger.unconsumed == self.count("settled", "batched")
 

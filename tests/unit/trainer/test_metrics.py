@@ -81,13 +81,13 @@ def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path)
 
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
-    stalls = [
+    pauses = [
         UpdatePause("1.9", 9.0, 8.0, 7, 6),
         UpdatePause("1.10", 0.5, 0.1, 3, 100),
         UpdatePause("1.10", 0.7, 0.3, 2, 20),
         UpdatePause("", 5.0, 5.0, 5, 5),
     ]
-    assert summarize_update_pauses(stalls) == {
+    assert summarize_update_pauses(pauses) == {
         "weights/generation_pause_version": "1.10",
         "weights/generation_pause_s": 0.7,
         "weights/reprefill_s": 0.3,
