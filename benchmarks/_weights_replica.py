@@ -172,7 +172,7 @@ class Replica:
         streams.await_piece(ended)
         give_up_at = time.monotonic() + MEASURED_AFTER_S
         while not [pause for pause in publisher.pauses if pause.version == str(version)]:
-            assert time.monotonic() < give_up_at, "the cell did not measure the stall"
+            assert time.monotonic() < give_up_at, "the cell did not measure the pause"
             time.sleep(0.1)
             publisher.outdated(version)
         (pause,) = publisher.pauses
@@ -180,8 +180,8 @@ class Replica:
             seconds=report.seconds,
             publish_s=ended - began - report.seconds.get("group_join", 0.0),
             silence_s=streams.longest_gap_s(began, ended),
-            reprefill_s=stall.reprefill_s,
-            recomputed_tokens=stall.recomputed_tokens,
+            reprefill_s=pause.reprefill_s,
+            recomputed_tokens=pause.recomputed_tokens,
         )
 
     def close(self) -> None:
