@@ -137,12 +137,12 @@ class PPOTrainer:
         layout = RunPaths(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _travel(workflow, kwargs, layout, PICKLE_MODULE)
+            rollout |= _pickle_agent(workflow, kwargs, layout, PICKLE_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
         if other and not _is_same(workflow, kwargs, other, others):
-            evaluation |= _travel(other, others, layout, EVALUATION_MODULE)
+            evaluation |= _pickle_agent(other, others, layout, EVALUATION_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
@@ -185,7 +185,7 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _travel(
+def _pickle_agent(
     workflow: Any, kwargs: Mapping[str, Any], layout: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""

@@ -172,10 +172,10 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     audit = audit_run(parse_run_dir(arguments.run))
     faulty = [
-        one for one in audit.tickets if one.fate in (TicketStatus.DUPLICATE, TicketStatus.LOST)
+        one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
     listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
-    _show([f"ticket {one.ticket_id:>6}  {one.fate:<9}  {one.why}" for one in listed], most)
+    _show([f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed], most)
     for problem in audit.problems:
         print(f"problem: {problem}")
     _show([_describe(part) for part in audit.untrained], most)

@@ -77,6 +77,6 @@ def _as_line(row: object, number: int, key: str) -> bytes:
 
 
 def count_rows(path: Path) -> int:
-    """Lines of a materialised data set."""
+    """Lines of a materialized data set."""
     with path.open("rb") as stream:
         return sum(1 for _ in stream)

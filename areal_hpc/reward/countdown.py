@@ -66,16 +66,16 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     try:
         tree = ast.parse(text, mode="eval")
         used: list[int] = []
-        return _worth(tree.body, used), used
+        return _evaluate_node(tree.body, used), used
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidExpressionError(text) from error
 
 
-def _worth(node: ast.expr, used: list[int]) -> Fraction:
+def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _worth(node.left, used), _worth(node.right, used)
+        left, right = _evaluate_node(node.left, used), _evaluate_node(node.right, used)
         return _OPERATORS[type(node.op)](left, right)
     raise InvalidExpressionError(ast.dump(node)[:80])

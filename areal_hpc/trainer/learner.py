@@ -145,11 +145,11 @@ class Learner:
             ]
         with timer.phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            tally, norms = self._optimize(parts, rate)
+            stats, norms = self._optimize(parts, rate)
         untrained += self._judge(norms, manifest.step)
         metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance(manifest, untrained)
-        sums, maxima = tally.sums, tally.maxima
+        sums, maxima = stats.sums, stats.maxima
         tokens = max(1.0, sums["tokens"])
         line: FlatRow = {
             "version": str(self.version),
@@ -188,22 +188,22 @@ class Learner:
     def _optimize(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
     ) -> tuple[LossStats, list[float]]:
-        """One optimizer step per part: the tally over all ranks and the gradient norms.
+        """One optimizer step per part: the stats over all ranks and the gradient norms.
 
         With a single part the weights at the start of the batch are those of its only forward
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """
-        tally = LossStats()
+        stats = LossStats()
         if len(parts) > 1 and self._config.objective.proximal == "recompute":
             everything = [batch for part in parts for batch in part]
-            tally.add(run_forward_backward(self.policy, everything, self._remember, backward=False))
+            stats.add(run_forward_backward(self.policy, everything, self._remember, backward=False))
         norms = []
         for number, part in enumerate(parts):
             loss = partial(self._loss, taken=number / len(parts))
             seen, norm = train_step(self.policy, self._optimizer, part, loss, rate)
-            tally.add(seen)
+            stats.add(seen)
             norms.append(norm)
-        return tally.reduce_over_ranks(STEP_SUMS, STEP_MAXIMA), norms
+        return stats.reduce_over_ranks(STEP_SUMS, STEP_MAXIMA), norms
 
     def _remember(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
@@ -226,12 +226,12 @@ class Learner:
             self._config.objective,
         )
         sums, weight_max = loss.measured()
-        tally = LossStats(
+        stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL not in batch.channels_N:
-            tally.add(measure_logprob_drift(batch, held_N))
-        return loss.total, tally
+            stats.add(measure_logprob_drift(batch, held_N))
+        return loss.total, stats
 
     def _proximal(self, batch: MicroBatch, held_N: torch.Tensor, taken: float) -> torch.Tensor:
         """Log-probabilities under the policy that ratios are taken to [N]."""

@@ -127,7 +127,7 @@ class SftTrainer:
             sft.max_tokens_per_microbatch,
         )
         rate = compute_learning_rate(self._step, sft.total_steps, sft.optimizer)
-        tally, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
+        stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = judge_norms(
             [norm],
             self._step + 1,
@@ -145,7 +145,7 @@ class SftTrainer:
             )
         if self._step % sft.log_every_steps and self._step != sft.total_steps:
             return
-        total = tally.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
+        total = stats.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
         seconds = time.perf_counter() - began
         if self._metrics is not None:
             self._metrics.write(

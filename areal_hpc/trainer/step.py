@@ -44,7 +44,7 @@ class LossStats:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: LossStats) -> None:
-        """Merge another tally into this one."""
+        """Add the statistics of another micro-batch."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
@@ -121,9 +121,9 @@ def run_forward_backward(
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
-    of the whole batch. The tally is complete only on the last pipeline stage.
+    of the whole batch. The statistics are complete only on the last pipeline stage.
     """
-    tally = LossStats()
+    stats = LossStats()
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
@@ -136,7 +136,7 @@ def run_forward_backward(
             parallel_state.get_tensor_model_parallel_group(),
         )
         total, seen = loss(batch, logprobs_N)
-        tally.add(seen)
+        stats.add(seen)
         return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -157,15 +157,15 @@ def run_forward_backward(
             micro_batch_size=1,
             forward_only=not backward,
         )
-    return tally
+    return stats
 
 
 def train_step(
     policy: Policy, optimizer: Any, batches: Sequence[MicroBatch], loss: LossFunction, rate: float
 ) -> tuple[LossStats, float]:
-    """One update at learning rate `rate`: this rank's tally, the gradient norm before clipping."""
-    tally = run_forward_backward(policy, batches, loss, backward=True)
+    """One update at learning rate `rate`: statistics of this rank, gradient norm before clipping."""
+    stats = run_forward_backward(policy, batches, loss, backward=True)
     fault_point("optimizer.before_step")
     norm = step_optimizer(policy, optimizer, rate)
     fault_point("optimizer.after_step")
-    return tally, norm
+    return stats, norm

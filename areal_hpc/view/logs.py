@@ -163,14 +163,14 @@ class LogFollower:
         """The whole lines that came since the last look, in the order of time."""
         if self._folders_changed():
             self._find()
-        pieces = [(file, self._news(path)) for path, file in self._files.items()]
+        pieces = [(file, self._read_new(path)) for path, file in self._files.items()]
         return [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
 
     def wait(self) -> None:
         """Sleep until it is time for another look."""
         time.sleep(POLL_S)
 
-    def _news(self, path: Path) -> str:
+    def _read_new(self, path: Path) -> str:
         offset = self._offsets.get(path, 0)
         size = path.stat().st_size
         if size < offset:

@@ -191,7 +191,7 @@ ACTOR_RULES = (
     fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
     fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),
     unsupported_rule(
-        "actor.adv_norm.*", "advantages are not normalised over the batch a second time"
+        "actor.adv_norm.*", "advantages are not normalized over the batch a second time"
     ),
     fixed_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
     ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),

@@ -108,7 +108,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
         fixed_rule(
             f"{section}.chat_template_type",
             "concat",
-            "tokens of earlier turns are never tokenised again",
+            "tokens of earlier turns are never tokenized again",
         ),
         computed_rule(
             f"{section}.engine_max_tokens",
@@ -223,7 +223,7 @@ ROLLOUT_RULES = (
     renamed_rule("sglang.dtype", "inference.dtype"),
     alias_rule("sglang.model_path", "actor.path", "the served model is always the trained model"),
     ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
-    ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenises"),
+    ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenizes"),
     ignored_rule("sglang.enable_metrics", "the control proxy reads the metrics that it needs"),
     # Whoever translates collects these: what is made of one key adds to what others made.
     ignored_rule(

@@ -173,7 +173,7 @@ class TrainEngineConfig:
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """`actor`: what is trained, and what is maximised."""
+    """`actor`: what is trained, and what is maximized."""
 
     ppo_n_minibatches: int = 4
     eps_clip: float = 0.2

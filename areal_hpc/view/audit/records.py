@@ -58,8 +58,8 @@ def read_ticket_records(layout: RunPaths) -> TicketRecords:
         if drop.kind == "requeued":
             requeued.add((drop.ref.ticket_id, drop.ref.attempt))
         else:
-            fates = filtered if drop.kind == "filtered" else drops
-            fates.setdefault(drop.ref.ticket_id, drop.reason)
+            reasons = filtered if drop.kind == "filtered" else drops
+            reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(layout.index_dir)
     batch_size, offpolicyness, total_steps = _limits(layout)
     return TicketRecords(

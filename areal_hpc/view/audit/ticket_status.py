@@ -4,7 +4,7 @@ A ticket id is a position of the task stream (decision 0016), so the ids below t
 that left a trace are all there ever were: each must be accounted for. No process is asked, and
 nothing that a ledger remembers is believed: only what a restart would find.
 
-| fate      | meaning                                                                          |
+| status    | meaning                                                                          |
 |-----------|----------------------------------------------------------------------------------|
 | trained   | in exactly one batch that the newest checkpoint consumed, its rows sealed and there  |
 | unsound   | likewise, but left out of what that batch was trained on, since a row of it is   |
@@ -61,11 +61,11 @@ class TicketStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TicketVerdict:
-    """One ticket, its fate, and what on disk says so."""
+class AuditedTicket:
+    """One ticket, its status, and what on disk says so."""
 
     ticket_id: int
-    fate: TicketStatus
+    status: TicketStatus
     why: str
 
 
@@ -73,7 +73,7 @@ class TicketVerdict:
 class AuditReport:
     """Every ticket that was ever issued, as far as anything shows, in the order of ids."""
 
-    tickets: list[TicketVerdict]
+    tickets: list[AuditedTicket]
     problems: list[Problem]
     """Files that cannot be believed, whatever they mean for tickets."""
     untrained: list[UntrainedRecord]
@@ -81,9 +81,9 @@ class AuditReport:
     checkpoint_step: int
     is_finished: bool
 
-    def of(self, fate: TicketStatus) -> list[TicketVerdict]:
-        """The tickets of one fate."""
-        return [ticket for ticket in self.tickets if ticket.fate is fate]
+    def of(self, status: TicketStatus) -> list[AuditedTicket]:
+        """The tickets of one status."""
+        return [ticket for ticket in self.tickets if ticket.status is status]
 
     @property
     def is_clean(self) -> bool:
@@ -93,7 +93,7 @@ class AuditReport:
     @property
     def verdict(self) -> str:
         """The line that scripts read."""
-        count = Counter(ticket.fate for ticket in self.tickets)
+        count = Counter(ticket.status for ticket in self.tickets)
         return (
             f"trained_once={count[TicketStatus.TRAINED]} "
             f"duplicates={count[TicketStatus.DUPLICATE]} "
@@ -115,7 +115,7 @@ class _BatchUse:
 
 
 def classify_tickets(evidence: TicketRecords) -> AuditReport:
-    """The fate of every id below the highest that left a trace. Pure."""
+    """The status of every id below the highest that left a trace. Pure."""
     uses, shared = _collect_uses(evidence)
     sealed: dict[int, str] = {}
     for shard in evidence.shards:
@@ -129,33 +129,35 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRows(evidence)
-    fates = []
+    tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
-            fate, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
+            status, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
         elif ticket_id in evidence.drops:
-            fate, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
+            status, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
         elif ticket_id in evidence.filtered:
-            fate, why = TicketStatus.FILTERED, evidence.filtered[ticket_id]
+            status, why = TicketStatus.FILTERED, evidence.filtered[ticket_id]
         elif ticket_id in sealed:
-            fate, why = _of_sealed(rows, sealed[ticket_id], doubtful)
+            status, why = _of_sealed(rows, sealed[ticket_id], doubtful)
         elif ticket_id in again and not evidence.is_finished:
-            fate, why = TicketStatus.OPEN, "its rows exceeded the staleness limit: queued again"
+            status, why = TicketStatus.OPEN, "its rows exceeded the staleness limit: queued again"
         elif ticket_id in strays or ticket_id in again:
-            fate, why = TicketStatus.LOST, "no record of it, and no cell can still hold it"
+            status, why = TicketStatus.LOST, "no record of it, and no cell can still hold it"
         else:
-            fate, why = (
+            status, why = (
                 TicketStatus.OPEN,
                 "no record yet: running in a cell, or to be issued again on resume",
             )
-        fates.append(TicketVerdict(ticket_id, fate, why))
+        tickets.append(AuditedTicket(ticket_id, status, why))
     problems = [*evidence.problems]
     problems += [
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
     checkpoint = evidence.checkpoint
-    return AuditReport(fates, problems, checkpoint.untrained, checkpoint.step, evidence.is_finished)
+    return AuditReport(
+        tickets, problems, checkpoint.untrained, checkpoint.step, evidence.is_finished
+    )
 
 
 def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:

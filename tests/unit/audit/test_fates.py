@@ -22,12 +22,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-def fates(run: RunDirectory) -> dict[int, TicketStatus]:
-    return {one.ticket_id: one.fate for one in audit_run(run.layout).tickets}
+def statuses(run: RunDirectory) -> dict[int, TicketStatus]:
+    return {one.ticket_id: one.status for one in audit_run(run.layout).tickets}
 
 
-def of(audit: AuditReport, fate: TicketStatus) -> list[int]:
-    return [one.ticket_id for one in audit.of(fate)]
+def of(audit: AuditReport, status: TicketStatus) -> list[int]:
+    return [one.ticket_id for one in audit.of(status)]
 
 
 def test_a_run_without_faults(run: RunDirectory) -> None:
@@ -67,13 +67,13 @@ def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirec
     run.seal(7)
     append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     audit = audit_run(run.layout)
-    assert audit.tickets[7].fate is TicketStatus.OPEN
+    assert audit.tickets[7].status is TicketStatus.OPEN
     assert "exceeded the staleness limit" in audit.tickets[7].why
     again = run.seal(7, 8, attempt=2)
     run.hand_out(4, again)
     run.write_checkpoint(4, generation=1)
     audit = audit_run(run.layout)
-    assert audit.tickets[7].fate is TicketStatus.TRAINED
+    assert audit.tickets[7].status is TicketStatus.TRAINED
     assert audit.is_clean
 
 
@@ -134,7 +134,7 @@ def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirector
     run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
     run.shard_of(2).unlink()
     run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
-    found = fates(run)
+    found = statuses(run)
     assert (found[0], found[3], found[5]) == (
         TicketStatus.DUPLICATE,
         TicketStatus.LOST,
@@ -165,7 +165,7 @@ def test_a_ticket_twice_in_one_batch(run: RunDirectory) -> None:
 
 def test_a_trained_ticket_in_a_batch_that_still_waits(run: RunDirectory) -> None:
     run.hand_out(4, [run.batches[0][0], *run.seal(7)])
-    assert fates(run)[0] is TicketStatus.DUPLICATE
+    assert statuses(run)[0] is TicketStatus.DUPLICATE
 
 
 def test_the_same_row_under_two_tickets(run: RunDirectory) -> None:
@@ -247,7 +247,7 @@ def test_tickets_whose_rows_or_batch_are_gone_are_lost(
 def test_a_sealed_ticket_whose_shard_is_gone_can_never_be_trained(run: RunDirectory) -> None:
     sealed = run.seal(7)
     (run.layout.shards_dir / sealed[0].shard).unlink()
-    assert fates(run)[7] is TicketStatus.LOST
+    assert statuses(run)[7] is TicketStatus.LOST
 
 
 def test_a_ticket_taken_out_of_a_manifest_is_missed(run: RunDirectory) -> None:
@@ -272,7 +272,7 @@ def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
     """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
     run = RunDirectory(tmp_path / "run", off_policyness=1)
     run.layout.drops.unlink()
-    assert fates(run)[2] is TicketStatus.OPEN
+    assert statuses(run)[2] is TicketStatus.OPEN
     run.hand_out(4, run.seal(9, 10))
     audit = audit_run(run.layout)
     assert of(audit, TicketStatus.LOST) == [2]

@@ -278,7 +278,7 @@ class TicketHistories(RuleBasedStateMachine):
     @invariant()
     def the_audit_finds_nothing_at_fault(self) -> None:
         audit = self.disk.audited(self.policy)
-        assert audit.is_clean, [one for one in audit.tickets if one.fate is TicketStatus.LOST]
+        assert audit.is_clean, [one for one in audit.tickets if one.status is TicketStatus.LOST]
 
     @invariant()
     def no_ticket_is_issued_twice_as_the_same_attempt(self) -> None:
