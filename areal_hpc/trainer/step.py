@@ -163,7 +163,7 @@ def run_forward_backward(
 def train_step(
     policy: Policy, optimizer: Any, batches: Sequence[MicroBatch], loss: LossFunction, rate: float
 ) -> tuple[LossStats, float]:
-    """One update at learning rate `rate`: statistics of this rank, gradient norm before clipping."""
+    """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
     stats = run_forward_backward(policy, batches, loss, backward=True)
     fault_point("optimizer.before_step")
     norm = step_optimizer(policy, optimizer, rate)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def step_after_a_resume(ranks: RankServer, root: Path, without: str) -> dict[str, Any]:
     layout: RunPaths = record_run(root, 3)
-    name = "tests.integration.trainer.commit_inspections:adamw_fault"
+    name = "tests.integration.trainer.checkpoint_inspections:adamw_fault"
     trainer = {"total_steps": 3}
     outcome = ranks.run(layout, "inspect", trainer=trainer, inspect=name, without=without)
     assert outcome.codes == [0], outcome.log

@@ -16,7 +16,7 @@ from tests.support.environments import CHECKOUT
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import record_run
 
-INSPECTIONS = "tests.integration.trainer.commit_inspections"
+INSPECTIONS = "tests.integration.trainer.checkpoint_inspections"
 FIRST = ["step_00000001"]
 BOTH = ["step_00000001", "step_00000002"]
 STOPPED, STORAGE_FAILED, DATA_DAMAGED = 143, 75, 65

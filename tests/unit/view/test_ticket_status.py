@@ -14,7 +14,7 @@ from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.drops import DroppedTicket, append_drop
 from areal_hpc.view.audit.ticket_status import AuditReport, TicketStatus, audit_run
 from areal_hpc.wire.ledger import TicketRef
-from tests.unit.audit.run_directory import RunDirectory
+from tests.unit.view.run_directory import RunDirectory
 
 
 @pytest.fixture
