@@ -19,7 +19,7 @@ from areal_hpc.agents.math_tools import (
 
 
 class Calculation(BaseModel):
-    """What the calculator takes."""
+    """Input of the calculator."""
 
     expression: str = Field(max_length=60)
 

@@ -64,7 +64,7 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What to execute."""
+    """Command line and environment of a server."""
 
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)

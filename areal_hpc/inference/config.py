@@ -29,7 +29,7 @@ FOLLOWER_ENTRY = "areal_hpc.inference.worker_node:run"
 
 
 class InferenceJobConfig(JobConfig):
-    """What the launcher tells the inference process of one cell."""
+    """Configuration of the inference process of one cell."""
 
     ENTRY = "areal_hpc.inference.job:run"
     ROLE = "agents"

@@ -45,7 +45,7 @@ BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 
 @dataclass(frozen=True, slots=True)
 class ControlCaller:
-    """Who makes a control call, and which server it means."""
+    """Caller of a control route, and the server that it means."""
 
     incarnation: int
     generation: int

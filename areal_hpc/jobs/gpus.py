@@ -15,7 +15,7 @@ _NO_GPU = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """What a machine shows."""
+    """GPUs that a machine shows."""
 
     ids: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES spells them: numbers, or names such as `GPU-8932f937-...`."""

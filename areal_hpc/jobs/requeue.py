@@ -37,7 +37,7 @@ RequeueResult = Literal[
 
 
 class ProgressTracker:
-    """Whether the run got further in this start of a job, and how many before it failed in vain.
+    """Progress of the run in this start of a job, and the earlier starts that made none.
 
     Args:
         job: Its folder.

@@ -29,7 +29,7 @@ MAX_RESTARTS = 20
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """What the launcher found out and a plan depends on."""
+    """Facts about the machine and the run that a plan depends on."""
 
     train_tasks: int
     valid_tasks: int

@@ -52,7 +52,7 @@ COMPARED_METRICS = ("loss", "grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """Where a replay begins."""
+    """Checkpoint or model from which a replay begins."""
 
     step: int
     checkpoint: Path | None

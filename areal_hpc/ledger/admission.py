@@ -14,7 +14,7 @@ from areal_hpc.wire.ledger import StaleGroups
 
 @dataclass(frozen=True, slots=True)
 class TicketCounts:
-    """How many tickets are where. Those that wait to be issued again are in none of these."""
+    """Numbers of tickets by state. Those that wait to be issued again are in none of these."""
 
     leased: int
     """Running in some cell."""
@@ -60,7 +60,7 @@ def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TicketPolicy:
-    """What admission depends on. Sizes count tickets, not episodes."""
+    """Limits of admission. Sizes count tickets, not episodes."""
 
     batch_size: int
     max_head_offpolicyness: int

@@ -13,7 +13,7 @@ from areal_hpc.wire.ledger import StaleGroups
 
 
 class LedgerJobConfig(JobConfig):
-    """What the ledger needs to know of a recipe."""
+    """Configuration of the ledger process."""
 
     ENTRY = "areal_hpc.ledger.job:run"
     ROLE = "train"

@@ -90,7 +90,7 @@ HEARTBEATS_PER_S = 1000
 
 
 class CellHeartbeats:
-    """When each cell was last heard of, and in which start of its job."""
+    """Time of each cell's last heartbeat, and the start of its job that sent it."""
 
     def __init__(self) -> None:
         self._heard_at_s: dict[str, float] = {}

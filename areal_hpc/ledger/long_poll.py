@@ -35,7 +35,7 @@ class Notifier:
 
 
 class LongPoll:
-    """How long one request can wait, and whether its caller is still there."""
+    """Wait of one request, which ends early when its caller is gone."""
 
     def __init__(
         self, receive: Receive, clock: Callable[[], float], closing: asyncio.Future[None]

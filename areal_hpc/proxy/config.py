@@ -9,7 +9,7 @@ from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 
 
 class ProxyJobConfig(JobConfig):
-    """What one cell's proxy must know."""
+    """Configuration of one cell's proxy."""
 
     ENTRY = "areal_hpc.proxy.job:run"
     ROLE = "agents"

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ProxyMetrics:
-    """What one proxy counts, in a registry of its own."""
+    """Counters of one proxy, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -22,7 +22,7 @@ from areal_hpc.rundir import rendezvous
 
 
 class StandaloneProxyConfig(BaseConfig):
-    """What a proxy without a run must know."""
+    """Configuration of a proxy without a run."""
 
     upstreams: list[str]
     """Addresses of SGLang servers that serve the same model."""

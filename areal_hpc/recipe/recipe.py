@@ -64,7 +64,7 @@ class SftStageConfig(SftConfig):
 
 
 class Recipe(BaseConfig):
-    """Everything a run is made of."""
+    """Configuration of a run."""
 
     experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Groups trials; part of the run directory."""

@@ -29,7 +29,7 @@ class UntrainedRecord(msgspec.Struct, frozen=True):
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint stands in the run's history."""
+    """Position of a checkpoint in the run's history."""
 
     step: int = 0
     """Optimizer batches behind these weights."""

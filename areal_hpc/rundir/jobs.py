@@ -54,7 +54,7 @@ class JobSpec(Struct, frozen=True):
 
 
 class SlurmLaunchInfo(Struct, frozen=True):
-    """What a job under Slurm knows of its own submission."""
+    """Facts about its own submission that a job under Slurm needs."""
 
     submissions: str
     """Where a job that submits itself again says so."""
@@ -108,7 +108,7 @@ class LaunchFile(Struct, frozen=True):
 
 
 class TaskExit(Struct, frozen=True):
-    """How one task of a job ended: the supervisor's last word, as a file in the job's folder."""
+    """Exit status of one task of a job, left by its supervisor as a file in the job's folder."""
 
     exit_code: int
     process: str = ""

@@ -18,7 +18,7 @@ RecordT = TypeVar("RecordT")
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """What a restarted ledger cannot learn from manifests and shards."""
+    """State of the ledger that manifests and shards do not hold."""
 
     incarnation: int = 0
     """How many times the ledger was started."""

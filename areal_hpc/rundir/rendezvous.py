@@ -45,7 +45,7 @@ def format_control_proxy_name(cell: str) -> str:
 
 
 class ServiceEndpoint(msgspec.Struct, frozen=True):
-    """Where a live role listens. A restarted role overwrites its file with a new `started_at`."""
+    """Address of a live role. A restarted role overwrites its file with a new `started_at`."""
 
     name: str
     url: str

@@ -24,7 +24,7 @@ STARTUP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
     time_s: float = 5.0
     """Of a processor; a program that sleeps is stopped `STARTUP_S` later."""
@@ -38,7 +38,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended."""
+    """Exit status and output of a program."""
 
     exit_code: int
     """0 is success; 128 + n: ended by signal n."""

@@ -31,7 +31,7 @@ CreditRule = Literal["tree", "chronological"]
 
 @dataclass(frozen=True, slots=True)
 class InteractionReward:
-    """What one interaction earned. None: no reward reaches it."""
+    """Reward of one interaction. None: no reward reaches it."""
 
     own: float | None
     """The reward given to it."""

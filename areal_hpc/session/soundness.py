@@ -26,7 +26,7 @@ class _Call(msgspec.Struct):
 
 
 class _Comparable(msgspec.Struct):
-    """What comparing two messages takes for granted (`session.normalize.difference`).
+    """Message in the form that the comparison of messages expects (`session.normalize.difference`).
 
     Nothing more: `proxy.message_normalizer` may give content a form of the user's own.
     """

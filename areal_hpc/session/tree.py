@@ -86,7 +86,7 @@ class Interaction(msgspec.Struct, kw_only=True):
 
 
 class TreeTurn(msgspec.Struct, frozen=True):
-    """What a request adds to the tree, before it is tokenized and answered."""
+    """Addition of a request to the tree, before it is tokenized and answered."""
 
     parent: Interaction | None
     reuse: PromptReuse

@@ -131,7 +131,7 @@ def read_last_sequence(index_dir: Path, writer: str) -> int:
 
 
 class _WriterPrefix(msgspec.Struct):
-    """As much of a line as `read_last_sequence` needs."""
+    """Part of a line that `read_last_sequence` needs."""
 
     file: str
 

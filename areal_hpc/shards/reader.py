@@ -35,7 +35,7 @@ _ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a dataset lies in the file."""
+    """Location of a dataset in the file."""
 
     dtype: np.dtype[Any]
     offset: int

@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Axis(StrEnum):
-    """What a dataset has one element for."""
+    """Axis of a dataset: an element for each token, row or ticket."""
 
     TOKEN = "token"
     ROW = "row"

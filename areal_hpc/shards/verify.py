@@ -35,7 +35,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify_run` looked at and what is wrong with it."""
+    """Result of `verify_run`: what was read, and every problem."""
 
     shards: int = 0
     rows: int = 0
@@ -44,7 +44,7 @@ class VerifyReport:
 
 @dataclass(slots=True)
 class RepairReport:
-    """What `repair` changed."""
+    """Changes that `repair` made."""
 
     indexed: list[str] = field(default_factory=list)
     """Whole shards that had no index line."""

@@ -15,7 +15,7 @@ IMAGE_ROOT = Path("/opt/areal_hpc")
 
 @dataclass(frozen=True, slots=True)
 class ContainerCommand:
-    """How to start Python for a job."""
+    """Command that starts a job's Python in its container."""
 
     python: str
     """A shell command."""

@@ -22,7 +22,7 @@ _OWN_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What Slurm says of one job."""
+    """State of one job as Slurm reports it."""
 
     state: str
     ends_at: float | None

@@ -22,7 +22,7 @@ PAYLOAD_FILE = "payload.pkl"
 
 @dataclass(frozen=True, slots=True)
 class JobResources:
-    """What a job takes of the cluster, at most until its time limit."""
+    """Resources of a job, held at most until its time limit."""
 
     nodes: int
     tasks_per_node: int
@@ -69,7 +69,7 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all jobs of a run have in common."""
+    """Options that all jobs of a run share."""
 
     name: str
     """`<experiment>-<trial>`: jobs in the queue are called so, with their own name behind it."""

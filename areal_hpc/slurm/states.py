@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class JobPhase(StrEnum):
-    """Where a job is in its life, however Slurm calls it."""
+    """Phase of a job's life, under which Slurm has several states."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""How ranks agree: small collectives over the whole world, on CPU tensors."""
+"""Small collectives by which all ranks agree, on CPU tensors."""
 
 from __future__ import annotations
 

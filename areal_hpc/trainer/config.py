@@ -17,7 +17,7 @@ STOP_MARGIN_S = 4.0
 
 
 class RankJobConfig(JobConfig):
-    """What every rank of a training job is told."""
+    """Configuration of every rank of a training job."""
 
     ROLE = "train"
 
@@ -28,7 +28,7 @@ class RankJobConfig(JobConfig):
 
 
 class TrainerJobConfig(RankJobConfig):
-    """What the launcher tells the trainer."""
+    """Configuration of the trainer."""
 
     ENTRY = "areal_hpc.trainer.job:run"
 
@@ -60,7 +60,7 @@ class TrainerJobConfig(RankJobConfig):
 
 
 class ReplayJobConfig(RankJobConfig):
-    """What `areal-hpc replay` tells the trainer; its run directory leads to recorded batches."""
+    """Configuration of a replay; its run directory leads to recorded batches."""
 
     ENTRY = "areal_hpc.trainer.replay_job:run"
 
@@ -75,7 +75,7 @@ class ReplayJobConfig(RankJobConfig):
 
 
 class SftJobConfig(RankJobConfig):
-    """What the launcher tells the SFT stage."""
+    """Configuration of the SFT stage."""
 
     ENTRY = "areal_hpc.trainer.sft_job:run"
 

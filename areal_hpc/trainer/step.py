@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class LossStats:
-    """What loss functions add up over tokens: sums and maxima by name."""
+    """Statistics that loss functions add up over tokens: sums and maxima by name."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What consumed batches did not teach: tickets left out, optimizer steps not taken."""
+"""Untrained parts of consumed batches: tickets left out, optimizer steps not taken."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class FailureEvent:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `areal-hpc why` says."""
+    """Answer of `areal-hpc why`."""
 
     headline: str
     chain: tuple[FailureEvent, ...]

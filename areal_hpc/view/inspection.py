@@ -49,7 +49,7 @@ class TaskExitRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunInspection:
-    """Everything that `diagnosis.py` judges by."""
+    """Evidence that `diagnosis.py` judges by."""
 
     run: RunJobs
     past: tuple[QueuedJob, ...]

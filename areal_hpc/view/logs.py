@@ -142,7 +142,7 @@ def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile,
 
 
 class LogFollower:
-    """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
+    """Follower of a run's logs, those of later attempts, restarts and jobs included."""
 
     def __init__(self, layout: RunPaths, wanted: Sequence[str]) -> None:
         self._layout = layout

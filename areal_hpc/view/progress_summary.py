@@ -17,7 +17,7 @@ from areal_hpc.view.tables import format_duration
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Where a run stands, from its directory alone."""
+    """Progress of a run, from its directory alone."""
 
     recipe: dict[str, Any]
     snapshot: RunState

@@ -16,7 +16,7 @@ from areal_hpc.wire.ledger import Empty, LedgerStatus
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything a progress display needs."""
+    """State of a run that a progress display shows."""
 
     steps: tuple[dict[str, Any], ...]
     """What `metrics.jsonl` says of each step, oldest first."""

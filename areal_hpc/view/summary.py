@@ -1,4 +1,4 @@
-"""What a finished run amounts to, on one screen."""
+"""Summary of a finished run, on one screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's `/weights_checker` must answer when every byte arrived and was loaded in place.
+"""Checksums that SGLang's `/weights_checker` must answer when every byte arrived.
 
 Reproduced from sglang 0.5.23: `srt/utils/weight_checker.py` hashes each tensor the server
 holds, under the server's own names (q/k/v fused to `qkv_proj`, gate/up to `gate_up_proj`,

@@ -1,4 +1,4 @@
-"""What an update concerns and what came of it. Pure, no torch."""
+"""Replicas of an update and its result. Pure, no torch."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ FAULT_POINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at a point."""
+    """Action of a test at a fault point."""
 
     action: str
     """As in the variable."""

@@ -1,4 +1,4 @@
-"""What drivers, proxies and the trainer say to the ledger.
+"""Messages of drivers, proxies and the trainer to the ledger.
 
 A restarted ledger grants no training tickets before it has heard from the trainer.
 All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.

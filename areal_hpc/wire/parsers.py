@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 
 class Opening(Struct, frozen=True):
-    """What must be known of a reply before it is parsed."""
+    """Facts about a reply that its parser needs first."""
 
     tools: list[dict[str, Any]]
     """Function schemas offered to the model; empty when it may call none."""
@@ -57,7 +57,7 @@ class ParsedCall(Struct):
 
 
 class ParserReply(Struct, omit_defaults=True):
-    """What a text adds to its reply, or a grammar."""
+    """Addition of a text to its parsed reply, or a grammar."""
 
     call: int = -1
     text: str = ""

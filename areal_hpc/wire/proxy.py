@@ -1,4 +1,4 @@
-"""What drivers say to the proxy of their cell.
+"""Messages of drivers to the proxy of their cell.
 
 Admin routes carry the run's admin key, session routes the session's own key (Bearer or
 `x-api-key`). The agent needs only `base_url` and its session key. Programs outside a run may open
@@ -31,7 +31,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """What applies where the agent's request is silent."""
+    """Sampling parameters that apply where the agent's request is silent."""
 
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: float = 1.0
@@ -40,7 +40,7 @@ class SamplingDefaults(Struct, frozen=True):
 
 
 class ExportSettings(Struct, frozen=True):
-    """How the session becomes training rows (`session.export`)."""
+    """Settings of the export of a session to training rows (`session.export`)."""
 
     style: Literal["concat", "individual"] = "concat"
     turn_discount: float = 1.0
@@ -49,7 +49,7 @@ class ExportSettings(Struct, frozen=True):
 
 
 class SessionLimits(Struct, frozen=True):
-    """What the session may use of the model; 0 is no limit."""
+    """Limits on the session's use of the model; 0 is no limit."""
 
     max_turns: Int64 = 0
     """Replies."""
@@ -112,7 +112,7 @@ class AwaitSessionRequest(Struct, frozen=True):
 
 
 class AwaitSessionReply(Struct, frozen=True):
-    """Whether it has ended, and the reward of its last interaction that has one."""
+    """End of a session, if it has come, and the reward of its last interaction that has one."""
 
     ended: bool
     reward: float | None = None
@@ -126,7 +126,7 @@ class SetRewardRequest(Struct, frozen=True):
 
 
 class SetRewardReply(Struct, frozen=True):
-    """Where the reward went."""
+    """Interaction that got the reward."""
 
     interaction_id: str
 
@@ -139,7 +139,7 @@ class RecordRequest(Struct, frozen=True):
 
 
 class RecordReply(Struct, frozen=True):
-    """How many interactions the session has now."""
+    """Number of interactions that the session has now."""
 
     interaction_count: int
 
@@ -168,7 +168,7 @@ class FinishTicketRequest(Struct, frozen=True):
 
 
 class FinishTicketReply(Struct, frozen=True):
-    """How many rows the ticket contributes."""
+    """Number of rows that the ticket contributes."""
 
     rows: int
 
@@ -199,7 +199,7 @@ class ExportReply(Struct, frozen=True):
 
 
 class GrantCapacityReply(Struct, frozen=True):
-    """How many sessions may be open at once now."""
+    """Number of sessions that may be open at once now."""
 
     capacity: int
 

@@ -1,4 +1,4 @@
-"""What the trainer and the proxy say to a cell's control proxy, which guards its SGLang servers.
+"""Messages to a cell's control proxy, which guards its SGLang servers.
 
 All routes need the admin key. A call about one replica also says who calls, in headers:
 
@@ -52,7 +52,7 @@ ReplicaState = Literal["starting", "ready", "serving", "failed"]
 
 
 class UpdatePause(Struct, frozen=True):
-    """What one update cost the requests that were in flight at a replica, by its cell's clock."""
+    """Cost of one update to the requests in flight at a replica, by its cell's clock."""
 
     version: str
     """`generation.step` that they went on with."""
@@ -103,7 +103,7 @@ class NodePartRequest(Struct, frozen=True):
 
 
 class NodePartReply(Struct, frozen=True):
-    """What a further node is to run."""
+    """Part that a further node is to run."""
 
     incarnation: int
     """0: nothing."""

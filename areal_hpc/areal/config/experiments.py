@@ -22,7 +22,7 @@ from areal_hpc.areal.config.schema import (
 
 @dataclass
 class BaseExperimentConfig:
-    """What every experiment has."""
+    """Keys of every experiment."""
 
     experiment_name: str = ""
     trial_name: str = ""

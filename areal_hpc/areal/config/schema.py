@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class GenerationHyperparameters:
-    """How replies are sampled."""
+    """Sampling parameters of replies."""
 
     n_samples: int = 1
     max_new_tokens: int = 16384
@@ -144,7 +144,7 @@ class RejectionSamplingConfig:
 
 @dataclass
 class TrainEngineConfig:
-    """What `actor`, `ref` and `critic` have in common."""
+    """Keys that `actor`, `ref` and `critic` share."""
 
     backend: str = ""
     experiment_name: str | None = None
@@ -248,7 +248,7 @@ class ValidDatasetConfig(DatasetConfig):
 
 @dataclass
 class TimerConfig:
-    """How often something happens."""
+    """Interval between two saves, evaluations or checkpoints."""
 
     experiment_name: str | None = None
     trial_name: str | None = None

@@ -38,7 +38,7 @@ class UntranslatedKey:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What became of a configuration."""
+    """Result of translating a configuration."""
 
     recipe: dict[str, Any]
     """The tree of a recipe. What AReaL says in the script (`rollout.workflow`) may be missing."""

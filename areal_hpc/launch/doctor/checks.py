@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class CheckStatus(StrEnum):
-    """How bad it is."""
+    """Severity of a check's result."""
 
     OK = "ok"
     WARN = "warn"

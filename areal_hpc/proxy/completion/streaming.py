@@ -29,7 +29,7 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 
 class ReplyChunk(msgspec.Struct, frozen=True):
-    """What a choice adds."""
+    """Addition to one choice of a streamed reply."""
 
     choice: int
     said: ReplyDelta

@@ -110,7 +110,7 @@ _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
 class Generation(Struct, frozen=True):
-    """What the model said."""
+    """Reply of the model as the engine sampled it."""
 
     text: str
     """Without the stop string that ended it; without special tokens unless they were asked for."""
@@ -129,7 +129,7 @@ class Generation(Struct, frozen=True):
 
 
 class TokenChunk(Struct, frozen=True):
-    """What a stream added."""
+    """Tokens that a stream added."""
 
     text: str
     output_ids: list[int]

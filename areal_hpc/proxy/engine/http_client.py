@@ -23,7 +23,7 @@ KEEP_ALIVE_S = 15.0
 
 
 class _TimeLimits:
-    """When calls must end. One timer for all: most end long before, and a timer each costs 5 us."""
+    """Ends of calls. One timer for all: most end long before, and a timer each costs 5 us."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

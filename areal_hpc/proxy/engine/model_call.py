@@ -14,7 +14,7 @@ from areal_hpc.session.message_matching import NormalizeMessage
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """What the request says about calling tools."""
+    """Choice of tools that a request makes."""
 
     mode: Literal["none", "auto", "required"] = "none"
     name: str | None = None
@@ -49,7 +49,7 @@ class ModelCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the cell serves."""
+    """Model that the cell serves, with its tokenizer and parsers."""
 
     name: str
     template: ChatTemplate

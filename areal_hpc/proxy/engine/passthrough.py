@@ -20,7 +20,7 @@ class _Sampling(msgspec.Struct, frozen=True):
 
 
 class _Request(msgspec.Struct):
-    """What must be known of a request that is passed on."""
+    """Fields of a request that is passed on, as far as the proxy reads them."""
 
     input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
     rid: Annotated[str, msgspec.Meta(min_length=1)]
@@ -37,7 +37,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What must be known of an answer: which weights sampled it."""
+    """Fields of an answer, as far as the proxy reads them: which weights sampled it."""
 
     meta_info: _Meta
 

@@ -35,7 +35,7 @@ class UnsoundCallError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class JournalRotation:
-    """What of the journal is history at one moment: decided on the loop, used in a thread."""
+    """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
     gone: frozenset[str]
     """Sessions."""

@@ -91,7 +91,7 @@ class FinishedTicket:
 
 
 class SessionStore:
-    """Everything the proxy must remember, and the only way to change it: `apply`."""
+    """State of all sessions, and the only way to change it: `apply`."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}

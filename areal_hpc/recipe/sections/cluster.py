@@ -16,7 +16,7 @@ Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
 
 
 class JobOptions(BaseConfig):
-    """What a job asks Slurm for. Null leaves it to the common options, then to the cluster."""
+    """Options of a Slurm job. Null leaves it to the common options, then to the cluster."""
 
     partition: str | None = None
     """Partition, or several with commas."""
@@ -162,7 +162,7 @@ class RoleEnvironmentConfig(BaseConfig):
 
 
 class ClusterConfig(BaseConfig):
-    """Where jobs run, and with which Python."""
+    """Nodes and interpreters of the jobs."""
 
     fileroot: Path
     """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""

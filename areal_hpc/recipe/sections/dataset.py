@@ -12,7 +12,7 @@ from areal_hpc.recipe.hub_cache import REPO_PATTERN
 
 
 class TaskSetConfig(BaseConfig):
-    """Where tasks come from: exactly one of `path`, `hub`, `generator` and `reasoning_gym`."""
+    """Source of tasks: exactly one of `path`, `hub`, `generator` and `reasoning_gym`."""
 
     path: Path | None = None
     """JSON lines, `*.parquet`, or a folder written by `datasets`' `save_to_disk`."""
@@ -53,7 +53,7 @@ class MixtureSourceConfig(TaskSetConfig):
 
 
 class TrainTaskSetConfig(TaskSetConfig):
-    """Where tasks come from: one source, or several in `sources`."""
+    """Source of training tasks: one, or several in `sources`."""
 
     sources: tuple[MixtureSourceConfig, ...] = ()
     """Several sources, mixed by weight; a list of what follows."""

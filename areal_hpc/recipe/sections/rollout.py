@@ -26,7 +26,7 @@ class SamplingConfig(BaseConfig):
 
 
 class AgentExecutionConfig(BaseConfig):
-    """Where the agent runs, and how an episode's interactions become training rows."""
+    """Process of the agent, and the way from an episode's interactions to training rows."""
 
     mode: Literal["inline", "subproc", "online"] = "inline"
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
@@ -48,7 +48,7 @@ class AgentExecutionConfig(BaseConfig):
 
 
 class LimitsConfig(BaseConfig):
-    """What an episode may use of the model; a task may override it by a key `limits` of its own."""
+    """Limits of an episode on the model; a task may override it by a key `limits` of its own."""
 
     max_turns: Annotated[int, Field(ge=0)] = 0
     """Replies of the model in one episode; a further call is refused (400). 0: any number."""
@@ -104,7 +104,7 @@ class RolloutConfig(BaseConfig):
 
 
 class EvaluationConfig(BaseConfig):
-    """How the weights are judged on held-out tasks."""
+    """Evaluation of the weights on held-out tasks."""
 
     every_steps: Annotated[int, Field(ge=0)] = 5
     """Steps between evaluations; 0 evaluates only the first and the last weights."""

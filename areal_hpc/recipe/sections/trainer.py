@@ -10,7 +10,7 @@ from areal_hpc.recipe.base import BaseConfig
 
 
 class ParallelConfig(BaseConfig):
-    """How the model and the batch are split; the world has tp x pp x cp x dp ranks."""
+    """Division of the model and the batch over ranks; the world has tp x pp x cp x dp ranks."""
 
     tp: Annotated[int, Field(ge=1)] = 1
     """Tensor parallel: each layer's matrices over this many ranks."""

@@ -31,7 +31,7 @@ EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """What to run: one task, for one place in a ticket's group."""
+    """One task to run, for one place in a ticket's group."""
 
     session: StartSessionRequest
     """The session that it is played in."""
@@ -42,7 +42,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """How an episode ended."""
+    """End of an episode."""
 
     status: EpisodeStatus
     """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the

@@ -13,7 +13,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What came of a ticket's episodes."""
+    """Result of a ticket's episodes."""
 
     outcomes: list[EpisodeOutcome]
     """Of those that make the group, in the order of their places."""

@@ -1,1 +1,1 @@
-"""Where an agent runs: worker processes, pickling, reward functions."""
+"""Processes in which agents run: worker pools, pickling, reward functions."""

@@ -162,7 +162,7 @@ def restore_node(paths: DevclusterPaths, name: str, within_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DaemonHealth:
-    """How one daemon or node is."""
+    """Health of one daemon or node."""
 
     name: str
     state: str

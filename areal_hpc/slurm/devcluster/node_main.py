@@ -28,7 +28,7 @@ CONTROLLERS = ("memory", "freezer")
 
 
 class NodeSetup(TypedDict):
-    """What makes namespaces look like a machine."""
+    """Settings that make namespaces look like a machine."""
 
     name: str
     address: str

@@ -37,7 +37,7 @@ NAMESPACE_FILES = ("hosts",)
 
 @dataclass(frozen=True, slots=True)
 class DevclusterSettings:
-    """What a person asks for."""
+    """Settings of a devcluster, as the user gives them."""
 
     nodes: int = 4
     gpus_per_node: int = 8
@@ -68,7 +68,7 @@ class DevclusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What is true of the machine on which the cluster starts."""
+    """Facts about the machine on which the cluster starts."""
 
     hostname: str
     user: str
@@ -83,7 +83,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class DaemonAddress:
-    """Where a daemon listens."""
+    """Address of a daemon."""
 
     address: str
     port: int
@@ -120,7 +120,7 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class DevclusterPlan:
-    """Everything about a cluster that is decided before it starts."""
+    """Plan of a cluster: all that is decided before it starts."""
 
     settings: DevclusterSettings
     facts: HostFacts

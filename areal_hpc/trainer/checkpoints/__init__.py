@@ -1,1 +1,1 @@
-"""What a restarted trainer needs, put on disk whole, and what can be read from it."""
+"""Checkpoints: written whole or not at all, read back, exported."""

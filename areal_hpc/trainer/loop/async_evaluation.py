@@ -14,7 +14,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 
 class AsyncEvaluation:
-    """What is under way and what is still owed.
+    """Evaluations under way, and those that are still due.
 
     Args:
         schedule: Which steps are to be evaluated.

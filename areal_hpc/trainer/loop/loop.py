@@ -76,7 +76,7 @@ class ExportModel(Struct, frozen=True, tag=True):
 
 
 class Wait(Struct, frozen=True, tag=True):
-    """Nothing to do yet. Rank 0 has waited a little."""
+    """Command to do nothing yet. Rank 0 has waited a little."""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -94,7 +94,7 @@ Delivery = Literal["publish", "wait", "done"]
 
 
 class BatchSource(Protocol):
-    """Where rank 0 gets batches, and whom it serves with the weights that come of them.
+    """Source of rank 0's batches, and sink of the weights that come of them.
 
     A source overrides what applies to it: by itself it serves nobody.
     """

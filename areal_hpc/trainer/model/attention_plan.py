@@ -1,4 +1,4 @@
-"""What every layer is told about one pack: where attention may look, and the rotary angles.
+"""Attention plan of one pack: where attention may look, and the rotary angles.
 
 On a CPU a pack is attended to in padded rectangles, on a GPU segment by segment in one kernel.
 Rotary angles come from one table per pack.

@@ -1,1 +1,1 @@
-"""What a batch is trained towards: advantages, importance weights and the loss."""
+"""Objective of a batch: advantages, importance weights and the loss."""

@@ -41,7 +41,7 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectedWeights:
-    """What the behavior weights of some tokens became. No gradient flows through any of it."""
+    """Behavior weights of some tokens after the correction. No gradient flows through any of it."""
 
     weight_N: torch.Tensor
     """What each token's term of the objective is multiplied by; 0 where it is masked."""

@@ -22,7 +22,7 @@ NO_CHECKPOINT = TrainerState(step=0, generation=0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class TicketRecords:
-    """What a run directory says about tickets."""
+    """Records of a run directory about its tickets."""
 
     checkpoint: TrainerState = NO_CHECKPOINT
     """The newest; of step 0 when there is none."""

@@ -48,7 +48,7 @@ from areal_hpc.wire.ledger import SettledTicket
 
 
 class TicketStatus(StrEnum):
-    """What became of a ticket; the module's table defines each."""
+    """Final status of a ticket; the module's table defines each."""
 
     TRAINED = "trained"
     UNSOUND = "unsound"

@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one parameter lies in its bucket."""
+    """Place of one parameter in its bucket."""
 
     spec: TensorSpec
     offset: int

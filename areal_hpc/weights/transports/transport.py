@@ -28,7 +28,7 @@ WatchBucket = Callable[[OpenBucket], None]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """What one update is to do."""
+    """Order for one update."""
 
     version: WeightVersion
     buckets: Sequence[BucketPlan]

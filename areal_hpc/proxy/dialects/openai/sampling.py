@@ -26,7 +26,7 @@ from areal_hpc.wire.proxy import SamplingDefaults
 
 
 class StreamOptions(Struct):
-    """What a stream tells beyond the reply."""
+    """Options of a streamed reply."""
 
     include_usage: bool | None = None
 
@@ -44,7 +44,7 @@ class _ResponseFormat(Struct):
 
 
 class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What chat completions and legacy completions have in common."""
+    """Parameters that chat completions and legacy completions share."""
 
     model: str = ""
     max_tokens: PositiveParam | None = None

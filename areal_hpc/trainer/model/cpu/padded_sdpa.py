@@ -33,7 +33,7 @@ class PaddedGroup:
 
 @dataclass(slots=True, eq=False)
 class TokenSlots:
-    """Where the tokens of a pack stand in the concatenated rectangles."""
+    """Positions of a pack's tokens in the concatenated rectangles."""
 
     token_of_slot: torch.Tensor
     """Rows to copy into the rectangles; padding repeats row 0."""

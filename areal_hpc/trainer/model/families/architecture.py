@@ -1,4 +1,4 @@
-"""What a model directory's `config.json` says about the network. Pure, no torch."""
+"""Architecture of a network, from a model directory's `config.json`. Pure, no torch."""
 
 from __future__ import annotations
 

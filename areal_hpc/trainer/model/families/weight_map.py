@@ -18,7 +18,7 @@ TensorShape = tuple[int, ...]
 
 
 class TpSplit(Enum):
-    """How one Megatron parameter is divided over tensor-parallel ranks."""
+    """Division of one Megatron parameter over tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
     VOCAB = "by rows, after padding the rows to a multiple of the ranks"
