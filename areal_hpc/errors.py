@@ -48,7 +48,7 @@ class Problem:
     """One thing that is wrong, where, and the one next step that mends it."""
 
     message: str
-    """What was wrong, with the value expected and the value found."""
+    """Problem in words, with the value expected and the value found."""
     key: str = ""
     """The configuration key or path at fault."""
     hint: str = ""
@@ -199,7 +199,7 @@ class RequestError(ArealError):
     """The request's fault (4xx) or the moment's (5xx). `key` names the parameter at fault."""
 
     code: ClassVar[str | None] = None
-    """What OpenAI calls it, where clients act on that."""
+    """OpenAI's name of the error, where clients act on it."""
 
     def __init__(self, status: int, message: str, *, key: str = "", hint: str = "") -> None:
         super().__init__(message, key=key, hint=hint)

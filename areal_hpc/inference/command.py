@@ -14,7 +14,7 @@ Device = Literal["cpu", "cuda"]
 LOOPBACK = "127.0.0.1"
 """SGLang has no passwords for its control routes, so nothing else may reach it."""
 UNSET_VERSION = "unset"
-"""What an SGLang server calls weights that no trainer has vouched for."""
+"""Version that an SGLang server reports for weights that no trainer has vouched for."""
 CPU_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
 
@@ -47,7 +47,7 @@ class ServerPorts:
 
     http: int
     rendezvous: int
-    """Where its own tensor-parallel ranks meet."""
+    """Rendezvous address of its own tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)

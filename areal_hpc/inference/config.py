@@ -73,7 +73,7 @@ def build_command(
 
 
 def get_log_dir(job: InferenceJobConfig, layout: RunPaths) -> Path:
-    """Where this cell's replicas log."""
+    """Log folder of this cell's replicas."""
     return get_task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 
 

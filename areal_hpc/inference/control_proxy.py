@@ -45,7 +45,7 @@ _FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
-"""How long a call may go on whose caller has left."""
+"""Time that a call may go on whose caller has left."""
 _START_TIMEOUT_S = 10.0
 _KEPT_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""

@@ -28,7 +28,7 @@ class MultiNodeReplica:
         self._lock = threading.Lock()
         self._wanted = NodePartReply(0, "")
         self._heard_at_s: dict[int, float] = {}
-        """When each node last said that it runs its part of the present incarnation."""
+        """Time at which each node last reported its part of the present incarnation."""
         self._loss = ""
 
     def begin(self, incarnation: int, meeting_point: str) -> None:

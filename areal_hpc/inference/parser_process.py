@@ -28,7 +28,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 MAX_OPEN_REPLIES = 4096
 MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
-"""Where SGLang's detectors keep the text that begins a call."""
+"""Attributes in which SGLang's detectors keep the text that begins a call."""
 
 
 class ReplyFormats:
@@ -66,14 +66,14 @@ class ReplyFormats:
         )
 
     def _begins_inside(self, prompt_end: str) -> bool | None:
-        """Whether the prompt opened the reasoning; None when it has no sign of it."""
+        """True if the prompt opened the reasoning; None when it has no sign of it."""
         detector = ReasoningParser(self._reasoning_parser).detector
         opened = prompt_end.rfind(detector.think_start_token)
         closed = prompt_end.rfind(detector.think_end_token)
         return None if opened == closed == -1 else opened > closed
 
     def reasons_first(self, prompt_end: str) -> bool:
-        """Whether a grammar has to wait for the end of the reasoning."""
+        """True if a grammar has to wait for the end of the reasoning."""
         if not self._reasoning_parser:
             return False
         inside = self._begins_inside(prompt_end)
@@ -157,7 +157,7 @@ class ReplyParser:
         self._calls = formats.calls(opening.tools)
         self._reasoning = formats.reasoning(opening.prompt_end, self._calls is not None)
         self._body = ""
-        """What is not reasoning."""
+        """Text outside of the reasoning."""
         self._shown_chars = 0
         self._reasoned = False
         self._held = ""
@@ -240,7 +240,7 @@ def _markers(parser: Any) -> list[str]:
 
 
 def _begun(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
+    """Number of characters at the end of `text` that may be the beginning of a marker."""
     return max(
         count
         for marker in markers

@@ -97,7 +97,7 @@ class Replica:
         self._not_before = 0.0
 
     def view(self) -> ReplicaView:
-        """What the cell says of this replica."""
+        """State of this replica as its cell reports it."""
         with self._lock:
             version = self._update_state.version
             return ReplicaView(

@@ -173,7 +173,7 @@ class SGLangServer:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether a process, or one below it, takes connections on a port."""
+    """True if a process, or one below it, takes connections on a port."""
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):

@@ -33,7 +33,7 @@ class WeightUpdateState:
 
     @property
     def version(self) -> str:
-        """What agents may be served; empty when nothing."""
+        """Version that agents may be served; empty when there is none."""
         return "" if self._is_fenced else self._version
 
     @property

@@ -20,7 +20,7 @@ class VisibleGpus:
     ids: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES spells them: numbers, or names such as `GPU-8932f937-...`."""
     source: str
-    """What was looked at, for a person."""
+    """Source of the list, for a person."""
 
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = DEV) -> VisibleGpus:

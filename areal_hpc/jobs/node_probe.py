@@ -45,7 +45,7 @@ class GpuInfo:
 def probe_node(
     environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
 ) -> list[NodeProblem]:
-    """Everything that is wrong with this node.
+    """All problems of this node.
 
     Args:
         environ: Of the task.
@@ -127,7 +127,7 @@ def _judge_clock(folder: Path) -> list[NodeProblem]:
 
 
 def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
-    """What a difference of clocks means, positive where the node is ahead. Pure."""
+    """Problems that a difference of clocks makes; positive where the node is ahead. Pure."""
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
         return []
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]

@@ -44,7 +44,7 @@ class RestartPolicy:
     def decide(
         self, exit_codes: Collection[int], failures: int, *, is_dispensable: bool = False
     ) -> RestartDecision:
-        """What to do after a failure.
+        """Decision after a failure.
 
         Args:
             exit_codes: Of the processes that failed.
@@ -66,7 +66,7 @@ SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure
 
 
 def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecision:
-    """What the ends of the tasks of a job under Slurm mean for the job.
+    """Decision about a job under Slurm, from the ends of its tasks.
 
     Args:
         outcomes: Of the tasks that said anything.

@@ -20,7 +20,7 @@ from areal_hpc.rundir.generations import claim_next_number, number_path, read_ne
 
 _POLL_S = 0.25
 STOP_NOTICE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
-"""Where processes find the note of their job's stop."""
+"""Variable that names the note of a job's stop."""
 
 
 class Restart(Struct, frozen=True):
@@ -41,7 +41,7 @@ class StopNotice(Struct, frozen=True):
 
     reason: str
     exit_code: int
-    """What the task that says so ends with: 0 when the work is done."""
+    """Exit code of the task that says so: 0 when the work is done."""
     kill_at: float
     """Unix time at which processes that still run are killed."""
 
@@ -109,7 +109,7 @@ def is_superseded(folder: Path, start: Restart) -> bool:
 
 
 def stop_note_path(folder: Path, start: Restart) -> Path:
-    """Where the tasks of a start tell one another to stop."""
+    """File by which the tasks of a start tell one another to stop."""
     return number_path(folder, start.number, ".stop")
 
 
@@ -119,7 +119,7 @@ def write_stop_note(path: Path, note: StopNotice) -> None:
 
 
 def read_stop_note(path: Path) -> StopNotice | None:
-    """What a task of this start said; None while all go on."""
+    """Stop note of a task of this start; None while all go on."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StopNotice)
     except FileNotFoundError:

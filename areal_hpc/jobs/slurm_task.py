@@ -311,7 +311,7 @@ class SlurmTask:
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
     def _gather(self, own: TaskExit) -> list[TaskExit]:
-        """What the tasks ended with, as far as they say so in time."""
+        """Exit statuses of the tasks, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own}
         own_patience_s = LEAVE_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
         give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s

@@ -41,7 +41,7 @@ def compute_stop_lead_s(stop_grace_s: float, margin_s: float, job: JobPaths) -> 
 
 
 def get_checkpoint_time_variable(job: JobPaths) -> dict[str, str]:
-    """What a job's processes need for `record_checkpoint_time`."""
+    """Environment that a job's processes need for `record_checkpoint_time`."""
     return {_CHECKPOINT_TIME_VARIABLE: str(job.checkpoint_time)}
 
 

@@ -146,7 +146,7 @@ def _way_to(peer: str) -> str:
 
 
 def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
-    """How often Slurm has requeued this job."""
+    """Number of times that Slurm has requeued this job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 

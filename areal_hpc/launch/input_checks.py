@@ -45,7 +45,7 @@ except ArealError as error:
 def check_inputs(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
-    """Everything wrong with the files, interpreters and names that a recipe mentions."""
+    """All problems of the files, interpreters and names that a recipe mentions."""
     problems = [
         Problem(
             f"no Python interpreter for role {role} at {python}",

@@ -97,7 +97,7 @@ def run_stage(
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
-    """Whether something came of what a job was submitted for; pure.
+    """True if the job did some of the work that it was submitted for. Pure.
 
     Args:
         job: Its name.
@@ -112,7 +112,7 @@ def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float
 
 
 def count_other_cells(job: str, jobs: Sequence[str]) -> int:
-    """How many of `jobs` could do the work of one of them: cells do that of another cell."""
+    """Number of `jobs` that could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
 
@@ -182,7 +182,7 @@ class LocalLauncher:
         return handle
 
     def _step(self) -> int:
-        """How far the run is: a step without metrics is as good as none."""
+        """Last step of the run that has metrics."""
         rows = read_metrics(self._layout.metrics)
         return int(rows[-1]["step"]) if rows else -1
 

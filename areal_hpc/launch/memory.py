@@ -113,7 +113,7 @@ def count_model_parameters(arch: Architecture) -> int:
 
 
 def estimate_trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
-    """What the fullest GPU of the trainer holds during a step."""
+    """Memory of the trainer's fullest GPU during a step."""
     stages = {0, config.parallel.pp - 1}
     return max((_stage_memory(arch, config, stage) for stage in stages), key=lambda m: m.total)
 
@@ -166,7 +166,7 @@ def count_layer_activations(arch: Architecture, parallel: ParallelConfig, tokens
 def estimate_serving_memory(
     arch: Architecture, config: InferenceConfig, gpu_bytes: int | None
 ) -> ServingMemory:
-    """What each GPU of a replica holds: its part of the weights, and the KV cache."""
+    """Memory of each GPU of a replica: its part of the weights, and the KV cache."""
     element = ELEMENT_BYTES[config.dtype]
     dense = arch.layers * count_layer_parameters(arch, config.tp) + arch.hidden
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
@@ -184,7 +184,7 @@ def estimate_serving_memory(
 def find_memory_problems(
     trainer: TrainerMemory, serving: ServingMemory, config: InferenceConfig, gpu_bytes: int
 ) -> Iterator[Problem]:
-    """What will not fit a GPU of `gpu_bytes`."""
+    """Parts that will not fit a GPU of `gpu_bytes`."""
     gpu = gpu_bytes / GIB
     if trainer.total > gpu_bytes:
         yield Problem(

@@ -39,7 +39,7 @@ class PrefetchItem:
 
 
 def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
-    """Everything that has to be in place before the run, in the recipe's order."""
+    """Files that have to be in place before the run, in the recipe's order."""
     model = recipe.model
     found = []
     if model.hub is not None:
@@ -170,7 +170,7 @@ def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str,
 
 
 def _known(record: Path) -> dict[str, Any]:
-    """What an earlier call wrote, by the file's path."""
+    """Record of an earlier call, by the file's path."""
     known = {}
     for entry in json.loads(record.read_bytes()) if record.exists() else ():
         folder = Path(entry["folder"])

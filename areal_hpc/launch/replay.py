@@ -243,7 +243,7 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
 
 
 def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
-    """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
+    """Comparison of the replayed steps' loss and gradient norm with the recorded ones, in words."""
     if not steps:
         yield "compare  skipped: the overrides change what is learned"
         return

@@ -208,7 +208,7 @@ def draw_learning_curve(layout: RunPaths) -> None:
 
 
 def get_program_name() -> str:
-    """How the user calls the command line; from a script of theirs it is not known."""
+    """Command line as the user calls it; from a script of theirs it is not known."""
     path = Path(sys.argv[0])
     return str(path) if path.name == "areal-hpc" else "python -m areal_hpc"
 

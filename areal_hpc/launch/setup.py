@@ -84,7 +84,7 @@ def set_up_run_dir(
 
 
 def _texts(demonstrations: Path) -> Iterator[str]:
-    """What the tokenizer of a tiny model is trained on."""
+    """Text that the tokenizer of a tiny model is trained on."""
     with demonstrations.open() as stream:
         for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
             for message in json.loads(line)["messages"]:

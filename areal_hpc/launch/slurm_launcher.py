@@ -96,7 +96,7 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[list[str]]:
-    """Where numbers of submitted jobs are put: all are cancelled if the context fails."""
+    """List for the numbers of submitted jobs: all are cancelled if the context fails."""
     job_ids: list[str] = []
     try:
         yield job_ids
@@ -125,7 +125,7 @@ def record_job(ready: PreparedRun, job: str, job_id: str) -> None:
 def build_launch_file(
     spec: JobSpec, stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> LaunchFile:
-    """What the supervisors of a job under Slurm are told."""
+    """Launch facts for the supervisors of a job under Slurm."""
     cluster, layout = recipe.cluster, ready.layout
     network = cluster.slurm.network
     return LaunchFile(
@@ -151,7 +151,7 @@ def build_launch_file(
 def build_run_context(
     recipe: Recipe, layout: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunContext:
-    """What all jobs of a run have in common."""
+    """Options that all jobs of a run share."""
     nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
     return RunContext(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
@@ -170,7 +170,7 @@ def build_requests(
     after: Sequence[str] = (),
     place: RunContext | None = None,
 ) -> list[JobRequest]:
-    """What would be asked of Slurm for all that is left of a run; nothing is written.
+    """Requests to Slurm for all that is left of a run; nothing is written.
 
     Numbers that Slurm has not given out yet are spelt `SFT_JOBID`.
 

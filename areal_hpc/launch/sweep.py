@@ -85,7 +85,7 @@ def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
 def build_array_requests(
     sweep: Sweep, working_folder: Path, after: Sequence[str]
 ) -> list[JobRequest]:
-    """What every array would ask for; nothing is written."""
+    """Requests of every array; nothing is written."""
     place = _place(sweep, working_folder)
     return build_requests(sweep.runs[0], working_folder, after, place=place)
 

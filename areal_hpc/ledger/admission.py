@@ -34,7 +34,7 @@ class TicketCounts:
 
 
 def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
-    """How many more tickets may be leased now; never negative.
+    """Number of tickets that may be leased now; never negative.
 
     The least of three limits:
 

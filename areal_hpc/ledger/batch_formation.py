@@ -71,7 +71,7 @@ class StalenessCheck:
 def find_stale_tickets(
     tickets: TicketTable, generation: int, forks: Sequence[GenerationFork], known_young: int = 0
 ) -> list[DroppedTicket]:
-    """What must be set aside before the next batch is formed, as the run's policy wants it.
+    """Tickets to set aside before the next batch is formed, as the run's policy wants it.
 
     Args:
         tickets: Where everything is.

@@ -23,9 +23,9 @@ class LedgerJobConfig(JobConfig):
     episodes_per_ticket: Annotated[int, Field(ge=1)]
     """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
-    """How many versions old a ticket's first weights may be when it is trained on."""
+    """Largest age of a ticket's first weights, in versions, when it is trained on."""
     stale_groups: StaleGroups = "train_with_correction"
-    """What becomes of a ticket that is older than that when its batch is formed."""
+    """Handling of a ticket that is older than that when its batch is formed."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)]
     """Episodes in flight over all cells."""
     seed: int

@@ -112,7 +112,7 @@ class Curriculum:
         return DrawnTasks(first_ticket, draws.tolist())
 
     def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
-        """What the user's function says.
+        """Weights of the tasks, from the user's function.
 
         Raises:
             AgentError: It raised, or its weights cannot be used.

@@ -50,7 +50,7 @@ class DropStats:
 
     @property
     def requeued(self) -> int:
-        """How often a ticket was issued again because it was too old."""
+        """Number of times that a ticket was issued again because it was too old."""
         return self._total["requeued"]
 
     def kind_of(self, ticket_id: int) -> DropKind | None:
@@ -98,7 +98,7 @@ class DropStats:
         self._in_a_row.clear()
 
     def counts(self, stale_trained: int) -> BatchCounts:
-        """What the manifest of the next batch says of tickets that are not in it."""
+        """Counts for the next batch's manifest, of tickets that are not in it."""
         since = self._total - self._reported
         return BatchCounts(
             stale_trained=stale_trained,

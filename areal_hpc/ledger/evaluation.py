@@ -94,7 +94,7 @@ class EvaluationState:
 
 
 def build_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
-    """What the run directory keeps of an evaluation that is done."""
+    """Record of a finished evaluation for the run directory."""
     rewards = [done.rewards[index] for index in range(done.n_tasks)]
     return EvaluationResult(
         done.step, done.n_tasks, mean_reward, rewards, done.failures, done.generation

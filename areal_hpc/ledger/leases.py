@@ -19,7 +19,7 @@ class Lease:
     newest_attempt: int
     """Highest attempt ever issued of the ticket: the next issue must go above it."""
     seen_at_s: float
-    """When the cell last reported it."""
+    """Time at which the cell last reported it."""
 
 
 class LeaseTable:

@@ -236,7 +236,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def status(self, request: Empty, patience: LongPoll) -> LedgerStatus:
-        """Where everything is."""
+        """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation
         return LedgerStatus(

@@ -51,7 +51,7 @@ def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
 
 @lru_cache(maxsize=8)
 def compute_shares(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
-    """How many tickets of a block each source gets: at least one.
+    """Number of a block's tickets that each source gets: at least one.
 
     A block is as short as the weights allow (two equal sources take turns within every two), and
     of about a thousand tickets if no shorter one gives them exactly.

@@ -138,7 +138,7 @@ class TicketTable:
         return len(self._settled) + sum(self._batch_sizes[self.version_step :])
 
     def state_of(self, ticket_id: int) -> TicketState:
-        """Where one ticket is."""
+        """State of one ticket."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
         if kind := self.drop_stats.kind_of(ticket_id):
@@ -162,7 +162,7 @@ class TicketTable:
 
     @property
     def counts(self) -> TicketCounts:
-        """What admission goes by."""
+        """Counts that admission goes by."""
         return TicketCounts(
             leased=len(self._leased),
             finished=len(self._finished),
@@ -172,7 +172,7 @@ class TicketTable:
         )
 
     def capacity(self) -> int:
-        """How many more tickets may be leased now (`admission.admissible`)."""
+        """Number of tickets that may be leased now (`admission.count_admissible`)."""
         return count_admissible(self.policy, self.counts)
 
     def has_finished(self, cell: str) -> bool:

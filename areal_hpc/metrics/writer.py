@@ -22,7 +22,7 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
 
 
 def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
-    """What the newest update known of cost those who generate.
+    """Cost of the newest known update to those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
     it, and `weights/generation_pause_version` says of which version it is.

@@ -21,7 +21,7 @@ class ProxyJobConfig(JobConfig):
     model_path: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
     model_name: str
-    """What `/v1/models` calls the model."""
+    """Name of the model in `/v1/models`."""
     context_tokens: int | None = None
     """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
     tool_call_parser: str | None = None

@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 RepoKind: TypeAlias = Literal["model", "dataset"]
 
 REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
-"""What names of repositories, `owner/name`, look like."""
+"""Pattern of repository names, `owner/name`."""
 
 
 def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:

@@ -73,9 +73,9 @@ class Recipe(BaseConfig):
     seed: int = 1
     """Of task order, episodes, initialization and shuffling."""
     cluster: ClusterConfig
-    """Where jobs run."""
+    """Nodes, containers and Slurm options of the jobs."""
     model: ModelConfig
-    """What is trained."""
+    """The policy's model."""
     train_dataset: TrainTaskSetConfig
     """Tasks to learn from."""
     valid_dataset: TaskSetConfig | None = None
@@ -83,7 +83,7 @@ class Recipe(BaseConfig):
     sft: SftStageConfig | None = None
     """Supervised fine-tuning first."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How often and how the weights are judged."""
+    """Evaluation of the weights on held-out tasks."""
     inference: InferenceConfig = InferenceConfig()
     """SGLang."""
     proxy: ProxyConfig = ProxyConfig()

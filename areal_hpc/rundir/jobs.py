@@ -132,7 +132,7 @@ def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
 
 
 def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
-    """What a task of one start of a job ended with; None while it has not."""
+    """Exit status of a task of one start of a job; None while it runs."""
     try:
         content = job.task_exit(rank).read_bytes()
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | Non
 
 
 def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
-    """How the tasks of a job that have ended did so, by rank, in order."""
+    """Exit statuses of the tasks that have ended, by rank, in order."""
     return {
         rank: msgspec.json.decode(path.read_bytes(), type=TaskExit)
         for rank, path in job.task_exits().items()

@@ -21,7 +21,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     """State of the ledger that manifests and shards do not hold."""
 
     incarnation: int = 0
-    """How many times the ledger was started."""
+    """Number of times that the ledger was started."""
     generation: int = 0
     """The newest generation a trainer opened."""
     version_step: int = 0

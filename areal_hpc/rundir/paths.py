@@ -96,7 +96,7 @@ class RunPaths(_Folder):
     learning_curve = _Name("learning_curve.png")
     """The learning curve as a picture."""
     replay = _Name("replay.json")
-    """What `areal-hpc replay` was asked for, in the directory of a replay."""
+    """Arguments of `areal-hpc replay`, in the directory of a replay."""
     finished_marker = _Name("FINISHED")
     """Exists when every step of the recipe has been trained and saved."""
     logs_dir = _Name("logs")
@@ -150,13 +150,13 @@ class JobPaths(_Folder):
     launch = _Name("launch.json")
     """The job as its supervisors are told."""
     script = _Name("job.sbatch")
-    """What sbatch was given."""
+    """Script that sbatch was given."""
     submitit_dir = _Name("submitit")
     """Submitit's pickle of the job, and its logs."""
     restarts_dir = _Name("restarts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
     failure_count = _Name("failures_without_progress.json")
-    """How many starts in a row have failed without progress."""
+    """Number of starts in a row that failed without progress."""
     checkpoint_time = _Name("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 
@@ -170,7 +170,7 @@ class JobPaths(_Folder):
         return self.root / f"{process}.json"
 
     def task_exit(self, rank: int) -> Path:
-        """How one task ended."""
+        """Exit status of one task."""
         return self.root / f"task_exit.{rank}.json"
 
     def task_exits(self) -> dict[int, Path]:

@@ -50,7 +50,7 @@ def assign_credit(
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
 ) -> dict[str, InteractionReward]:
-    """What every interaction of a session earned, by id, in order of completion.
+    """Reward of every interaction of a session, by id, in order of completion.
 
     Args:
         tree: The session.

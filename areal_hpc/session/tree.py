@@ -76,7 +76,7 @@ class Interaction(msgspec.Struct, kw_only=True):
 
     @property
     def output_tokens(self) -> int:
-        """How many tokens the model said."""
+        """Number of tokens that the model sampled."""
         return len(self.output_ids) // 4
 
     @property
@@ -93,7 +93,7 @@ class TreeTurn(msgspec.Struct, frozen=True):
     context: bytes
     new_messages: list[Message]
     text: str
-    """What must be tokenized."""
+    """Text that must be tokenized."""
     forked: str | None = None
     """In what the client's history departs from ours; None when it does not."""
 

@@ -139,7 +139,7 @@ class _WriterPrefix(msgspec.Struct):
 def locate_tickets(
     shards: Iterable[SealedShard],
 ) -> dict[tuple[int, int], tuple[str, ShardTicket]]:
-    """Where each `(ticket_id, attempt)` lies: shard file and rows.
+    """Location of each `(ticket_id, attempt)`: shard file and rows.
 
     A writer that died right after sealing may seal the same tickets again; the first copy counts.
     """

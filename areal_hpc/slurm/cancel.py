@@ -16,7 +16,7 @@ POLL_S = 2.0
 KILL_TIMEOUT_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
 SLURM_TIMEOUT_S = 600.0
-"""How long a Slurm that does not answer is waited for."""
+"""Time to wait for a Slurm that does not answer."""
 
 
 def cancel_submitted(job_ids: Sequence[str]) -> None:

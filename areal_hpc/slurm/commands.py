@@ -38,7 +38,7 @@ def run_slurm_command(
     timeout_s: float = ANSWER_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What one of Slurm's commands prints.
+    """Output of one of Slurm's commands.
 
     Args:
         command: Its name and arguments.

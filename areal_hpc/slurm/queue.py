@@ -70,7 +70,7 @@ class QueueSnapshot:
     """Since when there has been none."""
 
     def of(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
-        """What this answer says of some jobs.
+        """Part of this answer about some jobs.
 
         Args:
             job_ids: The ids that count.
@@ -185,7 +185,7 @@ class JobQueue:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next question."""
+        """Time to wait before the next question."""
         return BACKOFF.get_pause_s(self._silences)
 
     @property

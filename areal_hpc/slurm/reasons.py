@@ -17,7 +17,7 @@ class PendingReason:
     meaning: str
     """To follow "waits:"."""
     hint: str = ""
-    """What to try; empty where waiting is all there is to do."""
+    """One way out; empty where waiting is all there is to do."""
     needs_action: bool = False
     """It will wait for ever unless somebody does something."""
 
@@ -144,7 +144,7 @@ _FAMILIES = (
 
 
 def explain_reason(text: str) -> PendingReason:
-    """What a job waits for, from the reason that Slurm gives.
+    """Explanation of the reason that Slurm gives for a waiting job.
 
     A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
     brackets, which is kept. One that is not known is passed on as it is.

@@ -79,7 +79,7 @@ class RunContext:
     """Interpreter of each role."""
     working_folder: Path
     mounted: tuple[Path, ...] = ()
-    """What else a container must see."""
+    """Further paths that a container must see."""
     excluded_nodes: tuple[str, ...] = ()
     is_array: bool = False
     """Every job is an array over several runs."""
@@ -88,7 +88,7 @@ class RunContext:
 def build_job_requests(
     jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunContext
 ) -> list[JobRequest]:
-    """What to ask for, job by job.
+    """Requests to Slurm, job by job.
 
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.

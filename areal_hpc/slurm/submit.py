@@ -43,7 +43,7 @@ class JobHandle:
         return bool(self._job.done())
 
     def outcomes(self) -> list[TaskExit]:
-        """How the tasks that have ended did so, lowest rank first."""
+        """Exit statuses of the tasks that have ended, lowest rank first."""
         return list(read_task_exits(self._launch.paths).values())
 
     def request_stop(self) -> None:

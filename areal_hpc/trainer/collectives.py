@@ -18,7 +18,7 @@ from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
 LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
-"""What gloo says on the ranks that outlive one of them."""
+"""Gloo's message on the ranks that outlive one of them."""
 FAILURES = "failures"
 """Counts failed ranks in the store that the world was opened with."""
 REPORTED = "reported"

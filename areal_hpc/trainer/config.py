@@ -35,7 +35,7 @@ class TrainerJobConfig(RankJobConfig):
     trainer: TrainerConfig
     """How the policy learns."""
     weights: WeightsConfig
-    """How replicas get new weights."""
+    """Transport of new weights to replicas."""
     cells: Annotated[int, Field(ge=1)]
     """Cells to send them to, that of evaluation not counted."""
     evaluation_every_steps: Annotated[int, Field(ge=0)]
@@ -82,9 +82,9 @@ class SftJobConfig(RankJobConfig):
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
     sft: SftConfig
-    """How long and how fast."""
+    """Steps and learning rate."""
     parallel: ParallelConfig = ParallelConfig()
-    """How model and batch are split."""
+    """Division of model and batch over ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

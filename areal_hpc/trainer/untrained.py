@@ -66,7 +66,7 @@ def judge_norms(
 
 
 def is_taken(norm: float) -> bool:
-    """Whether an optimizer step whose gradient has this norm changes anything."""
+    """True if an optimizer step whose gradient has this norm changes anything."""
     return math.isfinite(norm) and norm > 0.0
 
 

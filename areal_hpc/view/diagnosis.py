@@ -40,7 +40,7 @@ class FailureEvent:
     """Unix time; None if that is not known."""
     text: str
     rank: int
-    """How close it is to the cause: of the findings of one failure the lowest names it."""
+    """Distance from the cause: of the findings of one failure the lowest names it."""
     details: tuple[str, ...] = ()
     hint: str = ""
 

@@ -79,7 +79,7 @@ class RunJobs:
 
 
 def get_job_label(layout: RunPaths) -> str:
-    """What the name or the comment of every Slurm job of a run holds."""
+    """Text in the name or the comment of every Slurm job of a run."""
     return layout.root.parent.name
 
 

@@ -163,7 +163,7 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
 
 
 def format_queue_line(snapshot: RunState) -> str:
-    """What the ledger's tickets are doing."""
+    """Line about the ledger's tickets."""
     ledger = snapshot.ledger
     if ledger is None:
         return "starting"

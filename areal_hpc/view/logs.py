@@ -32,13 +32,13 @@ class LogFile:
     process: str
     """Its name, and the rank if the job has several tasks."""
     restart: int
-    """How often Slurm had restarted the job; 0 for the first start, and on one machine."""
+    """Number of Slurm's restarts of the job; 0 for the first start, and on one machine."""
     node: str
     """Empty where the log does not say."""
 
     @property
     def source(self) -> str:
-        """Whose lines these are, for people."""
+        """Job, process and node of these lines, for people."""
         place = f"@{self.node}" if self.node else ""
         return f"{self.job}/{self.process}{place}"
 
@@ -207,7 +207,7 @@ class LogFollower:
 
 
 def _stamp(folder: Path) -> int:
-    """When the folder last changed; 0 while it does not exist."""
+    """Time of the folder's last change; 0 while it does not exist."""
     try:
         return folder.stat().st_mtime_ns
     except FileNotFoundError:

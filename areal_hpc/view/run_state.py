@@ -19,7 +19,7 @@ class RunState:
     """State of a run that a progress display shows."""
 
     steps: tuple[dict[str, Any], ...]
-    """What `metrics.jsonl` says of each step, oldest first."""
+    """Rows of `metrics.jsonl`, oldest first."""
     sft: tuple[dict[str, Any], ...]
     """Rows of `sft_metrics.jsonl`, oldest first."""
     ledger: LedgerStatus | None

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 
 _WAIT_S = 1.0
-"""How long a cell that answered last time may take."""
+"""Time limit of a cell that answered last time."""
 _TIMEOUT_S = 3.0
-"""How long a cell that has vanished is listened for, while nobody waits."""
+"""Time limit of a cell that has vanished, while nobody waits."""
 _MAX_CONCURRENT_QUERIES = 32
 
 

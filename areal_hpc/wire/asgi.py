@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def has_key(request: Request, key: str) -> bool:
-    """Whether a request carries the bearer key; takes equally long for every wrong one."""
+    """True if a request carries the bearer key; takes equally long for every wrong one."""
     given = request.headers.get("authorization", "").encode("latin-1")
     return hmac.compare_digest(given, f"Bearer {key}".encode())
 

@@ -22,7 +22,7 @@ BACKOFF = Backoff(0.05, 1.0)
 
 
 def is_accepted(method: str, url: str, timeout_s: float) -> bool:
-    """Whether a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
+    """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
     body = b"{}" if method == "POST" else None
     headers = {"Content-Type": "application/json"}
     try:

@@ -30,7 +30,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NO_VERSION = -1
 """In the place of a weight version where no token was sampled."""
 StaleGroups = Literal["train_with_correction", "drop", "requeue"]
-"""What becomes of a settled ticket that is older than the bound when its batch is formed."""
+"""Handling of a settled ticket that is older than the bound when its batch is formed."""
 
 
 class TicketRef(Struct, frozen=True):
@@ -69,7 +69,7 @@ class LeaseRequest(Struct, frozen=True):
     """Which start of its job the cell is in, as Slurm may leave an older one alive on a node that
     it lost; 0 where starts are not counted."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
-    """What the driver takes tickets of."""
+    """Task sets of which the driver takes tickets."""
 
 
 class LeaseReply(Struct, frozen=True):
@@ -83,7 +83,7 @@ class LeaseReply(Struct, frozen=True):
     over: list[TicketRef] = field(default_factory=list)
     """Finished tickets that the cell need not report again."""
     pause_s: float = 0.25
-    """How soon a busy driver asks again, unless something happens there first."""
+    """Time until a busy driver asks again, unless something happens there first."""
 
 
 class SettledTicket(Struct, frozen=True):
@@ -231,7 +231,7 @@ class LedgerStatus(Struct, frozen=True):
     dropped: int = 0
     filtered: int = 0
     requeued: int = 0
-    """How often a ticket was issued again because it was older than the bound."""
+    """Number of times that a ticket was issued again because it was older than the bound."""
     eval_done: int = 0
     eval_total: int = 0
     cells: int = 0

@@ -95,7 +95,7 @@ class OfferEpisodeRequest(Struct, frozen=True):
     session: StartSessionRequest
     task: dict[str, Any]
     wait_s: float = 10.0
-    """How long the request may be kept until a program comes."""
+    """Time that the request may be kept until a program comes."""
 
 
 class OfferEpisodeReply(Struct, frozen=True):

@@ -63,7 +63,7 @@ class UpdatePause(Struct, frozen=True):
     requests: int
     """In flight, or waiting, when the pause began."""
     recomputed_tokens: int
-    """Whose keys and values had to be computed again."""
+    """Tokens whose keys and values had to be computed again."""
 
 
 class ReplicaView(Struct, frozen=True):
@@ -99,7 +99,7 @@ class NodePartRequest(Struct, frozen=True):
     node: int
     """1, 2, ...: its place among the cell's nodes."""
     incarnation: int
-    """Whose part runs there; 0: none."""
+    """Incarnation whose part runs there; 0: none."""
 
 
 class NodePartReply(Struct, frozen=True):

@@ -57,7 +57,7 @@ class GenerationFork:
 def compute_staleness(
     current: WeightVersion, sampled: WeightVersion, forks: Sequence[GenerationFork]
 ) -> int:
-    """How many optimizer steps lie between the weights that sampled a token and the current ones.
+    """Optimizer steps between the weights that sampled a token and the current ones.
 
     Steps of an abandoned generation that were never saved do not count: they are measured from
     the last ancestor both generations share.

@@ -24,7 +24,7 @@ class CheckResult:
     verdict: CheckStatus
     finding: str
     hint: str = ""
-    """What to try; empty if all is well."""
+    """One way out; empty if all is well."""
 
 
 def ok(name: str, finding: str) -> CheckResult:

@@ -18,7 +18,7 @@ REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
 def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Everything that can be asked of Slurm without submitting a job.
+    """Checks of Slurm that need no job.
 
     Args:
         slurm: The site's options.

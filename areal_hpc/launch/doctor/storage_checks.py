@@ -70,7 +70,7 @@ def check_storage(fileroot: Path) -> Iterator[CheckResult]:
 
 
 def _kind(fileroot: Path) -> CheckResult:
-    """What file system it is. Whether it is shared only another node can tell."""
+    """Kind of the file system. Only another node can tell whether it is shared."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],
         capture_output=True,
@@ -154,7 +154,7 @@ def _room(fileroot: Path) -> CheckResult:
 
 
 def _quota() -> Iterator[CheckResult]:
-    """What `quota` says, where there is such a command; Lustre's has its own."""
+    """Answer of `quota`, where there is such a command; Lustre has its own."""
     if shutil.which("quota") is None:
         return
     asked = subprocess.run(

@@ -58,7 +58,7 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
     def interaction(self, choice: int, generation: Generation, said: ReplyDelta) -> Interaction:
-        """What is recorded of a choice."""
+        """Record of a choice."""
         parent = self.turn.parent
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,

@@ -68,7 +68,7 @@ def _to_request_error(complaint: str, inside: str) -> RequestError:
 
 
 def first_given(asked: Given | None, default: Given) -> Given:
-    """What was asked for, if anything was."""
+    """Value asked for, if there is one."""
     return default if asked is None else asked
 
 
@@ -104,7 +104,7 @@ def parse_tool_choice(
     *,
     parallel: bool,
 ) -> ToolChoice:
-    """What a request says about calling tools.
+    """Tool choice of a request.
 
     Args:
         model: A reply whose calls nobody can tell from its text would be wrong.

@@ -23,7 +23,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 JSON_SPACE = b" \t\r\n"
 Decoded = TypeVar("Decoded")
 UNKNOWN_VERSION = "default"
-"""What SGLang calls weights that nobody gave a version."""
+"""SGLang's version of weights that nobody gave one."""
 TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
 
@@ -238,7 +238,7 @@ class ChunkReader:
 
 
 def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a stop string."""
+    """Number of characters at the end of `text` that may begin a stop string."""
     longest = 0
     for one in stop:
         for count in range(min(len(one), len(text)), longest, -1):

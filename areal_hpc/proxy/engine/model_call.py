@@ -37,7 +37,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     """`max_new_tokens` 0 means: as the session's defaults say."""
     prompt_key: str = "messages"
-    """What the dialect calls what the model reads."""
+    """Parameter in which the dialect has the prompt."""
     prompt: str | Sequence[int] | None = None
     """Text or token ids that the model reads as they are, in place of messages."""
     n: int = 1
@@ -63,5 +63,5 @@ class ServedModel:
     """The user's own normalizer (`proxy.message_normalizer`)."""
 
     def must_parse(self, call: ModelCall) -> bool:
-        """Whether a reply may hold more than text."""
+        """True if a reply may hold more than text."""
         return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))

@@ -41,7 +41,7 @@ class CellReplicaSource:
         self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
     async def refresh(self) -> list[ReplicaView]:
-        """What the control proxy answers; nothing before it has been published."""
+        """Replicas that the control proxy reports; none before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
         if endpoint is None:
             return []

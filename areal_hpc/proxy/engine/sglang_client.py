@@ -45,7 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The reply begins inside its reasoning, so a grammar starts after that."""
 
     def body(self, *, stream: bool) -> bytes:
-        """What is posted to `/generate`; joined, because the ids are long and already JSON."""
+        """Body of `/generate`; joined, because the ids are long and already JSON."""
         return b"".join(
             (
                 b'{"input_ids":[',

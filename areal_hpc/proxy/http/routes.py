@@ -26,7 +26,7 @@ class Route:
     path: str
     """The last part may be a `{name}`: anything but empty."""
     opened_by: Literal["admin", "session", "anyone"]
-    """Whose key opens it. That is settled before the request's body is read."""
+    """Key that opens it, checked before the request's body is read."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name that the path ends with, or
     the request, if there is one."""
@@ -97,7 +97,7 @@ _ERROR = {
         }
     },
 }
-"""What all dialects' errors have in common."""
+"""Headers and status that all dialects' errors share."""
 
 
 def render_openapi(routes: Routes) -> bytes:

@@ -109,7 +109,7 @@ class SessionStore:
         return self._by_key.get(hash_key(key))
 
     def rows_of(self, ref: TicketRef) -> int | None:
-        """How many rows a finished ticket contributes; None if it is not finished."""
+        """Number of rows that a finished ticket contributes; None if it is not finished."""
         if ref in self.finished:
             return self.finished[ref].row_count
         if ref in self.sealed:

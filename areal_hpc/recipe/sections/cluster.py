@@ -137,7 +137,7 @@ class SlurmConfig(JobOptions):
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def get_options(self, job: str) -> JobOptions:
-        """What holds for a job of this name: `trainer`, `sft`, `cell-3`, `evaluation`."""
+        """Options of the job of this name: `trainer`, `sft`, `cell-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
         is_cell = is_cell_name(job)
         layers += [self.jobs.cell] if is_cell else [self.jobs.trainer]
@@ -179,4 +179,4 @@ class ClusterConfig(BaseConfig):
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
     """Under Slurm: a cell releases its nodes after this long without a trainer and episodes."""
     slurm: SlurmConfig = SlurmConfig()
-    """How jobs are submitted; `areal-hpc run` ignores it."""
+    """Submission of jobs; `areal-hpc run` ignores it."""

@@ -64,7 +64,7 @@ class RolloutConfig(BaseConfig):
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
     agent: AgentExecutionConfig = AgentExecutionConfig()
-    """Where it runs, and how its episodes become training rows."""
+    """Process of the agent, and the way from its episodes to training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
     extra_samples: Annotated[int, Field(ge=0)] = 0

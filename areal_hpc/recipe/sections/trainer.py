@@ -107,7 +107,7 @@ class TrainerConfig(BaseConfig):
     """Megatron-core training."""
 
     parallel: ParallelConfig = ParallelConfig()
-    """How model and batch are split."""
+    """Division of model and batch over ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -26,7 +26,7 @@ from areal_hpc.slurm.devcluster.state import lock_state, open_state, read_plan, 
 PARTITIONS = ("scavenger", "priority")
 
 MAX_CANCEL_S = 3.0
-"""What jobs get to end before the power is cut."""
+"""Time that jobs get to end before the power is cut."""
 
 POLL_S = 0.05
 

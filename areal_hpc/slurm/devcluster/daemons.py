@@ -11,14 +11,14 @@ from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from areal_hpc.slurm.devcluster.plan import Daemon, DevclusterPlan
 
 GRACE_S = 10.0
-"""What a daemon gets to end by itself; MariaDB takes a second."""
+"""Time that a daemon gets to end by itself; MariaDB takes a second."""
 
 POLL_S = 0.05
 LOG_TAIL_LINES = 8
 
 
 def is_running(made: DevclusterPlan, daemon: Daemon) -> bool:
-    """Whether its process is there."""
+    """True if its process is there."""
     return processes.find_process(made.paths.process(daemon.name)) is not None
 
 

@@ -50,7 +50,7 @@ def check_commands(settings: DevclusterSettings) -> None:
 
 
 def can_create_namespaces() -> bool:
-    """Whether this user may make namespaces and bridges."""
+    """True if this user may make namespaces and bridges."""
     if os.geteuid() != 0 or shutil.which("ip", path=get_search_path()) is None:
         return False
     return subprocess.run(_TRIAL, capture_output=True, check=False).returncode == 0

@@ -35,7 +35,7 @@ class DevclusterPaths:
 
     @property
     def slurm_conf(self) -> Path:
-        """What `SLURM_CONF` names."""
+        """File that `SLURM_CONF` names."""
         return self.config("slurm.conf")
 
     @property
@@ -48,7 +48,7 @@ class DevclusterPaths:
         return self.log_dir / f"{name}.log"
 
     def output(self, name: str) -> Path:
-        """What a daemon wrote to its terminal."""
+        """Output of a daemon."""
         return self.log_dir / f"{name}.out"
 
     @property

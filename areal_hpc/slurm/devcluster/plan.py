@@ -138,7 +138,7 @@ class DevclusterPlan:
 
 
 def count_ports(settings: DevclusterSettings) -> int:
-    """How many free ports in a row a cluster takes."""
+    """Number of free ports in a row that a cluster takes."""
     return 2 + (0 if settings.namespaces else settings.nodes)
 
 

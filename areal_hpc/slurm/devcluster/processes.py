@@ -92,7 +92,7 @@ def find_process(record: Path) -> psutil.Process | None:
 
 
 def list_descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Everything that descends from `process` and still runs."""
+    """All processes that descend from `process` and still run."""
     try:
         children = process.children(recursive=True)
     except psutil.NoSuchProcess:

@@ -31,7 +31,7 @@ ADVANTAGE, BEHAVIOR, CURRENT, AGE = "advantage", "behavior", "current", "age"
 current weights did the sampling, and how many versions old those that did it are."""
 
 SHARD_TIMEOUT_S = 60.0
-"""How long a shard may take to become visible on another node of a shared file system."""
+"""Time that a shard may take to become visible on another node of a shared file system."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ def leave_out_unsound(
 
 
 def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str | None:
-    """What is wrong with the first unsound row of a ticket, and which it is."""
+    """Defect of a ticket's first unsound row, and its number."""
     if len(ticket.rewards) != len(rows):
         return f"expected {len(rows)} rewards in the manifest, got {len(ticket.rewards)}"
     for number, row, reward in zip(ticket.rows, rows, ticket.rewards, strict=True):
@@ -179,7 +179,7 @@ def _temperature(trajectory: Trajectory) -> float:
 def summarize_batch(
     batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> dict[str, float]:
-    """What the batch is like, before any training: rewards, sizes, ages of its tokens.
+    """Metrics of the batch before any training: rewards, sizes, ages of its tokens.
 
     A batch without rows has no mean reward.
     """

@@ -53,7 +53,7 @@ from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.wire.fault_points import fault_point
 
 VISIBLE_TIMEOUT_S = 60.0
-"""How long rank 0's choice may take to become visible on another node of shared storage."""
+"""Time that rank 0's choice may take to become visible on another node of shared storage."""
 POLL_S = 0.2
 
 WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")

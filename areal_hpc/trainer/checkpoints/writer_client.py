@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 2
 """Writers that one file may cost before the checkpoint is given up."""
 EXIT_TIMEOUT_S = 60.0
-"""How long a writer may still be deleting old checkpoints at the end of a run."""
+"""Time that a writer may still be deleting old checkpoints at the end of a run."""
 
 
 class WriterClient:
@@ -41,7 +41,7 @@ class WriterClient:
         self._memory = os.memfd_create("checkpoint")
         self._request: WriteRequest | None = None
         self.took_s = 0.0
-        """What the last file took to write."""
+        """Seconds that the last file took to write."""
         self._tries = 0
         self._doomed: list[Path] = []
         """Directories that the writer was told to delete."""

@@ -30,7 +30,7 @@ ReplyT = TypeVar("ReplyT")
 
 START_TIMEOUT_S = 120.0
 UNREACHABLE_TIMEOUT_S = 120.0
-"""How long the ledger may be away. Its supervisor restarts it within seconds."""
+"""Time that the ledger may be away. Its supervisor restarts it within seconds."""
 RETRY_S = 2.0
 """After this long without a connection its address is looked up again."""
 REPLY_TIMEOUT_S = 15.0

@@ -174,7 +174,7 @@ class LedgerSource(BatchSource):
             logger.warning("%s did not receive version %s: %s", key, version, error)
 
     def describe_updates(self) -> FlatRow:
-        """What the newest update cost those who generate."""
+        """Cost of the newest update to those who generate."""
         return summarize_update_pauses(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------

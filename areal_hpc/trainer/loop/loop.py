@@ -87,7 +87,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 RankCommand = TrainStep | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
-"""What rank 0 tells all ranks to do next. Ranks act on nothing else."""
+"""Next command of rank 0 to all ranks. Ranks act on nothing else."""
 
 Delivery = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
@@ -124,7 +124,7 @@ class BatchSource(Protocol):
         return True
 
     def describe_updates(self) -> FlatRow:
-        """What sending the weights cost those who generate."""
+        """Cost of sending the weights to those who generate."""
         return {}
 
     def is_settled(self) -> bool:

@@ -158,7 +158,7 @@ def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSp
 
 
 def get_size_bytes(spec: HfSpec) -> int:
-    """What the tensor takes in a file."""
+    """Size of the tensor in a file."""
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
 

@@ -14,7 +14,7 @@ def compute_group_advantages(
     episodes: Sequence[int],
     min_reward_std: float,
 ) -> npt.NDArray[np.float32]:
-    """How much better each row did than its group, in standard deviations of the group.
+    """Advantage of each row over its group, in standard deviations of the group.
 
     An episode counts once in its group, however many rows its forks gave it.
 

@@ -44,7 +44,7 @@ class CorrectedWeights:
     """Behavior weights of some tokens after the correction. No gradient flows through any of it."""
 
     weight_N: torch.Tensor
-    """What each token's term of the objective is multiplied by; 0 where it is masked."""
+    """Factor of each token's term of the objective; 0 where it is masked."""
     raw_N: torch.Tensor
     """The importance weight before the bounds: the token's, or the geometric mean of its row."""
     outside_N: torch.Tensor

@@ -10,7 +10,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
 LOSS_SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
-"""What a loss adds up over tokens, besides their number."""
+"""Sums of a loss over tokens, besides their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

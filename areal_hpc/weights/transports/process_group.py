@@ -26,9 +26,9 @@ from areal_hpc.errors import WeightSyncError
 ResultT = TypeVar("ResultT")
 
 _LOOK_S = 0.02
-"""How often members are asked whether they refuse."""
+"""Period of the question to members whether they refuse."""
 _POLL_S = 0.0002
-"""How often NCCL is asked."""
+"""Period of the questions to NCCL."""
 
 
 class UpdateProcessGroup:

@@ -273,7 +273,7 @@ def _tool_choice(
 def _thinking_variables(
     asked: dict[str, Any] | None, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any] | None:
-    """How chat templates are told whether the model shall reason: under one of two names.
+    """Variables that tell chat templates whether to reason, under both names in use.
 
     A model whose reasoning nobody can tell from its text is told nothing.
     """

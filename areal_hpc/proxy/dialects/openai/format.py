@@ -55,7 +55,7 @@ class ChoiceExchange(Exchange):
             "created": self.created_at,
             "model": model.name,
         }
-        """What the reply, or each chunk of it, begins with."""
+        """Fields with which the reply, or each chunk of it, begins."""
 
     @abstractmethod
     def choice(self, answer: RecordedReply) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _assistant(reply: dict[str, Any]) -> Message:
 
 
 def _joins(reply: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether an item belongs to the reply so far: it has one text, and reasoning only first."""
+    """True if an item belongs to the reply so far: it has one text, and reasoning only first."""
     if "reasoning_content" in said:
         return not reply
     return "tool_calls" in said or "content" not in reply

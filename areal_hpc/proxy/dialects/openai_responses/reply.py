@@ -53,7 +53,7 @@ class _ResponsesExchange(Exchange):
         """Events of the stream."""
         self._tokens: list[dict[str, Any]] = []
         self._shown = 0
-        """How many of the tokens have come with their text."""
+        """Number of the tokens that have come with their text."""
         self._end_status = "completed"
         """Of the item that ends now."""
 
