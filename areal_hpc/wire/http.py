@@ -89,8 +89,9 @@ class WireClient:
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
+                waited = f" for {patience_s:g} s" if patience_s else ""
                 raise ClusterError(
-                    f"{url} has not responded for {patience_s:.0f} s ({trouble})",
+                    f"{url} has not responded{waited} ({trouble})",
                     hint="read that role's log in logs/latest",
                 )
             time.sleep(next(pauses))
