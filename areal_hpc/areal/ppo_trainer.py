@@ -11,8 +11,8 @@ from typing import Any, Self
 import orjson
 from omegaconf import OmegaConf
 
-from areal_hpc.areal.config.experiments import BaseExperimentConfig
 from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
+from areal_hpc.areal.config.schema import BaseExperimentConfig
 from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit

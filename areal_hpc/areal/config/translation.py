@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
-from areal_hpc.areal.config.experiments import AgentRLConfig, BaseExperimentConfig
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
 from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
 from areal_hpc.areal.config.run_rules import RUN_RULES
-from areal_hpc.areal.config.schema import RejectionSamplingConfig
+from areal_hpc.areal.config.schema import (
+    AgentRLConfig,
+    BaseExperimentConfig,
+    RejectionSamplingConfig,
+)
 from areal_hpc.errors import RecipeError
 
 RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}

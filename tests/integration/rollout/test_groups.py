@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.group_filter import GroupFilter
+from areal_hpc.rollout.episodes.group import GroupFilter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
