@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
 from areal_hpc.areal.config.schema import BaseExperimentConfig
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
 from areal_hpc.recipe.loading import build_recipe, read_site_file
@@ -225,13 +226,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise RecipeError(f"row {number} is a {type(row).__name__}, expected a dict")
-        try:
-            lines.append(orjson.dumps(dict(row)))
-        except TypeError as error:
-            raise RecipeError(
-                f"row {number} cannot be serialized as JSON ({error})",
-                hint="use strings, numbers, lists and dicts with string keys",
-            ) from error
+        lines.append(encode_row(dict(row), number))
     if not lines:
         raise RecipeError("the data set is empty", hint="pass at least one row")
     return lines

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, encodable
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import in_worker_process
+from areal_hpc.rollout.execution.subprocess_agent import describe_failure, in_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.ledger import Empty
@@ -28,7 +27,6 @@ from areal_hpc.wire.proxy import (
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
-TRACEBACK_CHARS = 1500
 POLL_TIMEOUT_S = 10.0
 """How long the proxy may keep a request that waits for a program."""
 CALL_TIMEOUT_S = 30.0
@@ -201,10 +199,7 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
     except AgentError as error:  # it says all there is to say
         return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
-        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
-        trace = "".join(traceback.format_exception(type(error), error, inner))
-        return AgentError(f"the agent raised {said}\n{trace[-TRACEBACK_CHARS:].strip()}")
+        return describe_failure(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
 async def _record(
