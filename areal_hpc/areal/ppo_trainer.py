@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
 from omegaconf import OmegaConf
 
-from areal_hpc.areal.config.experiments import BaseExperimentConfig
 from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
-from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
+from areal_hpc.areal.config.schema import BaseExperimentConfig
+from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
 from areal_hpc.recipe.loading import build_recipe, read_site_file
@@ -63,12 +63,7 @@ class PPOTrainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -151,7 +146,12 @@ class PPOTrainer:
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
             _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
-        return recipe, _notes(translation)
+        # The script's own keys and the rows that it hands over are not lost.
+        return recipe, [
+            f"ignored  {one.key}={one.value}: {one.reason}"
+            for one in translation.untranslated
+            if find_rule(one.key) and not one.key.endswith("_dataset.path")
+        ]
 
 
 def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -226,13 +226,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise RecipeError(f"row {number} is a {type(row).__name__}, expected a dict")
-        try:
-            lines.append(orjson.dumps(dict(row)))
-        except TypeError as error:
-            raise RecipeError(
-                f"row {number} cannot be serialized as JSON ({error})",
-                hint="use strings, numbers, lists and dicts with string keys",
-            ) from error
+        lines.append(encode_row(dict(row), number))
     if not lines:
         raise RecipeError("the data set is empty", hint="pass at least one row")
     return lines
@@ -247,21 +241,11 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
     text = b"\n".join(lines) + b"\n"
-    if path.exists():
-        if path.read_bytes() != text:
-            raise RecipeError(
-                "this run was started with a different data set",
-                key=key,
-                hint="give another trial_name",
-            )
-        return
-    write_atomic(path, text)
-
-
-def _notes(translation: Translation) -> list[str]:
-    """What of the configuration is lost; the script's own keys and handed-over rows are not."""
-    return [
-        f"ignored  {one.key}={one.value}: {one.reason}"
-        for one in translation.untranslated
-        if find_rule(one.key) and not one.key.endswith("_dataset.path")
-    ]
+    if not path.exists():
+        write_atomic(path, text)
+    elif path.read_bytes() != text:
+        raise RecipeError(
+            "this run was started with a different data set",
+            key=key,
+            hint="give another trial_name",
+        )

@@ -37,8 +37,14 @@ def materialize(
         for config, key in parts:
             count = 0
             for row in iterate_rows(config, key):
-                stream.write(_as_line(row, count, key))
-                _apply(check, row, count, key)
+                stream.write(encode_row(row, count, key) + b"\n")
+                try:
+                    check(row)
+                except RecipeError as error:
+                    (problem, *_) = error.problems
+                    raise RecipeError(
+                        f"row {count}, {problem.key}: {problem.message}", key=key, hint=problem.hint
+                    ) from error
                 count += 1
             if count == 0:
                 raise RecipeError("the data set is empty", key=key)
@@ -47,27 +53,14 @@ def materialize(
     return counts
 
 
-def _apply(
-    check: Callable[[dict[str, Any]], None], row: dict[str, Any], number: int, key: str
-) -> None:
-    """Check a row, and say which it is.
+def encode_row(row: object, number: int, key: str = "") -> bytes:
+    """A row as strict JSON: what the driver reads back must be what was written.
 
     Raises:
-        RecipeError: It did not pass.
+        RecipeError: It holds what JSON cannot.
     """
     try:
-        check(row)
-    except RecipeError as error:
-        problem = error.problems[0]
-        raise RecipeError(
-            f"row {number}, {problem.key}: {problem.message}", key=key, hint=problem.hint
-        ) from error
-
-
-def _as_line(row: object, number: int, key: str) -> bytes:
-    """One line of strict JSON: what the driver reads back must be what was written."""
-    try:
-        return orjson.dumps(row) + b"\n"
+        return orjson.dumps(row)
     except TypeError as error:
         raise RecipeError(
             f"row {number} cannot be serialized as JSON ({error})",

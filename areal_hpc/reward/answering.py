@@ -124,21 +124,17 @@ class _Process:
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
         if not self._is_ready:
-            self._wait_until_ready()
+            try:
+                self._exchange(b"", START_TIMEOUT_S)
+            except (TimeoutError, ProcessDiedError) as error:
+                what = "gone before it was ready"
+                if isinstance(error, TimeoutError):
+                    what = f"not ready after {START_TIMEOUT_S:g} s"
+                raise ClusterError(
+                    f"{self._name} was {what}", hint="read what it wrote to standard error"
+                ) from error
+            self._is_ready = True
         return self._exchange(question, timeout_s)
-
-    def _wait_until_ready(self) -> None:
-        try:
-            self._exchange(b"", START_TIMEOUT_S)
-        except (TimeoutError, ProcessDiedError) as error:
-            is_late = isinstance(error, TimeoutError)
-            what = (
-                f"not ready after {START_TIMEOUT_S:g} s" if is_late else "gone before it was ready"
-            )
-            raise ClusterError(
-                f"{self._name} was {what}", hint="read what it wrote to standard error"
-            ) from error
-        self._is_ready = True
 
     def _exchange(self, question: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s

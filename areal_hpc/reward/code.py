@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_code
@@ -36,25 +36,18 @@ def code_reward(
     wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
     limits = ProgramLimits(**wanted)
     if "program" in tests:
-        return float(_passes(source, str(tests["program"]), limits))
-    return float(_answers(source, tests["cases"], limits))
-
-
-def _passes(source: str, tests: str, limits: ProgramLimits) -> bool:
-    """The tests ran to their end: the word after them is printed, whoever calls `sys.exit(0)`."""
-    word = secrets.token_hex(16)
-    outcome = run_program(f"{source}\n{tests}\nprint()\nprint({word!r})\n", limits=limits)
-    return outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word]
-
-
-def _answers(source: str, cases: Sequence[Mapping[str, str]], limits: ProgramLimits) -> bool:
-    """What it prints is what is expected, but for white space at the ends of lines."""
-    for case in cases:
+        # They ran to their end if the word after them is printed, whoever calls `sys.exit(0)`.
+        word = secrets.token_hex(16)
+        program = f"{source}\n{tests['program']}\nprint()\nprint({word!r})\n"
+        outcome = run_program(program, limits=limits)
+        return float(outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word])
+    for case in tests["cases"]:
         outcome = run_program(source, case["input"], limits)
         if outcome.exit_code != 0 or _lines(outcome.stdout) != _lines(case["output"]):
-            return False
-    return bool(cases)
+            return 0.0
+    return float(bool(tests["cases"]))
 
 
 def _lines(text: str) -> list[str]:
+    """What is compared: white space at the ends of lines and of the text does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -20,15 +20,11 @@ class RolloutJobConfig(JobConfig):
     cell: str
     """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
     rollout: RolloutConfig
-    """The agent and its limits."""
     evaluation_sampling: SamplingConfig
-    """Generation parameters of evaluation episodes."""
     evaluation_workflow: str = ""
     """Dotted path of the agent that plays them, if it is another one."""
     evaluation_workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor."""
     episode_slots: int
-    """Episodes this cell runs at once."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
     """What it takes tickets of."""
     sys_path: tuple[str, ...] = ()

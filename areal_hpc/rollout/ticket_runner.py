@@ -15,11 +15,10 @@ from areal_hpc.rollout.episodes.episode import (
     EpisodeSpec,
     derive_episode_seed,
     run_episode,
+    run_online_episode,
 )
-from areal_hpc.rollout.episodes.group import run_group
-from areal_hpc.rollout.episodes.group_filter import GroupFilter
+from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
-from areal_hpc.rollout.episodes.online_episode import run_online_episode
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import Services

@@ -1,23 +1,21 @@
 """AReaL's `areal.api.cli_args` (re-exports of the configuration classes)."""
 
-from areal_hpc.areal.config.experiments import (
-    AgentRLConfig,
-    BaseExperimentConfig,
-    GRPOConfig,
-    PPOConfig,
-)
 from areal_hpc.areal.config.loading import load_expr_config
 from areal_hpc.areal.config.schema import (
     AgentConfig,
+    AgentRLConfig,
+    BaseExperimentConfig,
     ClusterSpecConfig,
     DatasetConfig,
     EvaluatorConfig,
     GenerationHyperparameters,
+    GRPOConfig,
     InferenceEngineConfig,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
     PPOActorConfig,
+    PPOConfig,
     RecoverConfig,
     RejectionSamplingConfig,
     SaverConfig,

@@ -8,10 +8,10 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
 from areal_hpc.areal.config.rules import (
+    Rule,
     Source,
     Untranslatable,
     alias_rule,
-    computed_rule,
     fixed_rule,
     ignored_rule,
     renamed_rule,
@@ -121,16 +121,16 @@ def _model(value: Any, source: Source) -> dict[str, Any]:
 
 
 ACTOR_RULES = (
-    computed_rule(
+    Rule(
         "actor.path",
         "`model.path`, or `model.hub` for `owner/name` that is no folder",
         _model,
         only_if_given=True,
     ),
-    computed_rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
+    Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
     alias_rule("actor.experiment_name", "experiment_name", "a run has one name"),
     alias_rule("actor.trial_name", "trial_name", "a run has one name"),
-    computed_rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
+    Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
     fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
     fixed_rule(
@@ -142,24 +142,22 @@ ACTOR_RULES = (
     fixed_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
     renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
     renamed_rule("actor.optimizer.weight_decay", "trainer.optimizer.weight_decay"),
-    computed_rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _betas),
-    computed_rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _betas),
+    Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _betas),
+    Rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _betas),
     renamed_rule("actor.optimizer.eps", "trainer.optimizer.eps"),
-    computed_rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _decay),
+    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _decay),
     renamed_rule("actor.optimizer.min_lr_ratio", "trainer.optimizer.min_lr_ratio"),
-    computed_rule(
+    Rule(
         "actor.optimizer.warmup_steps_proportion",
         "`trainer.optimizer.warmup_steps`: times the steps of the run",
         _warmup,
     ),
     renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
     fixed_rule("actor.optimizer.offload", False, "the optimizer stays on its device"),
-    computed_rule("actor.weight_update_mode", "`weights.transport`", _transport),
-    computed_rule(
-        "actor.weight_chunked_mem_mb", "`weights.bucket_bytes`", _bucket, only_if_given=True
-    ),
+    Rule("actor.weight_update_mode", "`weights.transport`", _transport),
+    Rule("actor.weight_chunked_mem_mb", "`weights.bucket_bytes`", _bucket, only_if_given=True),
     renamed_rule("actor.ppo_n_minibatches", "trainer.minibatches"),
-    computed_rule("actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _clip),
+    Rule("actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _clip),
     ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
     unsupported_rule("actor.c_clip", "no second bound for negative advantages"),
     alias_rule(
@@ -168,15 +166,15 @@ ACTOR_RULES = (
         "log-probabilities are at the temperature that each reply was sampled with",
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
-    computed_rule("actor.group_size", "as `rollout.n_samples`", _group_size),
-    computed_rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _level, only_if_given=True),
-    computed_rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _level, only_if_given=True),
+    Rule("actor.group_size", "as `rollout.n_samples`", _group_size),
+    Rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _level, only_if_given=True),
+    Rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _level, only_if_given=True),
     fixed_rule("actor.reward_norm.mean_leave1out", False, GROUP_NORM_REASON),
     ignored_rule(
         "actor.reward_norm.std_unbiased", "it scales all advantages of a group size alike"
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
-    computed_rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _group_size),
+    Rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _group_size),
     ignored_rule("actor.reward_norm", f"{GROUP_NORM_REASON}, without this section too"),
     ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
     ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
@@ -195,7 +193,7 @@ ACTOR_RULES = (
     ),
     fixed_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
     ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),
-    computed_rule(
+    Rule(
         "actor.use_decoupled_loss",
         "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
         _proximal,
@@ -211,7 +209,7 @@ ACTOR_RULES = (
         "actor.rejection_sampling.level", "`trainer.objective.off_policy_correction_level`"
     ),
     ignored_rule("actor.rejection_sampling.action", "`trainer.objective.off_policy_correction`"),
-    computed_rule(
+    Rule(
         "actor.rejection_sampling.metric",
         "`trainer.objective.off_policy_correction_metric`",
         _metric,

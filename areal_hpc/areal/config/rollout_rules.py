@@ -10,7 +10,6 @@ from areal_hpc.areal.config.rules import (
     Source,
     Untranslatable,
     alias_rule,
-    computed_rule,
     fixed_rule,
     ignored_rule,
     renamed_rule,
@@ -49,7 +48,7 @@ def _sampling(name: str) -> tuple[Rule, ...]:
         return {train: convert(value), valid: convert(value if own is None else own)}
 
     return (
-        computed_rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
+        Rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
         ignored_rule(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
     )
 
@@ -94,7 +93,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
         renamed_rule(
             f"{section}.drop_retry_orphans", f"{here}.drop_retry_orphans", only_if_given=given
         ),
-        computed_rule(
+        Rule(
             f"{section}.tool_call_parser",
             "`inference.tool_call_parser`, under SGLang's name",
             _tool_parser,
@@ -110,7 +109,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
             "concat",
             "tokens of earlier turns are never tokenized again",
         ),
-        computed_rule(
+        Rule(
             f"{section}.engine_max_tokens",
             "`inference.context_length`: the least of the bounds given",
             _context,
@@ -153,36 +152,32 @@ ROLLOUT_RULES = (
     *_sampling("temperature"),
     *_sampling("top_p"),
     *_sampling("top_k"),
-    computed_rule("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
+    Rule("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_generation("gconfig"),
-    computed_rule(
+    Rule(
         "gconfig.drop_incomplete_group",
         "`rollout.min_samples`: 2 if false",
         _partial_groups,
         only_if_given=True,
     ),
     fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
-    computed_rule(
-        "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily
-    ),
+    Rule("eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily),
     *_generation("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
-    computed_rule(
-        "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
-    ),
+    Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
     alias_rule("rollout.experiment_name", "experiment_name", "a run has one name"),
     alias_rule("rollout.trial_name", "trial_name", "a run has one name"),
     alias_rule("rollout.fileroot", "cluster.fileroot", "all files of a run are in one directory"),
     alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
-    computed_rule(
+    Rule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
         _concurrency,
     ),
     unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
-    computed_rule(
+    Rule(
         "rollout.consumer_batch_size",
         "as `train_dataset.batch_size`",
         lambda value, source: (
@@ -216,7 +211,7 @@ ROLLOUT_RULES = (
     unsupported_rule("rollout.scheduling_strategy.*", "trainer and replicas never share nodes"),
     *_agent("rollout.agent"),
     *_agent("rollout.openai"),
-    computed_rule("sglang.context_length", _LEAST, _context, only_if_given=True),
+    Rule("sglang.context_length", _LEAST, _context, only_if_given=True),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),

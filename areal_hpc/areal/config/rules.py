@@ -73,13 +73,6 @@ def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     )
 
 
-def computed_rule(
-    key: str, here: str, becomes: TranslateValue, *, only_if_given: bool = False
-) -> Rule:
-    """A value that another one, or several, are made of."""
-    return Rule(key, here, becomes, only_if_given)
-
-
 def fixed_rule(key: str, value: Any, otherwise: str) -> Rule:
     """It is always so here; any other value is lost."""
     return Rule(

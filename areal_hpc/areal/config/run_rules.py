@@ -12,7 +12,6 @@ from areal_hpc.areal.config.rules import (
     TranslateValue,
     Untranslatable,
     alias_rule,
-    computed_rule,
     fixed_rule,
     ignored_rule,
     renamed_rule,
@@ -54,9 +53,7 @@ def _timer(section: str, target: str) -> tuple[Rule, ...]:
             f"{section}.fileroot", "cluster.fileroot", "all files of a run are in one directory"
         ),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
-        computed_rule(
-            f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)
-        ),
+        Rule(f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)),
         renamed_rule(f"{section}.freq_steps", target),
     )
 
@@ -101,7 +98,7 @@ def _script_key(name: str) -> Rule:
     def becomes(value: Any, source: Source) -> dict[str, Any]:
         return {} if value in (None, "", {}) else map_areal_paths({target: value})
 
-    return computed_rule(name, f"`{target}`", becomes)
+    return Rule(name, f"`{target}`", becomes)
 
 
 def _launched(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
@@ -131,14 +128,12 @@ RUN_RULES = (
     fixed_rule("enable_offload", False, "trainer and replicas keep their own devices"),
     fixed_rule("async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"),
     fixed_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
-    computed_rule("total_train_epochs", "`trainer.total_steps`, where the rows are known", _steps),
+    Rule("total_train_epochs", "`trainer.total_steps`, where the rows are known", _steps),
     renamed_rule("total_train_steps", "trainer.total_steps"),
     alias_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
-    computed_rule(
-        "allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode
-    ),
-    computed_rule("workflow", "`rollout.workflow`", _workflow),
-    computed_rule(
+    Rule("allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode),
+    Rule("workflow", "`rollout.workflow`", _workflow),
+    Rule(
         "eval_workflow",
         "`evaluation.workflow`",
         lambda value, source: (
@@ -161,7 +156,7 @@ RUN_RULES = (
     ignored_rule(
         "cluster.name_resolve.*", "processes find one another by files of the run directory"
     ),
-    computed_rule(
+    Rule(
         "scheduler.type",
         "how a run is started: `areal-hpc run` here, or submitted to Slurm",
         _launched,
@@ -169,14 +164,14 @@ RUN_RULES = (
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
     unsupported_rule("launcher.*", "what a job asks Slurm for is in the section `cluster`"),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
-    computed_rule("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),
+    Rule("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),
     fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
     ignored_rule("train_dataset.pin_memory", _LOADER),
     ignored_rule("train_dataset.num_workers", _LOADER),
     fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
-    computed_rule("valid_dataset.path", "`valid_dataset.path`", _task_file("valid_dataset")),
+    Rule("valid_dataset.path", "`valid_dataset.path`", _task_file("valid_dataset")),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
     ignored_rule("valid_dataset.pin_memory", _LOADER),

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
-from areal_hpc.areal.config.experiments import AgentRLConfig, BaseExperimentConfig
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
 from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
 from areal_hpc.areal.config.run_rules import RUN_RULES
-from areal_hpc.areal.config.schema import RejectionSamplingConfig
+from areal_hpc.areal.config.schema import (
+    AgentRLConfig,
+    BaseExperimentConfig,
+    RejectionSamplingConfig,
+)
 from areal_hpc.errors import RecipeError
 
 RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}
@@ -111,21 +114,13 @@ def _translated(source: Source, keys: Sequence[str]) -> Translation:
                 untranslated.append(UntranslatedKey(key, value, become.reason))
     if arguments:
         recipe[EXTRA_ARGS] = arguments
-    recipe |= _sections(source)
+    if source("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
+        become = RULES["rollout.max_concurrent_rollouts"].becomes(None, source)
+        assert not isinstance(become, Untranslatable)
+        recipe |= become
     place = {key: number for number, key in enumerate(keys)}
     untranslated.sort(key=lambda one: place[one.key])
     return Translation(unflatten(recipe), untranslated)
-
-
-def _sections(source: Source) -> dict[str, Any]:
-    """What follows from several keys, or from one that is not stated."""
-    found: dict[str, Any] = {}
-    if source("rollout.max_concurrent_rollouts") is None:
-        rule = RULES["rollout.max_concurrent_rollouts"]
-        become = rule.becomes(None, source)
-        assert not isinstance(become, Untranslatable)
-        found |= become
-    return found
 
 
 def find_rule(key: str) -> Rule | None:
@@ -133,11 +128,8 @@ def find_rule(key: str) -> Rule | None:
     if key in RULES:
         return RULES[key]
     parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        rule = RULES.get(".".join(parts[:end]) + ".*")
-        if rule is not None:
-            return rule
-    return None
+    sections = (".".join(parts[:end]) + ".*" for end in range(len(parts), 0, -1))
+    return next((RULES[section] for section in sections if section in RULES), None)
 
 
 def _as_arguments(name: str, value: Any) -> Iterator[str]:

@@ -1,21 +1,24 @@
-"""One episode: open a session, run the agent, record rewards."""
+"""One episode: open a session, run the agent or wait for a program, record rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, encodable
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import in_worker_process
+from areal_hpc.rollout.execution.subprocess_agent import describe_failure, in_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
+    AwaitSessionReply,
+    AwaitSessionRequest,
     EndSessionReply,
+    OfferEpisodeReply,
+    OfferEpisodeRequest,
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
@@ -24,7 +27,9 @@ from areal_hpc.wire.proxy import (
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
-TRACEBACK_CHARS = 1500
+POLL_TIMEOUT_S = 10.0
+"""How long the proxy may keep a request that waits for a program."""
+CALL_TIMEOUT_S = 30.0
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
@@ -89,6 +94,39 @@ async def run_episode(
         if proxy.instance != incarnation:
             status = "interrupted"
         return EpisodeOutcome(status, session.session_id, reason=reason)
+
+
+async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> EpisodeOutcome:
+    """Offer the episode until a program takes it, then wait until that ends its session.
+
+    A program that takes longer than `spec.timeout_s`, or ends without a reward, costs no try of the
+    ticket: the outcome is `interrupted`.
+    """
+    offer = OfferEpisodeRequest(spec.session, spec.data, POLL_TIMEOUT_S)
+    session_id = None
+    while session_id is None:
+        offered = await proxy.call(
+            "/rl/offer_episode", offer, OfferEpisodeReply, timeout_s=CALL_TIMEOUT_S
+        )
+        session_id = offered.session_id
+    question = AwaitSessionRequest(session_id, POLL_TIMEOUT_S)
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + spec.timeout_s
+    reason = f"the program took longer than {spec.timeout_s:g} s"
+    while clock() < give_up_at:
+        try:
+            state = await proxy.call(
+                "/rl/await_session", question, AwaitSessionReply, timeout_s=CALL_TIMEOUT_S
+            )
+        except HttpStatusError as refusal:
+            reason = f"the proxy forgot the session: {refusal}"
+            break
+        if state.ended and state.reward is not None:
+            return EpisodeOutcome("ok", session_id, reward=state.reward)
+        if state.ended:
+            reason = "the external program ended its session without a reward"
+            break
+    return EpisodeOutcome("interrupted", session_id, reason=reason)
 
 
 def validate_rewards(returned: object) -> dict[str | None, float]:
@@ -161,10 +199,7 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
     except AgentError as error:  # it says all there is to say
         return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
-        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
-        trace = "".join(traceback.format_exception(type(error), error, inner))
-        return AgentError(f"the agent raised {said}\n{trace[-TRACEBACK_CHARS:].strip()}")
+        return describe_failure(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
 async def _record(

@@ -23,7 +23,8 @@ def make_http_client(request_timeout_s: float) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         sdk = importlib.import_module("openai")
-        http = importlib.import_module("httpx2" if _wants_httpx2(sdk) else "httpx")
+        wants_httpx2 = int(sdk.__version__.split(".")[0]) >= 3
+        http = importlib.import_module("httpx2" if wants_httpx2 else "httpx")
     except ModuleNotFoundError:
         sdk = None
         http = importlib.import_module("httpx")
@@ -39,7 +40,3 @@ def make_http_client(request_timeout_s: float) -> Any:
         return sdk.DefaultAioHttpClient(**options)
     except (AttributeError, RuntimeError):  # an SDK before 1.92, or without its aiohttp extra
         return sdk.DefaultAsyncHttpxClient(**options)
-
-
-def _wants_httpx2(sdk: Any) -> bool:
-    return int(sdk.__version__.split(".")[0]) >= 3

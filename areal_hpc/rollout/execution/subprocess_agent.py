@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any
 
 from areal_hpc.errors import AgentError, RecipeError
@@ -93,6 +94,13 @@ def build_agent_environment(base_url: str, api_key: str) -> dict[str, str]:
     }
 
 
+def describe_failure(error: BaseException, trace: TracebackType | None) -> AgentError:
+    """What an agent raised, in words: the last line, then the end of the traceback."""
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    shown = "".join(traceback.format_exception(type(error), error, trace))
+    return AgentError(f"the agent raised {said}\n{shown[-TRACEBACK_CHARS:].strip()}")
+
+
 # In the process ---------------------------------------------------------------------------
 
 _agents: dict[str, Agent] = {}
@@ -123,9 +131,7 @@ def _run_episode(
         raise
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         # Tracebacks do not cross the pipe, so what they say goes into the message.
-        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:].strip()
-        raise AgentError(f"the agent raised {said}\n{trace}") from None
+        raise describe_failure(error, error.__traceback__) from None
 
 
 async def _as_coroutine(agent: Agent, data: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.group_filter import GroupFilter
+from areal_hpc.rollout.episodes.group import GroupFilter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
@@ -62,12 +62,6 @@ def test_groups_whose_rewards_are_all_equal_are_filtered_if_the_recipe_says_so(
     assert sum(event["event"] == "group_filtered" for event in cell.events) == 2
 
 
-def test_groups_with_equal_rewards_are_trained_by_default(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Numbered({0, 1}), tickets(2))
-    cell.run()
-    assert len(cell.proxy.finished) == 2
-
-
 def test_the_users_filter_sees_the_rewards_and_the_task(tmp_path: Path) -> None:
     name = f"{HERE}:rewards_differ_and_task_is_even"
     cell = Cell(tmp_path, Numbered({0}), tickets(4), should_accept=name)
@@ -77,10 +71,12 @@ def test_the_users_filter_sees_the_rewards_and_the_task(tmp_path: Path) -> None:
     assert "[1.0, 1.0, 1.0, 1.0]" in cell.script.filtered[TicketRef(0, 0)]
 
 
-def test_a_numpy_bool_is_an_answer(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:one_of_them")
+def test_equal_rewards_are_trained_by_default_and_a_numpy_bool_is_an_answer(
+    tmp_path: Path,
+) -> None:
+    cell = Cell(tmp_path, Numbered({0}), tickets(2), should_accept=f"{HERE}:one_of_them")
     cell.run()
-    assert set(cell.proxy.finished) == {TicketRef(0, 0)}
+    assert set(cell.proxy.finished) == {TicketRef(0, 0), TicketRef(1, 0)}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.config.experiments import AgentRLConfig, GRPOConfig
 from areal_hpc.areal.config.loading import load_expr_config, read_areal_tree
 from areal_hpc.areal.config.rules import flatten
 from areal_hpc.areal.config.schema import (
     AgentConfig,
+    AgentRLConfig,
     DatasetConfig,
     GenerationHyperparameters,
+    GRPOConfig,
     NormConfig,
     RejectionSamplingConfig,
 )

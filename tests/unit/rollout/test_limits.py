@@ -12,17 +12,11 @@ from areal_hpc.rollout.episodes.limits import EpisodeLimits, check_task_limits, 
 ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
 
 
-def test_the_recipe_limits_an_episode() -> None:
-    assert resolve_limits(ROLLOUT, {"question": "2+2"}) == EpisodeLimits(
-        max_turns=8, max_tokens=0, timeout_s=60.0
-    )
-
-
-def test_a_task_overrides_what_it_names() -> None:
-    task = {"limits": {"max_tokens": 100, "timeout_s": 5}}
-    assert resolve_limits(ROLLOUT, task) == EpisodeLimits(
-        max_turns=8, max_tokens=100, timeout_s=5.0
-    )
+def test_the_recipe_limits_an_episode_and_a_task_overrides_what_it_names() -> None:
+    found = resolve_limits(ROLLOUT, {"question": "2+2"})
+    assert found == EpisodeLimits(max_turns=8, max_tokens=0, timeout_s=60.0)
+    own = resolve_limits(ROLLOUT, {"limits": {"max_tokens": 100, "timeout_s": 5}})
+    assert own == EpisodeLimits(max_turns=8, max_tokens=100, timeout_s=5.0)
 
 
 @pytest.mark.parametrize("limits", [3, {"max_turn": 1}, {"max_turns": -1}, {"timeout_s": 0}])
