@@ -77,7 +77,6 @@ def dependency(job: SupervisedJob) -> str:
     return listed.replace("(unfulfilled)", "")
 
 
-@pytest.mark.timeout(300)
 def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wait_are_told(
     cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +115,6 @@ def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wa
     assert member.words == [*words, "done"]
 
 
-@pytest.mark.timeout(200)
 def test_a_member_that_slurm_requeues_leaves_those_that_are_done_alone(
     cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

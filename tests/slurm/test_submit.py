@@ -90,7 +90,6 @@ HELD = (
 )
 
 
-@pytest.mark.timeout(240)
 def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     cluster: Devcluster, run: Submitting
 ) -> None:
@@ -141,7 +140,6 @@ def test_scripts_of_a_site_pass_the_clusters_own_check(
         assert "to start at" in checked.stderr
 
 
-@pytest.mark.timeout(240)
 def test_the_plain_scripts_start_a_run_that_is_only_written_down(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:

@@ -24,9 +24,6 @@ _theatres: list[Theatre] = []
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep this folder's tests together: elsewhere another SGLang may run, two do not fit."""
     items.sort(key=lambda item: FOLDER in item.path.parents)
-    for item in items:
-        if FOLDER in item.path.parents:  # one of them waits for SGLang to start
-            item.add_marker(pytest.mark.timeout(240))
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:

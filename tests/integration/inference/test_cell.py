@@ -10,8 +10,6 @@ from areal_hpc.wire.replicas import ReplicaView
 from tests.support.inference_cell import Cell, alive, running_cell, tiny_qwen3
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:

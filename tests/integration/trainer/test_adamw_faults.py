@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def step_after_a_resume(ranks: RankServer, root: Path, without: str) -> dict[str, Any]:

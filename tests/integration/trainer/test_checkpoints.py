@@ -21,8 +21,6 @@ FIRST = ["step_00000001"]
 BOTH = ["step_00000001", "step_00000002"]
 STOPPED, STORAGE_FAILED, DATA_DAMAGED = 143, 75, 65
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -40,8 +40,6 @@ KILLS_OF_TWO: dict[tuple[int, str], set[int]] = {
     (0, "checkpoint.before_rename@2"): {2},
 }
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:

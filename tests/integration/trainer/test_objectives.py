@@ -28,8 +28,6 @@ COMPARED = (
     "importance_weight/effective_sample_fraction", "ratio/clip_fraction",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:

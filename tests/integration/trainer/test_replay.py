@@ -24,8 +24,6 @@ from tests.support.recorded_run import TRAINER, record_run, write_recipe
 STEPS = 6
 SETTINGS = {"total_steps": STEPS, "minibatches": 3}
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:

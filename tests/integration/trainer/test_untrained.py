@@ -26,8 +26,6 @@ EQUAL = [0.5] * SAMPLES
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
 FAILED, STOPPED = 70, 143
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def each_step(
     ranks: RankServer, layout: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any

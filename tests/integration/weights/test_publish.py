@@ -31,8 +31,6 @@ from tests.support.inference_cell import Cell, logprobs_of, running_cell, tiny_q
 from tests.support.update_faults import Reader, Sender, Trap, gates
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
 
-pytestmark = pytest.mark.timeout(300)
-
 IN_FLIGHT_S = 0.3
 HANG_TIMEOUT_S = 8.0
 """Of each wait in an update in which somebody is waited for in vain."""
