@@ -7,7 +7,8 @@ TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
 # Two at a time: most tests wait for Slurm, for a start or for a time to pass most of the time.
-# A worker that dies is not replaced: pytest-xdist would give the whole file out again and may never end.
+# A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
+# give the same test out again, and the suite may never end.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help

@@ -28,6 +28,7 @@ AGENT = "examples.quickstart.agent"
 
 CASES = [
     # overrides (DIR has the files of the case), what is said
+    # A misspelling on purpose: spelled right, the run starts and trains.
     ("trainer.optimzer.lr=1", "unknown key 'optimzer'", "did you mean optimizer?"),
     (
         f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={AGENT}:no_such "
