@@ -152,7 +152,7 @@ class Trainee:
 def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     """The learner's loss for a batch that is a single part: the proximal policy is the present."""
     held_N = logprobs_N.detach()
-    loss = compute_policy_loss(
+    total, sums, weight_max = compute_policy_loss(
         logprobs_N,
         held_N,
         batch.channels_N[BEHAVIOR],
@@ -160,9 +160,8 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         batch.rows,
         ObjectiveConfig(),
     )
-    sums, weight_max = loss.measured()
     sums |= {"tokens": len(logprobs_N), "places": batch.places, "logprob": held_N.sum().item()}
-    return loss.total, LossStats(sums, {"weight": weight_max})
+    return total, LossStats(sums, {"weight": weight_max})
 
 
 def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: int) -> float:

@@ -45,21 +45,13 @@ def run(config: dict[str, Any]) -> None:
     """Train from the latest checkpoint, or the starting model, to the last step.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
-            rank failed.
+        SystemExit: As `run_rank` does.
     """
     job = TrainerJobConfig.model_validate(config)
-    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
-    run_rank(
-        job.trainer.parallel,
-        job.trainer.device,
-        layout.rendezvous_dir,
-        stop,
-        lambda device: _train(job, layout, device, stop),
-    )
+    run_rank(job, job.trainer, stop, _train)
 
 
 def _train(
@@ -87,7 +79,7 @@ def _train(
         coordinator.source.finish()
     if coordinator:
         coordinator.close()
-    learner.close()
+    learner.checkpoints.close()
     return finished
 
 
@@ -101,7 +93,7 @@ def _make_coordinator(
 ) -> Coordinator:
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
-    learner.clean()
+    learner.checkpoints.clean(version.generation)
     metrics = MetricsWriter(layout.metrics, layout.tensorboard_dir, version.step)
     record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)

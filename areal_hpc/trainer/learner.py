@@ -29,7 +29,7 @@ from areal_hpc.trainer.batch.training_rows import (
     read_batch,
     summarize_batch,
 )
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, build_policy
@@ -38,7 +38,7 @@ from areal_hpc.trainer.objective.policy_loss import (
     compute_policy_loss,
     interpolate_logprobs,
 )
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, compute_learning_rate
+from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.step import (
     LossStats,
     MicroBatch,
@@ -89,18 +89,16 @@ class Learner:
         self._layout = layout
         self._model_path = model_path
         self._events = EventLog(layout.events, "trainer")
-        self._checkpoints = CheckpointStore(
+        self.checkpoints = CheckpointStore(
             layout.checkpoints_dir, config.keep_checkpoints, check_generation
         )
-        self._optimizer = build_optimizer(self.policy, config.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.resume(self.policy, config.optimizer)
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )
         self.reopened_row: FlatRow = {}
         """What the checkpoint knows of the metrics of its step."""
-        if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
-            load_checkpoint(self.policy, self._optimizer, checkpoint)
-            apply_settings(self._optimizer, config.optimizer)
+        if checkpoint is not None:
             held = checkpoint.state
             self.reopened_row = held.row
             self.state = msgspec.structs.replace(
@@ -117,10 +115,6 @@ class Learner:
     def version(self) -> WeightVersion:
         """The weights held now."""
         return WeightVersion(self.state.generation, self.state.step)
-
-    def clean(self) -> None:
-        """Delete what interrupted checkpoints left behind. For rank 0."""
-        self._checkpoints.clean(self.state.generation)
 
     def train(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
@@ -217,7 +211,7 @@ class Learner:
     ) -> tuple[torch.Tensor, LossStats]:
         """The loss of a micro-batch after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
-        loss = compute_policy_loss(
+        total, sums, weight_max = compute_policy_loss(
             logprobs_N,
             self._proximal(batch, held_N, taken),
             batch.channels_N[BEHAVIOR],
@@ -225,13 +219,12 @@ class Learner:
             batch.rows,
             self._config.objective,
         )
-        sums, weight_max = loss.measured()
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL not in batch.channels_N:
             stats.add(measure_logprob_drift(batch, held_N))
-        return loss.total, stats
+        return total, stats
 
     def _proximal(self, batch: MicroBatch, held_N: torch.Tensor, taken: float) -> torch.Tensor:
         """Log-probabilities under the policy that ratios are taken to [N]."""
@@ -263,20 +256,8 @@ class Learner:
         Returns once the state is copied: training may go on.
         """
         state = msgspec.structs.replace(self.state, row=row)
-        path = self._checkpoints.begin(self.policy, self._optimizer, state)
+        path = self.checkpoints.begin(self.policy, self._optimizer, state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
-
-    def poll_checkpoint(self) -> bool:
-        """True when the checkpoint being written became durable in this call. A collective."""
-        return self._checkpoints.poll()
-
-    def finish_checkpoint(self) -> bool:
-        """Wait for the checkpoint being written; false when there is none. A collective."""
-        return self._checkpoints.finish()
-
-    def close(self) -> None:
-        """End what runs beside the training."""
-        self._checkpoints.close()
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""

@@ -21,27 +21,39 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """What the optimizer holds of each parameter, as Megatron names it; all float32."""
 
 
-class GPTWithSelectedStates(GPTModel):  # type: ignore[misc]
-    """GPT whose output layer sees what `select_states` makes of the last hidden states.
+class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
+    """GPT that gives the logits [1, N, vocabulary / tp] of the pack's `scored_N` places alone.
+
+    Of an agent's trajectory most tokens are prompts and the results of tools: their logits are
+    wanted by nobody, and the projection onto the vocabulary is the largest matrix product of a
+    small model.
 
     Overrides a method of megatron/core/models/gpt/gpt_model.py, which Megatron calls with every
     argument named.
     """
 
-    def select_states(self, hidden_states: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
-        """The hidden states that the output layer is applied to: all, unless overridden."""
-        return hidden_states
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and self.config.sequence_parallel:
+            # Tokens are gathered before they are chosen; the gathering sums the gradients.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.disable_grad_reduce = True
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: Any, **others: Any
     ) -> torch.Tensor:
         if self.post_process:
-            hidden_states = self.select_states(hidden_states, packed_seq_params)
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(
+                    hidden_states, group=self.pg_collection.tp
+                )
+            hidden_states = hidden_states.index_select(0, packed_seq_params.scored_N)
         logits: torch.Tensor = super()._postprocess(
             hidden_states=hidden_states, packed_seq_params=packed_seq_params, **others
         )

@@ -1,4 +1,7 @@
-"""Recorded batches trained on again: `areal_hpc.trainer.replay_job:run`, once per rank."""
+"""Recorded batches trained on again: `areal_hpc.trainer.replay_job:run`, once per rank.
+
+Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import run_loop
-from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
+from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork
 
 
@@ -22,19 +30,10 @@ def run(config: dict[str, Any]) -> None:
     """Train the steps asked for, from the newest checkpoint in the directory or the starting model.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
-            rank failed.
+        SystemExit: As `run_rank` does.
     """
     job = ReplayJobConfig.model_validate(config)
-    layout = RunPaths(job.run_dir)
-    stop = StopRequest.install()
-    run_rank(
-        job.trainer.parallel,
-        job.trainer.device,
-        layout.rendezvous_dir,
-        stop,
-        lambda device: _train(job, layout, device, stop),
-    )
+    run_rank(job, job.trainer, StopRequest.install(), _train)
 
 
 def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
@@ -46,10 +45,49 @@ def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: S
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
     coordinator = None
     if dist.get_rank() == 0:
-        learner.clean()
+        learner.checkpoints.clean(learner.state.generation)
         coordinator = make_replay_coordinator(
             learner, layout, job.trainer, job.first_step, job.last_step, stop
         )
     finished = run_loop(learner, coordinator, stop)
-    learner.close()
+    learner.checkpoints.close()
     return finished
+
+
+class ReplaySource(BatchSource):
+    """The manifests that a run directory leads to."""
+
+    def __init__(self, layout: RunPaths) -> None:
+        self._layout = layout
+
+    def next_batch(self, step: int) -> BatchManifest:
+        """The recorded batch that leads to `step`.
+
+        Raises:
+            ShardError: Its manifest is gone or damaged.
+        """
+        return read_manifest(self._layout, step)
+
+
+def make_replay_coordinator(
+    learner: Learner,
+    layout: RunPaths,
+    config: TrainerConfig,
+    first_step: int,
+    last_step: int,
+    stop: StopRequest,
+) -> Coordinator:
+    """Rank 0's decisions in a replay; its rows of metrics begin with `first_step`."""
+    version = learner.version
+    metrics = MetricsWriter(layout.metrics, None, version.step)
+    if version.step >= first_step:  # its row was held back until the checkpoint was durable
+        metrics.write(version.step, metrics.reopened or learner.reopened_row)
+    schedule = Schedule(
+        total_steps=last_step,
+        checkpoint_every_steps=config.checkpoint_every_steps,
+        export_every_steps=None,
+        evaluation_every_steps=0,
+        evaluation_tasks=0,
+    )
+    record = StepRecord(metrics, version, None)
+    return Coordinator(schedule, record, ReplaySource(layout), stop)

@@ -7,20 +7,21 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, compute_learning_rate
+from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.trainer.sft_data import (
     Conversation,
@@ -42,19 +43,10 @@ def run(config: dict[str, Any]) -> None:
     """Fine-tune, and leave the model in `export/sft`.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
-            rank failed.
+        SystemExit: As `run_rank` does.
     """
     job = SftJobConfig.model_validate(config)
-    layout = RunPaths(job.run_dir)
-    stop = StopRequest.install()
-    run_rank(
-        job.parallel,
-        job.device,
-        layout.rendezvous_dir,
-        stop,
-        lambda device: _train(job, layout, device, stop),
-    )
+    run_rank(job, job, StopRequest.install(), _train)
 
 
 def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
@@ -80,36 +72,34 @@ class SftTrainer:
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
-        self._optimizer = build_optimizer(policy, job.sft.optimizer)
-        self._step = self._saved_step = 0
-        self._parent: str | None = None
-        self._untrained: list[UntrainedRecord] = []
-        if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
-            load_checkpoint(policy, self._optimizer, checkpoint)
-            apply_settings(self._optimizer, job.sft.optimizer)
-            self._step = self._saved_step = checkpoint.state.step
-            self._parent = checkpoint.path.name
-            self._untrained = list(checkpoint.state.untrained)
-            logger.info("resuming the SFT stage after step %d", self._step)
+        self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
+        self._optimizer, checkpoint = self._checkpoints.resume(policy, job.sft.optimizer)
+        if checkpoint is not None:
+            self.state = msgspec.structs.replace(
+                checkpoint.state, seed=job.seed, parent=checkpoint.path.name
+            )
+            logger.info("resuming the SFT stage after step %d", self.state.step)
+        self._saved_step = self.state.step
         self._metrics = None
         if dist.get_rank() == 0:
             self._checkpoints.clean(SFT_GENERATION)
-            self._metrics = MetricsWriter(layout.sft_metrics, None, self._step)
+            self._metrics = MetricsWriter(layout.sft_metrics, None, self.state.step)
             if self._metrics.reopened:
-                self._metrics.write(self._step, self._metrics.reopened)
+                self._metrics.write(self.state.step, self._metrics.reopened)
 
     def train(self, stop: StopRequest) -> bool:
         """Train to the end; false when a stop was asked for on any rank before it."""
         sft = self._job.sft
-        while self._step < sft.total_steps:
+        while self.state.step < sft.total_steps:
             if any_true(stop.requested):
-                if self._step > self._saved_step:
+                if self.state.step > self._saved_step:
                     self._begin_checkpoint()
                 self._checkpoints.finish()
                 return False
             self._train_step()
             self._checkpoints.poll()
-            if self._step % sft.checkpoint_every_steps == 0 or self._step == sft.total_steps:
+            step = self.state.step
+            if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
                 self._begin_checkpoint()
         self._checkpoints.finish()
         return True
@@ -119,37 +109,36 @@ class SftTrainer:
         self._checkpoints.close()
 
     def _train_step(self) -> None:
-        sft, began = self._job.sft, time.perf_counter()
+        sft, step, began = self._job.sft, self.state.step + 1, time.perf_counter()
         batches = make_micro_batches(
             self._policy,
             self._tokenizer.rows(self._batch()),
             (),
             sft.max_tokens_per_microbatch,
         )
-        rate = compute_learning_rate(self._step, sft.total_steps, sft.optimizer)
+        rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = judge_norms(
             [norm],
-            self._step + 1,
-            self._untrained,
+            step,
+            self.state.untrained,
             sft.optimizer.on_nonfinite,
             section="sft.optimizer",
             name=lambda step: f"step {step} of the SFT stage",
             way_out="lower sft.optimizer.lr and resume",
         )
-        self._untrained = [*self._untrained, *untrained]
-        self._step += 1
+        self.state = msgspec.structs.replace(
+            self.state, step=step, untrained=[*self.state.untrained, *untrained]
+        )
         if not is_taken(norm):
-            logger.warning(
-                "step %d of the SFT stage is not taken: its norm is %s", self._step, norm
-            )
-        if self._step % sft.log_every_steps and self._step != sft.total_steps:
+            logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
+        if step % sft.log_every_steps and step != sft.total_steps:
             return
         total = stats.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
         seconds = time.perf_counter() - began
         if self._metrics is not None:
             self._metrics.write(
-                self._step,
+                step,
                 {
                     "loss": total["loss"] / max(1, total["tokens"]),
                     **describe_norms([norm]),
@@ -163,19 +152,13 @@ class SftTrainer:
 
     def _batch(self) -> list[Conversation]:
         size, data = self._job.sft.batch_size, self._demonstrations
-        chosen = get_batch_indices(self._step, size, len(data), self._job.seed)
+        chosen = get_batch_indices(self.state.step, size, len(data), self._job.seed)
         return [data[index] for index in chosen]
 
     def _begin_checkpoint(self) -> None:
-        state = TrainerState(
-            step=self._step,
-            generation=SFT_GENERATION,
-            seed=self._job.seed,
-            parent=self._parent,
-            untrained=self._untrained,
-        )
-        self._parent = self._checkpoints.begin(self._policy, self._optimizer, state).name
-        self._saved_step = self._step
+        path = self._checkpoints.begin(self._policy, self._optimizer, self.state)
+        self.state = msgspec.structs.replace(self.state, parent=path.name)
+        self._saved_step = self.state.step
 
 
 def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, TrainingRow, build_pack, plan_packs
-from areal_hpc.trainer.model.attention_plan import AttentionPlan
+from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRows
@@ -110,7 +110,7 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
         rows=TokenRows(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
-        attention=policy.attention(pack),
+        attention=plan_attention(pack, policy.split, policy.frequencies, policy.dtype),
         places=len(pack.input_ids_T),
     )
 

@@ -38,10 +38,10 @@ from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
-from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
+from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.sft_job import SftTrainer
 from areal_hpc.wire.fault_points import VARIABLE
 from tests.support.recorded_run import TRAINER
@@ -89,10 +89,10 @@ def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     stop = StopRequest()
     coordinator = None
     if dist.get_rank() == 0:
-        learner.clean()
+        learner.checkpoints.clean(learner.state.generation)
         coordinator = make_replay_coordinator(learner, layout, config, 1, config.total_steps, stop)
     run_loop(learner, coordinator, stop)
-    learner.close()
+    learner.checkpoints.close()
     return {
         "began_at": began_at,
         "consumed": learner.state.consumed,
@@ -107,7 +107,7 @@ def fine_tune(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
         read_architecture(job.model_path), job.parallel, torch.float32, torch.device("cpu")
     )
     trainer = SftTrainer(job, layout, policy)
-    began_at = trainer._step
+    began_at = trainer.state.step
     trainer.train(StopRequest())
     trainer.close()
     return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}

@@ -127,14 +127,15 @@ def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: Pack
         scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
         for name in channels:
             values[name][start : start + size] = row.channels[name]
-    places_T, positions_T = _local_places(lengths, split)
+    held = [zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
+    places_T = np.concatenate([start + own for start, own in zip(starts, held, strict=True)])
     own = slice(None) if split.cp == 1 else places_T  # a slice copies nothing
     targets_N = np.flatnonzero(scored_T[own])
     predicted_N = places_T[targets_N] + 1
     return Pack(
         lengths=lengths,
         input_ids_T=ids_T[own],
-        positions_T=positions_T,
+        positions_T=np.concatenate(held),
         targets_N=targets_N,
         labels_N=ids_T[predicted_N],
         rows_N=np.searchsorted(starts, predicted_N, side="right") - 1,
@@ -142,19 +143,10 @@ def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: Pack
     )
 
 
-def _local_places(lengths: IntArray, split: PackLayout) -> tuple[IntArray, IntArray]:
-    """Global place and in-sequence position of each token this context-parallel rank holds."""
-    starts = np.cumsum(lengths) - lengths
-    if split.cp == 1:
-        places_T = np.arange(int(lengths.sum()))
-        return places_T, places_T - np.repeat(starts, lengths)
-    positions = [zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
-    places = [start + position for start, position in zip(starts, positions, strict=True)]
-    return np.concatenate(places), np.concatenate(positions)
-
-
 def zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
     """Positions of a sequence held by context-parallel rank `rank`: chunks rank and 2cp-1-rank."""
+    if cp == 1:
+        return np.arange(length)
     chunk = length // (2 * cp)
     first = np.arange(chunk)
     return np.concatenate([first + rank * chunk, first + (2 * cp - 1 - rank) * chunk])
@@ -164,8 +156,6 @@ def get_gathered_positions(index: int, lengths: IntArray, cp: int) -> IntArray:
     """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
     local_total = int(lengths.sum()) // cp
     start = int(lengths[:index].sum()) // cp
-    if cp == 1:
-        return start + np.arange(int(lengths[index]))
     places = np.empty(int(lengths[index]), dtype=np.int64)
     for rank in range(cp):
         held = zigzag_positions(int(lengths[index]), cp, rank)

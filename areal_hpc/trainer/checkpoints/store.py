@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
 from areal_hpc.jobs.time_limit import record_checkpoint_time
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER,
@@ -50,6 +51,7 @@ from areal_hpc.trainer.collectives import (
     raise_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
 VISIBLE_TIMEOUT_S = 60.0
@@ -81,6 +83,17 @@ class CheckpointStore:
         self._copied_s = 0.0
 
     # Reading ---------------------------------------------------------------------------------
+
+    def resume(self, policy: Policy, config: AdamConfig) -> tuple[Any, Checkpoint | None]:
+        """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
+
+        The checkpoint may be of another layout, and of other settings than `config`, which hold.
+        """
+        optimizer = build_optimizer(policy, config)
+        if (checkpoint := self.find_latest_on_all_ranks()) is not None:
+            megatron_format.load_sharded(policy, optimizer, checkpoint.path)
+            apply_settings(optimizer, config)
+        return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
         """Rank 0's latest checkpoint, on every rank. A collective.
@@ -252,11 +265,6 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         else:
             partial.rename(target)
-
-
-def load_checkpoint(policy: Policy, optimizer: Any, checkpoint: Checkpoint) -> None:
-    """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    megatron_format.load_sharded(policy, optimizer, checkpoint.path)
 
 
 @contextmanager

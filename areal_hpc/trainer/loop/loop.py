@@ -210,7 +210,7 @@ def _execute(command: RankCommand, learner: Learner, coordinator: Coordinator | 
 def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
     """Poll the checkpoint being written; notify the coordinator once it is durable."""
     began = time.perf_counter()
-    is_durable = learner.finish_checkpoint() if wait else learner.poll_checkpoint()
+    is_durable = learner.checkpoints.finish() if wait else learner.checkpoints.poll()
     if is_durable and coordinator:
         coordinator.on_checkpoint_saved(time.perf_counter() - began)
 

@@ -1,20 +1,59 @@
 """Attention over packed sequences, for Megatron-core's local layer spec.
 
-Megatron-core leaves packed attention to Transformer Engine. Here the plan of the pack says how it
-is attended to (`packed_attention`). Rotary embeddings are applied here too: Megatron's packed path
-splits every tensor into its sequences.
+Megatron-core leaves packed attention to Transformer Engine. Here the plan of a pack says how it is
+attended to: on a CPU in padded rectangles, on a GPU segment by segment in one kernel. Rotary
+embeddings are applied here too, from one table per pack: Megatron's packed path splits every tensor
+into its sequences.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.attention_plan import AttentionPlan, apply_rotary
+from areal_hpc.trainer.batch.packing import Pack, PackLayout
+from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
+from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPlan:
+    """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
+
+    layout: PaddedSdpa | VarlenAttention
+    cos_TD: torch.Tensor
+    sin_TD: torch.Tensor
+    scored_N: torch.Tensor
+    """Local places whose logits are wanted."""
+    qkv_format: str = "thd"
+
+
+def plan_attention(
+    pack: Pack, split: PackLayout, frequencies: torch.Tensor, dtype: torch.dtype
+) -> AttentionPlan:
+    """Index tables and rotary angles of one pack, on the frequencies' device.
+
+    Args:
+        pack: Sequences and the places that are scored.
+        split: The parallel sizes that it was built for.
+        frequencies: Rotary angle per position [head_dim / 2], float32.
+        dtype: Of the activations.
+    """
+    device = frequencies.device
+    angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
+    plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
+    return AttentionPlan(
+        layout=plan(pack.lengths, cp=split.cp, cp_rank=split.cp_rank, device=device),
+        cos_TD=angles.cos().to(dtype)[:, None],
+        sin_TD=angles.sin().to(dtype)[:, None],
+        scored_N=torch.from_numpy(pack.targets_N).to(device),
+    )
 
 
 class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
@@ -49,10 +88,39 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
         plan = packed_seq_params
-        query, key = apply_rotary(query, plan), apply_rotary(key, plan)
+        query, key = (_Rotate.apply(part, plan.cos_TD, plan.sin_TD) for part in (query, key))  # type: ignore[no-untyped-call]
         if self.context_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(part.contiguous(), group=self.context_group)
                 for part in (key, value)
             )
         return plan.layout.attend(query, key, value, self.scale).flatten(1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary position embedding, the two halves of a head forming the pairs.
+
+    The gradient of a rotation is turned back by the same angle.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _turned(states_TND, cos_TD, sin_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _turned(gradient_TND, cos_TD, -sin_TD), None, None
+
+
+def _turned(states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    turned_TND = torch.empty_like(states_TND, memory_format=torch.contiguous_format)
+    first, second = states_TND.chunk(2, -1)
+    turned_first, turned_second = turned_TND.chunk(2, -1)
+    torch.mul(first, cos_TD, out=turned_first).addcmul_(second, sin_TD, value=-1)
+    torch.mul(second, cos_TD, out=turned_second).addcmul_(first, sin_TD)
+    return turned_TND

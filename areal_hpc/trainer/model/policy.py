@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.trainer.batch.packing import Pack, PackLayout
+from areal_hpc.trainer.batch.packing import PackLayout
+from areal_hpc.trainer.megatron_private import ScoredTokenGPT
 from areal_hpc.trainer.model.attention import PackedCausalAttention
-from areal_hpc.trainer.model.attention_plan import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT,
@@ -34,7 +34,6 @@ from areal_hpc.trainer.model.families.weight_map import (
 )
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
-from areal_hpc.trainer.model.lm_head import ScoredTokenGPT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +50,7 @@ class Policy:
     device: torch.device
     split: PackLayout
     frequencies: torch.Tensor
+    """Rotary angle per position [head_dim / 2]."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,20 +88,13 @@ class Policy:
             return None
         return self._held.get(OUTPUT)
 
-    def attention(self, pack: Pack) -> AttentionPlan:
-        """The attention tables of one pack."""
-        return plan_attention(
-            pack.lengths, pack.positions_T, pack.targets_N, self.frequencies,
-            cp=self.split.cp, cp_rank=self.split.cp_rank, dtype=self.dtype,
-        )  # fmt: skip
-
 
 def build_policy(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
 
-    Process groups must exist (`process_groups.open_world`).
+    Process groups must exist (`process_groups.init_process_groups`).
 
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.

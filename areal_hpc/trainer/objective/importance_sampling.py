@@ -59,32 +59,19 @@ def correct_off_policy(
     """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
 
     What is not a number is never out of bounds: it reaches the loss, where it is noticed.
-
-    Args:
-        proximal_N: Log-probabilities under the weights that the update starts from.
-        behavior_N: As the engine reported them when it sampled.
-        rows: Whose means count at level `sequence`.
-        config: What to do about weights out of bounds.
     """
     log_ratio_N = (proximal_N - behavior_N).detach()
     raw_N = log_ratio_N.exp()
     kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
-    by_row, by_kl = (
-        config.off_policy_correction_level == "sequence",
-        config.off_policy_correction_metric == "kl",
-    )
-    if by_row and not by_kl and config.off_policy_correction != "none":
-        raw_N = rows.mean(log_ratio_N).exp()
     if config.off_policy_correction == "none":
         return CorrectedWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
-    judged_N = raw_N
-    if by_kl:
+    by_row = config.off_policy_correction_level == "sequence"
+    if config.off_policy_correction_metric == "kl":
         judged_N = rows.mean(kl_N) if by_row else kl_N
-    outside_N = (judged_N < config.off_policy_correction_low) | (
-        judged_N > config.off_policy_correction_high
-    )
-    if config.off_policy_correction == "mask":
-        weight_N = torch.where(outside_N, 0.0, raw_N)
     else:
-        weight_N = raw_N.clamp(config.off_policy_correction_low, config.off_policy_correction_high)
-    return CorrectedWeights(weight_N, raw_N, outside_N, kl_N)
+        judged_N = raw_N = rows.mean(log_ratio_N).exp() if by_row else raw_N
+    low, high = config.off_policy_correction_low, config.off_policy_correction_high
+    outside_N = (judged_N < low) | (judged_N > high)
+    if config.off_policy_correction == "mask":
+        return CorrectedWeights(torch.where(outside_N, 0.0, raw_N), raw_N, outside_N, kl_N)
+    return CorrectedWeights(raw_N.clamp(low, high), raw_N, outside_N, kl_N)

@@ -36,10 +36,10 @@ from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
-from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.optimizer import apply_settings
+from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.step import LossStats
 from areal_hpc.wire.fault_points import VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
@@ -53,7 +53,7 @@ def begin(scenario: Scenario, layout: RunPaths) -> Learner:
     learner = make_learner(scenario, layout)
     step(learner, layout, 1)
     learner.begin_checkpoint({})
-    learner.finish_checkpoint()
+    learner.checkpoints.finish()
     step(learner, layout, 2)
     return learner
 
@@ -71,14 +71,14 @@ def names(layout: RunPaths) -> list[str]:
 
 
 def writer_of(learner: Learner) -> WriterClient:
-    assert learner._checkpoints._writer is not None
-    return learner._checkpoints._writer
+    assert learner.checkpoints._writer is not None
+    return learner.checkpoints._writer
 
 
 def failure(learner: Learner) -> Found:
     """What the checkpoint in the writing fails with."""
     try:
-        learner.finish_checkpoint()
+        learner.checkpoints.finish()
     except ArealError as error:
         return {"kind": type(error).__name__, "error": str(error)}
     return {"kind": None}
@@ -90,11 +90,11 @@ def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
     learner.begin_checkpoint({})
-    polled = [learner.poll_checkpoint() for _ in range(3)]
+    polled = [learner.checkpoints.poll() for _ in range(3)]
     step(learner, layout, 3)
     visible_before = names(layout)
     os.kill(writer, signal.SIGCONT)
-    became_durable = learner.finish_checkpoint()
+    became_durable = learner.checkpoints.finish()
     resumed = make_learner(scenario, layout)
     return {
         "polled": polled,
@@ -116,7 +116,7 @@ def second_checkpoint_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner.begin_checkpoint({})
     waited_s = time.monotonic() - began
     visible = "step_00000002" in names(layout)
-    learner.finish_checkpoint()
+    learner.checkpoints.finish()
     return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
 
 
@@ -173,7 +173,7 @@ def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
 
 def checkpoint_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
     """A data file of the latest checkpoint was cut short."""
-    begin(scenario, layout).close()
+    begin(scenario, layout).checkpoints.close()
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
@@ -192,7 +192,7 @@ def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
     os.kill(writer, signal.SIGSTOP)
     learner.begin_checkpoint({})
     os.kill(writer, signal.SIGKILL)
-    learner.finish_checkpoint()
+    learner.checkpoints.finish()
     return {
         "visible": names(layout),
         "is_replaced": writer_of(learner)._process.pid != writer,
@@ -256,7 +256,7 @@ def abandoned_checkpoint_is_replaced(scenario: Scenario, layout: RunPaths) -> Fo
     learner = begin(scenario, layout)
     path = place_checkpoint(layout, generation=0)
     learner.begin_checkpoint({})
-    learner.finish_checkpoint()
+    learner.checkpoints.finish()
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
@@ -306,7 +306,7 @@ def other_settings(scenario: Scenario, layout: RunPaths) -> Found:
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
     changed = {**scenario, "trainer": {"optimizer": new}}
     resumed = settings_of(make_learner(changed, layout))
-    with mock.patch("areal_hpc.trainer.learner.apply_settings"):
+    with mock.patch.object(checkpoint, "apply_settings"):
         without = make_learner(changed, layout)
     forgotten = settings_of(without)
     apply_settings(without._optimizer, AdamConfig.model_validate(new))
@@ -314,7 +314,7 @@ def other_settings(scenario: Scenario, layout: RunPaths) -> Found:
 
 
 def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
-    begin(scenario, layout).close()
+    begin(scenario, layout).checkpoints.close()
     dist.barrier()
     if dist.get_rank() == 1:
         mock.patch("areal_hpc.trainer.checkpoints.store.find_latest", None).start()
@@ -322,7 +322,7 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
 
 
 def chosen_checkpoint_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
-    begin(scenario, layout).close()
+    begin(scenario, layout).checkpoints.close()
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
     directory = layout.root / "elsewhere" if is_blind else layout.checkpoints_dir
@@ -348,17 +348,19 @@ def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
     """The step after a resume, with one of the mends taken out."""
     learner = begin(scenario, layout)
     learner.begin_checkpoint({})
-    learner.finish_checkpoint()
+    learner.checkpoints.finish()
     step(learner, layout, 3)
 
-    def load_unprimed(policy: Any, optimizer: Any, checkpoint: Any) -> None:
+    load_sharded = megatron_format.load_sharded
+
+    def load_unprimed(policy: Any, optimizer: Any, directory: Path) -> None:
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-        megatron_format.load_sharded(policy, optimizer, checkpoint.path)
+        load_sharded(policy, optimizer, directory)
 
     mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),
-        "primed moments": mock.patch("areal_hpc.trainer.learner.load_checkpoint", load_unprimed),
+        "primed moments": mock.patch.object(megatron_format, "load_sharded", load_unprimed),
         "step count": mock.patch.object(megatron_private, "_keeping_step", lambda part, load: load),
         "step tensors": mock.patch.object(megatron_private, "_unshare_steps"),
     }

@@ -92,18 +92,8 @@ def group_by_length(lengths: IntArray) -> list[IntArray]:
 def plan_padded_sdpa(
     lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
 ) -> PaddedSdpa:
-    """The rectangles of one context-parallel rank.
-
-    Args:
-        lengths: Length of each sequence over all context-parallel ranks; a multiple of 2 cp
-            where cp is above 1.
-        cp: Context-parallel size.
-        cp_rank: This rank's place in the context-parallel group.
-        device: Where attention runs.
-    """
-    local = [
-        zigzag_positions(int(n), cp, cp_rank) if cp > 1 else np.arange(int(n)) for n in lengths
-    ]
+    """The rectangles of one context-parallel rank, for sequences of these padded lengths."""
+    local = [zigzag_positions(int(length), cp, cp_rank) for length in lengths]
     query_starts = np.concatenate([[0], np.cumsum([len(part) for part in local])])
     boxes: list[PaddedGroup] = []
     query_tables: list[IntArray] = []

@@ -89,15 +89,7 @@ def can_use_flash(query: torch.Tensor) -> bool:
 def plan_varlen_attention(
     lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
 ) -> VarlenAttention:
-    """The segments of one context-parallel rank.
-
-    Args:
-        lengths: Length of each sequence over all context-parallel ranks; a multiple of 2 cp
-            where cp is above 1.
-        cp: Context-parallel size.
-        cp_rank: This rank's place in the context-parallel group.
-        device: Where attention runs.
-    """
+    """The segments of one context-parallel rank, for sequences of these padded lengths."""
     if cp == 1:
         queries, keys, key_places = lengths, lengths, None
     else:
