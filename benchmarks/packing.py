@@ -41,7 +41,7 @@ from areal_hpc.trainer.batch.packing import (
     compute_padded_length,
     plan_packs,
 )
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE, TrajectoryBatch, build_rows, read_batch
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, build_rows, read_batch
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -92,8 +92,8 @@ class Ours:
         self.folder = folder
         self.batch = self.read()
 
-    def read(self) -> TrajectoryBatch:
-        return read_batch(self.manifest, self.folder)
+    def read(self) -> list[Trajectory]:
+        return [row for ticket in read_batch(self.manifest, self.folder) for row in ticket]
 
     def rows(self) -> list[TrainingRow]:
         return build_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)

@@ -61,14 +61,7 @@ STEP_MAXIMA = ("weight", "mismatch")
 class Learner:
     """The policy in training, at the latest checkpoint of the run or some steps after it.
 
-    Args:
-        config: Objective, optimizer and sizes.
-        layout: Where shards are read and checkpoints are written.
-        model_path: The weights before the first checkpoint, and what exports take beside weights.
-        device: Where this rank computes.
-        generation: This start of the trainer.
-        seed: Recorded in checkpoints.
-        check_generation: Called on rank 0 before a checkpoint becomes visible.
+    `model_path` has the weights before the first checkpoint, and what exports take beside weights.
     """
 
     def __init__(

@@ -25,17 +25,9 @@ def judge_norms(
 ) -> list[UntrainedRecord]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
-    Pure; the streak is read from what earlier batches left, which checkpoints hold: a resumed run
-    decides as the one that was not interrupted.
-
-    Args:
-        norms: One for each optimizer step of the batch, the same on all ranks.
-        step: The step of the batch.
-        earlier: What earlier batches left untrained.
-        on_nonfinite: What to do about a norm that is not finite.
-        section: Where the recipe has the optimizer's keys.
-        name: What a step is called in an error.
-        way_out: What to try once skipping has not helped.
+    Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
+    left, which checkpoints hold: a resumed run decides as the one that was not interrupted.
+    An error names steps by `name`, keys by the recipe's `section`, and has `way_out` as its hint.
 
     Raises:
         NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,26 +34,8 @@ SHARD_TIMEOUT_S = 60.0
 """Time that a shard may take to become visible on another node of a shared file system."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrajectoryBatch:
-    """The trajectories of one manifest with the rewards it states, in manifest order [B]."""
-
-    trajectories: list[Trajectory]
-    rewards: list[float]
-
-    @property
-    def groups(self) -> list[int]:
-        """The ticket of each trajectory."""
-        return [trajectory.ticket_id for trajectory in self.trajectories]
-
-    @property
-    def episodes(self) -> list[int]:
-        """The episode of its ticket that each trajectory belongs to."""
-        return [trajectory.episode for trajectory in self.trajectories]
-
-
-def read_batch(manifest: BatchManifest, shards_dir: Path) -> TrajectoryBatch:
-    """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
+def read_batch(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
+    """The trajectories of each ticket. A collective: all ranks succeed, or all of them fail.
 
     Raises:
         ShardError: This rank could not read a shard although it waited.
@@ -63,19 +45,18 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> TrajectoryBatch:
     while True:
         trouble: ShardError | None = None
         try:
-            trajectories = _read(manifest, shards_dir)
+            tickets = _read(manifest, shards_dir)
         except ShardError as error:
-            trouble, trajectories = error, []
+            trouble, tickets = error, []
         if not any_true(trouble is not None):
-            rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
-            return TrajectoryBatch(trajectories, rewards)
+            return tickets
         if any_true(time.monotonic() >= give_up_at):
             raise trouble or OtherRankError
         logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
         time.sleep(0.5)
 
 
-def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
+def _read(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
@@ -83,56 +64,60 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         name: iter(ShardReader(shards_dir / name).read_rows(rows, with_meta=False))
         for name, rows in rows_of.items()
     }
-    return [next(found[ticket.shard]) for ticket in manifest.tickets for _ in ticket.rows]
+    return [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
 
 
 def leave_out_unsound(
-    batch: TrajectoryBatch, manifest: BatchManifest, vocab_size: int
-) -> tuple[TrajectoryBatch, list[UntrainedRecord]]:
-    """The batch without the tickets that hold an unsound row, and what was left out.
+    tickets: Sequence[Sequence[Trajectory]], manifest: BatchManifest, vocab_size: int
+) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+    """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
     rows of sealed shards and decides alike.
     """
-    rows = iter(batch.trajectories)
-    sound, left_out = TrajectoryBatch([], []), []
-    for ticket in manifest.tickets:
-        own = list(itertools.islice(rows, len(ticket.rows)))
-        if defect := _find_defect(own, ticket, vocab_size):
+    sound: list[Trajectory] = []
+    left_out = []
+    for ticket, stored in zip(manifest.tickets, tickets, strict=True):
+        rewarded = zip(stored, ticket.rewards, strict=False)
+        rows = [replace(row, reward=reward) for row, reward in rewarded]
+        if len(ticket.rewards) != len(stored):
+            defect = f"expected {len(stored)} rewards in the manifest, got {len(ticket.rewards)}"
+        else:
+            defect = _find_first_defect(rows, ticket, vocab_size)
+        if defect:
             left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
-            sound.trajectories.extend(own)
-            sound.rewards.extend(ticket.rewards)
+            sound += rows
     return sound, left_out
 
 
-def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str | None:
-    """Defect of a ticket's first unsound row, and its number."""
-    if len(ticket.rewards) != len(rows):
-        return f"expected {len(rows)} rewards in the manifest, got {len(ticket.rewards)}"
-    for number, row, reward in zip(ticket.rows, rows, ticket.rewards, strict=True):
+def _find_first_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str:
+    """Place and defect of a ticket's first unsound row; nothing when all are sound."""
+    for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
         defect = None if row.num_tokens else "expected at least one token, got none"
-        # With the manifest's reward, the one that is trained on.
-        if defect := defect or find_defect(replace(row, reward=reward), vocab_size):
+        if defect := defect or find_defect(row, vocab_size):
             return f"{ticket.shard} row {number}: {defect}"
-    return None
+    return ""
 
 
 def build_rows(
-    batch: TrajectoryBatch,
+    batch: Sequence[Trajectory],
     current: WeightVersion,
     forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
     advantages_B = compute_group_advantages(
-        batch.rewards, batch.groups, batch.episodes, objective.min_reward_std
+        [row.reward for row in batch],
+        [row.ticket_id for row in batch],
+        [row.episode for row in batch],
+        objective.min_reward_std,
     )
-    tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
+    tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in find_equal_versions(current, forks)]
     rows = []
-    for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
+    for trajectory, advantage in zip(batch, advantages_B, strict=True):
         size = trajectory.num_tokens
         channels = {
             ADVANTAGE: np.full(size, advantage, dtype=np.float32),
@@ -162,7 +147,7 @@ def find_equal_versions(
 def _ages(
     versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> npt.NDArray[np.float32]:
-    """The compute_staleness of each token; 0 where nobody sampled."""
+    """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in _sampled_tokens(versions_T):
         ages_T[versions_T == packed] = compute_staleness(
@@ -177,24 +162,22 @@ def _temperature(trajectory: Trajectory) -> float:
 
 
 def summarize_batch(
-    batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[GenerationFork]
+    batch: Sequence[Trajectory], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> dict[str, float]:
     """Metrics of the batch before any training: rewards, sizes, ages of its tokens.
 
     A batch without rows has no mean reward.
     """
-    tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
+    tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
-    for key in zip(batch.groups, batch.episodes, strict=True):
-        numbers.setdefault(key, len(numbers))
-    places = [numbers[key] for key in zip(batch.groups, batch.episodes, strict=True)]
-    rewards = mean_episode_rewards(batch.rewards, places)
+    places = [numbers.setdefault((row.ticket_id, row.episode), len(numbers)) for row in batch]
+    rewards = mean_episode_rewards([row.reward for row in batch], places)
     mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
     return mean | {
         "episodes": len(numbers),
-        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
+        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch),
         "tokens/sampled": sampled.total(),
         "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
         "staleness/max": max(ages, default=0),

@@ -41,13 +41,13 @@ def save_sharded(policy: Policy, optimizer: Any, directory: Path, open_copy: Ope
     Raises:
         ClusterError: A rank could not write its part.
     """
-    strategy = _StreamedSaveStrategy(open_copy)
+    files = _StreamedFileSystem(open_copy)
     state = build_sharded_state(policy.gpt, optimizer, is_loading=False)
     try:
-        dist_checkpointing.save(state, str(directory), strategy)
+        dist_checkpointing.save(state, str(directory), _StreamedSaveStrategy(files))
     except CheckpointException as error:
         raise build_checkpoint_error(directory, _first_failure(error)) from error
-    return strategy.data_name
+    return files.data_name
 
 
 def load_sharded(policy: Policy, optimizer: Any, directory: Path) -> None:
@@ -82,9 +82,9 @@ class _StreamedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     time, and children that hold the output pipe open when their parent is killed.
     """
 
-    def __init__(self, open_copy: OpenCopy) -> None:
+    def __init__(self, files: _StreamedFileSystem) -> None:
         super().__init__("torch_dist", 1)
-        self._files = _StreamedFileSystem(open_copy)
+        self._files = files
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str) -> None:
         writer = FileSystemWriter(checkpoint_dir, sync_files=False)
@@ -95,11 +95,6 @@ class _StreamedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
-    @property
-    def data_name(self) -> str:
-        """The name under which the checkpoint expects this rank's data."""
-        return self._files.data_name
-
 
 class _StreamedFileSystem(FileSystem):
     """A directory whose data file, one a rank, is a stream elsewhere."""
@@ -107,6 +102,7 @@ class _StreamedFileSystem(FileSystem):
     def __init__(self, open_copy: OpenCopy) -> None:
         self._open_copy = open_copy
         self.data_name = ""
+        """The name under which the checkpoint expects this rank's data."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

@@ -65,11 +65,8 @@ WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
 class CheckpointStore:
     """The checkpoints of one training stage. One may be in the writing at a time.
 
-    Args:
-        directory: Holds one folder per checkpoint.
-        keep: Complete checkpoints kept; older ones are deleted.
-        check_generation: Called on rank 0 before a checkpoint becomes visible; raises when this
-            trainer has been replaced.
+    `check_generation` is called on rank 0 before a checkpoint becomes visible; it raises when this
+    trainer has been replaced.
     """
 
     def __init__(
@@ -129,8 +126,7 @@ class CheckpointStore:
     def clean(self, generation: int) -> None:
         """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
 
-        Args:
-            generation: Of this trainer. What a later one is writing is not ours to touch.
+        What a generation later than this trainer's is writing is not ours to touch.
         """
         for path, written_by in list_hidden(self._directory):
             if written_by is None or written_by <= generation:
@@ -142,10 +138,9 @@ class CheckpointStore:
     # Writing ---------------------------------------------------------------------------------
 
     def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
-        """Copy the state and begin to write it. A collective; waits for an earlier one first.
+        """Copy the state and begin to write it where the checkpoint will be. A collective.
 
-        Returns:
-            The directory that the checkpoint will have.
+        Waits for an earlier one first.
 
         Raises:
             ClusterError: The storage refused this checkpoint or the one before.
@@ -179,8 +174,7 @@ class CheckpointStore:
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Make the checkpoint being written visible if all of it is on disk. A collective.
 
-        Returns:
-            True on every rank when it became visible and durable in this call.
+        True on every rank when it became visible and durable in this call.
 
         Raises:
             ClusterError: It could not be written.
@@ -224,12 +218,7 @@ class CheckpointStore:
             self._writer = None
 
     def _make_visible(self, checkpoint: Checkpoint) -> None:
-        """Rename the finished directory, and hide the ones it makes superfluous.
-
-        Raises:
-            ClusterError: The storage refused.
-            SupersededTrainerError: A newer trainer owns the run.
-        """
+        """Rename the finished directory, and hide the ones it makes superfluous."""
         partial = unfinished_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )

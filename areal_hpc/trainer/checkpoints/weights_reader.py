@@ -43,12 +43,13 @@ def get_stored_name(parameter: Parameter) -> str:
     return f"decoder.layers.{_STORED_NAMES.get(parameter.megatron, parameter.megatron)}"
 
 
-class CheckpointWeights:
-    """The weights in one checkpoint's directory.
+def _get_place(parameter: Parameter) -> list[int]:
+    """Where in that tensor it lies."""
+    return [at for at in (parameter.layer, parameter.expert) if at is not None]
 
-    Args:
-        directory: A complete checkpoint.
-        arch: Of the model that was trained.
+
+class CheckpointWeights:
+    """The weights in the directory of a complete checkpoint.
 
     Raises:
         RecipeError: The checkpoint is of another model.
@@ -86,9 +87,8 @@ class CheckpointWeights:
                 yield spec.name, tensor
 
     def _read(self, parameter: Parameter) -> torch.Tensor:
-        name = get_stored_name(parameter)
+        name, place = get_stored_name(parameter), _get_place(parameter)
         stored = self._stored[name]
-        place = [at for at in (parameter.layer, parameter.expert) if at is not None]
         shape = stored.size[len(place) :]
         wanted = ChunkStorageMetadata(
             offsets=torch.Size([*place, *(0 for _ in shape)]),
@@ -101,11 +101,10 @@ class CheckpointWeights:
 
     def _check(self, parameter: Parameter) -> None:
         stored = self._stored.get(get_stored_name(parameter))
-        place = [at for at in (parameter.layer, parameter.expert) if at is not None]
+        shape = stored.size[len(_get_place(parameter)) :] if stored else ()
         least = sum(tensor.shape[0] for tensor in parameter.hf)
-        fits = stored is not None and len(stored.size) == len(place) + len(parameter.hf[0].shape)
-        if stored is None or not fits or stored.size[len(place)] < least:
-            found = "nothing" if stored is None else tuple(stored.size)
+        if len(shape) != len(parameter.hf[0].shape) or shape[0] < least:
+            found = tuple(stored.size) if stored else "nothing"
             raise RecipeError(
                 f"the checkpoint has {found} under {get_stored_name(parameter)}, "
                 f"expected {[tensor.shape for tensor in parameter.hf]}",

@@ -68,9 +68,7 @@ class WriterClient:
     def write(self, path: Path, neighbors: list[str]) -> None:
         """Begin to write what was copied into a new file.
 
-        Args:
-            path: The file; its directory exists.
-            neighbors: Names of files beside it that are to become durable with it.
+        Files beside it with the names `neighbors` are to become durable with it.
         """
         size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
         self._request = WriteRequest(str(path), size_bytes, neighbors)

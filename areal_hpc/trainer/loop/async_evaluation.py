@@ -14,12 +14,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 
 class AsyncEvaluation:
-    """Evaluations under way, and those that are still due.
-
-    Args:
-        schedule: Which steps are to be evaluated.
-        judged_step: The newest step that has a reward; -1 for none.
-    """
+    """Evaluations under way, and those still due. -1 as the newest judged step: none was."""
 
     def __init__(self, schedule: Schedule, judged_step: int) -> None:
         self._schedule = schedule
@@ -33,12 +28,7 @@ class AsyncEvaluation:
         return self.under_way is not None or bool(due)
 
     def receivers(self, found: DiscoveredReplicas, current: WeightVersion) -> list[ReplicaKey]:
-        """The replicas that are to be given the current weights now.
-
-        Args:
-            found: The cell's replicas; none when it does not answer.
-            current: What the trainer has.
-        """
+        """Those of the cell's replicas that are to be given the current weights now."""
         return find_outdated(found, current) if self._wanted(found, current) == current else []
 
     def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:

@@ -55,11 +55,9 @@ class LedgerClient:
         self._is_stopping = is_stopping
 
     def open_generation(self, base_step: int, evaluated_step: int = -1) -> None:
-        """This trainer has taken the generation and goes on after `base_step`.
+        """This trainer has taken the generation, and goes on after `base_step`.
 
-        Args:
-            base_step: The step whose weights it has.
-            evaluated_step: Whose evaluation, if it is under way, may go on.
+        If the evaluation of `evaluated_step` is under way, it may go on.
         """
         request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
         self._call("/open_generation", request, Acknowledged)

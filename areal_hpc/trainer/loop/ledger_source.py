@@ -37,18 +37,7 @@ LOG_REPEAT_S = 600.0
 
 
 class LedgerSource(BatchSource):
-    """Rank 0's dealings with ledger and replicas.
-
-    Args:
-        schedule: Which steps are evaluated.
-        record: The present version and its metrics.
-        ledger: Batches and evaluations.
-        publisher: Replicas.
-        specs: What a publish sends.
-        events: Where updates are noted.
-        stop: Ends every waiting.
-        async_evaluation: What the evaluation cell is to judge, if the run has one.
-    """
+    """Rank 0's dealings with ledger and replicas. `specs` is what a publish sends."""
 
     def __init__(
         self,

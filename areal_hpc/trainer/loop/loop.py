@@ -109,7 +109,6 @@ class BatchSource(Protocol):
 
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
-        return  # not abstract: a hook that a source may leave out
 
     def find_delivery(self) -> Delivery:
         """What the weights need before anything else is done with them."""
@@ -117,7 +116,6 @@ class BatchSource(Protocol):
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
-        return  # not abstract: a hook that a source may leave out
 
     def is_evaluated(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
@@ -133,20 +131,15 @@ class BatchSource(Protocol):
 
     def finish(self) -> None:
         """The run is complete."""
-        return  # not abstract: a hook that a source may leave out
 
     def close(self) -> None:
         """Leave whoever was served."""
-        return  # not abstract: a hook that a source may leave out
 
 
 def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopRequest) -> bool:
-    """Train until rank 0 says stop; true when the run is complete.
+    """Train until rank 0, the one with a coordinator, says stop; true when the run is complete.
 
-    Args:
-        learner: This rank's part.
-        coordinator: Rank 0's; None on the other ranks.
-        stop: A stop asked of any rank is a stop of all.
+    A stop asked of any rank is a stop of all.
 
     Raises:
         ArealError: Rank 0 cannot go on, or a batch cannot be trained on. A checkpoint that was
@@ -218,13 +211,8 @@ def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait:
 class Coordinator:
     """Rank 0's decisions: `next_command` says what all ranks do, the `on_` methods what came of it.
 
-    Args:
-        schedule: Which steps are evaluated, saved and exported.
-        record: The weights at the start, and what is known already of that step's metrics.
-        source: Where batches come from.
-        stop: Ends the run early.
-        check_generation: Called before anything becomes visible to others; raises when a newer
-            start of the trainer owns the run.
+    `check_generation` is called before anything becomes visible to others; it raises when a newer
+    start of the trainer owns the run.
     """
 
     def __init__(

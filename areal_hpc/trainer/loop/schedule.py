@@ -26,12 +26,7 @@ class Schedule:
 
     def evaluated_steps(self, after: int, until: int) -> list[int]:
         """The steps above `after`, up to `until`, whose weights are judged, in order."""
-        if not self.evaluation_tasks:
-            return []
-        every = self.evaluation_every_steps
-        regular = range((after // every + 1) * every, until + 1, every) if every else ()
-        ends = (step for step in (0, self.total_steps) if after < step <= until)
-        return sorted({*regular, *ends})
+        return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
 
     def saves_checkpoint(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""

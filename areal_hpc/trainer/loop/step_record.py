@@ -13,10 +13,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 class StepRecord:
     """The present weights, and the metrics of the step that made them until they are written.
 
-    Args:
-        metrics: Where finished rows go.
-        version: The weights at the start.
-        row: What is known already of that step's metrics; None when its row is complete.
+    At the start `row` is what is known already of that step; None when its row is complete.
     """
 
     def __init__(self, metrics: MetricsWriter, version: WeightVersion, row: FlatRow | None) -> None:

@@ -55,16 +55,9 @@ def write_model(
 ) -> None:
     """Write safetensors files, their index, and `source_dir`'s other files.
 
-    No more than one tensor is held at a time. A hidden directory is filled, forced to disk, and
-    then takes the place of `target_dir`.
-
-    Args:
-        tensors: Exactly those of `specs`, in that order.
-        specs: What the files' headers say before the first tensor is there.
-        source_dir: Has the configuration and the tokenizer.
-        target_dir: Replaced when it exists.
-        file_bytes: Size at which another file is begun; one file needs no index.
-        on_file: Hears of progress.
+    No more than one tensor is held at a time; they are exactly those of `specs`, in that order,
+    which the files' headers need before the first is there. Another file is begun at `file_bytes`.
+    A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
     """
     _sweep(target_dir.parent)
     # Another process may be writing the same model: the trainer, and a person who exports it.

@@ -14,18 +14,11 @@ def compute_group_advantages(
     episodes: Sequence[int],
     min_reward_std: float,
 ) -> npt.NDArray[np.float32]:
-    """Advantage of each row over its group, in standard deviations of the group.
+    """Advantage of each row over its group, in (unbiased) standard deviations of the group [B].
 
-    An episode counts once in its group, however many rows its forks gave it.
-
-    Args:
-        rewards: One per row [B].
-        groups: The ticket each row belongs to [B].
-        episodes: The episode of its ticket that each row belongs to [B].
-        min_reward_std: Groups that vary less get zero advantage, as do groups of one episode.
-
-    Returns:
-        Advantages [B]; the standard deviation is the unbiased one.
+    Every row has a reward, a group (its ticket) and an episode of that group. An episode counts
+    once, however many rows its forks gave it. Groups that vary less than `min_reward_std` get zero
+    advantage, as do groups of one episode.
     """
     rewards_B = np.asarray(rewards, dtype=np.float64)
     groups_B, episodes_B = np.asarray(groups), np.asarray(episodes)

