@@ -6,13 +6,16 @@ import contextlib
 import datetime
 import logging
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ClusterError, OtherRankError
+from areal_hpc.errors import ArealError, ClusterError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.torch_private import get_default_store
 
@@ -24,6 +27,11 @@ FAILURES = "failures"
 REPORTED = "reported"
 """Set in that store once a failed rank knows that it is the first, and says why."""
 REPORT_TIMEOUT_S = 10.0
+VISIBLE_TIMEOUT_S = 60.0
+"""Time that a file may take to become visible on another node of a shared file system."""
+POLL_S = 0.5
+
+ResultT = TypeVar("ResultT")
 
 
 def any_true(flag: bool) -> bool:
@@ -40,18 +48,37 @@ def all_reduce_max(number: int) -> int:
     return int(numbers)
 
 
-def broadcast_object(message: bytes | None) -> bytes:
-    """Rank 0's message, on every rank; the others pass None. A collective."""
-    if dist.get_world_size() == 1:
-        assert message is not None
-        return message
-    size = torch.tensor(len(message or b""))
-    dist.broadcast(size, src=0)
-    body = torch.empty(int(size), dtype=torch.uint8)
-    if message is not None:
-        body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    dist.broadcast(body, src=0)
-    return body.numpy().tobytes()
+def broadcast_object(message: object, kind: Any) -> Any:
+    """Rank 0's message, of a type that msgspec decodes, on every rank. A collective."""
+    body = bytearray(msgspec.json.encode(message) if dist.get_rank() == 0 else b"")
+    if dist.get_world_size() > 1:
+        size = torch.tensor(len(body))
+        dist.broadcast(size, src=0)
+        body = body or bytearray(int(size))
+        dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0)
+    return msgspec.json.decode(body, type=kind)
+
+
+def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -> ResultT:
+    """What `read` finds on shared storage, once it fails on no rank any more. A collective.
+
+    Raises:
+        ArealError: The expected one: this rank waited, and still cannot read.
+        OtherRankError: Another one cannot.
+    """
+    give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
+    while True:
+        result, trouble = None, None
+        try:
+            result = read()
+        except expected as error:
+            trouble = error
+        if not any_true(trouble is not None):
+            return cast("ResultT", result)
+        if any_true(time.monotonic() >= give_up_at):
+            raise trouble or OtherRankError
+        logger.info("not all ranks can read yet: %s", trouble)
+        time.sleep(POLL_S)
 
 
 def raise_on_all_ranks(trouble: Exception | None) -> None:

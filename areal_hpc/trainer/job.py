@@ -42,11 +42,7 @@ STOP_POLL_S = 0.5
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train from the latest checkpoint, or the starting model, to the last step.
-
-    Raises:
-        SystemExit: As `run_rank` does.
-    """
+    """Train from the latest checkpoint, or the starting model, to the last step."""
     job = TrainerJobConfig.model_validate(config)
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
@@ -59,8 +55,8 @@ def _train(
 ) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    claimed = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
-    generation = int(broadcast_object(claimed))
+    claimed = claim_next_number(layout.generations_dir) if is_first else None
+    generation = broadcast_object(claimed, int)
     check_generation = make_generation_check(layout.generations_dir, generation)
     learner = Learner(
         job.trainer, layout, job.model_path, device,

@@ -38,7 +38,7 @@ def init_process_groups(
 ) -> torch.device:
     """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
 
-    Without a GPU `megatron_cpu.install` must come first.
+    Without a GPU `megatron_cpu.patch_megatron_for_cpu` must come first.
 
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.

@@ -27,11 +27,7 @@ from areal_hpc.wire.weight_version import GenerationFork
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train the steps asked for, from the newest checkpoint in the directory or the starting model.
-
-    Raises:
-        SystemExit: As `run_rank` does.
-    """
+    """Train the steps asked for, from the newest checkpoint or the starting model."""
     job = ReplayJobConfig.model_validate(config)
     run_rank(job, job.trainer, StopRequest.install(), _train)
 

@@ -24,7 +24,6 @@ from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.trainer.sft_data import (
-    Conversation,
     ConversationTokenizer,
     get_batch_indices,
     read_demonstrations,
@@ -40,11 +39,7 @@ SFT_GENERATION = 0
 
 
 def run(config: dict[str, Any]) -> None:
-    """Fine-tune, and leave the model in `export/sft`.
-
-    Raises:
-        SystemExit: As `run_rank` does.
-    """
+    """Fine-tune, and leave the model in `export/sft`."""
     job = SftJobConfig.model_validate(config)
     run_rank(job, job, StopRequest.install(), _train)
 
@@ -58,7 +53,7 @@ def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: Stop
     finished = trainer.train(stop)
     if finished:
         save_hf_model(policy, job.model_path, layout.sft_export)
-    trainer.close()
+    trainer.checkpoints.close()
     return finished
 
 
@@ -68,12 +63,12 @@ class SftTrainer:
     def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self._checkpoints = CheckpointStore(layout.sft_dir, KEPT_CHECKPOINTS)
+        self.checkpoints = CheckpointStore(layout.sft_dir, KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
-        self._optimizer, checkpoint = self._checkpoints.resume(policy, job.sft.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.resume(policy, job.sft.optimizer)
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
                 checkpoint.state, seed=job.seed, parent=checkpoint.path.name
@@ -82,7 +77,7 @@ class SftTrainer:
         self._saved_step = self.state.step
         self._metrics = None
         if dist.get_rank() == 0:
-            self._checkpoints.clean(SFT_GENERATION)
+            self.checkpoints.clean(SFT_GENERATION)
             self._metrics = MetricsWriter(layout.sft_metrics, None, self.state.step)
             if self._metrics.reopened:
                 self._metrics.write(self.state.step, self._metrics.reopened)
@@ -94,28 +89,22 @@ class SftTrainer:
             if any_true(stop.requested):
                 if self.state.step > self._saved_step:
                     self._begin_checkpoint()
-                self._checkpoints.finish()
+                self.checkpoints.finish()
                 return False
             self._train_step()
-            self._checkpoints.poll()
+            self.checkpoints.poll()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
                 self._begin_checkpoint()
-        self._checkpoints.finish()
+        self.checkpoints.finish()
         return True
-
-    def close(self) -> None:
-        """End what runs beside the training."""
-        self._checkpoints.close()
 
     def _train_step(self) -> None:
         sft, step, began = self._job.sft, self.state.step + 1, time.perf_counter()
-        batches = make_micro_batches(
-            self._policy,
-            self._tokenizer.rows(self._batch()),
-            (),
-            sft.max_tokens_per_microbatch,
-        )
+        data = self._demonstrations
+        chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), self._job.seed)
+        rows = self._tokenizer.rows([data[index] for index in chosen])
+        batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = judge_norms(
@@ -150,13 +139,8 @@ class SftTrainer:
                 },
             )
 
-    def _batch(self) -> list[Conversation]:
-        size, data = self._job.sft.batch_size, self._demonstrations
-        chosen = get_batch_indices(self.state.step, size, len(data), self._job.seed)
-        return [data[index] for index in chosen]
-
     def _begin_checkpoint(self) -> None:
-        path = self._checkpoints.begin(self._policy, self._optimizer, self.state)
+        path = self.checkpoints.begin(self._policy, self._optimizer, self.state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step
 

@@ -61,12 +61,9 @@ class LossStats:
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-        sums = torch.tensor(
-            [self.sums.get(name, 0.0) if counts else 0.0 for name in names], dtype=torch.float64
-        )
-        tops = torch.tensor(
-            [self.maxima.get(name, 0.0) if counts else 0.0 for name in maxima], dtype=torch.float64
-        )
+        own = self if counts else LossStats()
+        sums = torch.tensor([own.sums.get(name, 0.0) for name in names], dtype=torch.float64)
+        tops = torch.tensor([own.maxima.get(name, 0.0) for name in maxima], dtype=torch.float64)
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             # A maximum over ranks passes over what is not a number: it travels as a flag beside.

@@ -71,10 +71,8 @@ def config_of(scenario: Scenario) -> TrainerConfig:
 
 
 def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
-    claimed = (
-        str(claim_next_number(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
-    )
-    generation = int(broadcast_object(claimed))
+    claimed = claim_next_number(layout.generations_dir) if dist.get_rank() == 0 else None
+    generation = broadcast_object(claimed, int)
     return Learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
@@ -109,7 +107,7 @@ def fine_tune(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     trainer = SftTrainer(job, layout, policy)
     began_at = trainer.state.step
     trainer.train(StopRequest())
-    trainer.close()
+    trainer.checkpoints.close()
     return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}
 
 

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.errors import OtherRankError, ShardError
+from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
-from areal_hpc.trainer.collectives import any_true
+from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
-logger = logging.getLogger(__name__)
-
 ADVANTAGE, BEHAVIOR, CURRENT, AGE = "advantage", "behavior", "current", "age"
 """Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
 current weights did the sampling, and how many versions old those that did it are."""
-
-SHARD_TIMEOUT_S = 60.0
-"""Time that a shard may take to become visible on another node of a shared file system."""
 
 
 def read_batch(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
@@ -41,19 +35,7 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajector
         ShardError: This rank could not read a shard although it waited.
         OtherRankError: Another one could not.
     """
-    give_up_at = time.monotonic() + SHARD_TIMEOUT_S
-    while True:
-        trouble: ShardError | None = None
-        try:
-            tickets = _read(manifest, shards_dir)
-        except ShardError as error:
-            trouble, tickets = error, []
-        if not any_true(trouble is not None):
-            return tickets
-        if any_true(time.monotonic() >= give_up_at):
-            raise trouble or OtherRankError
-        logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
-        time.sleep(0.5)
+    return read_on_all_ranks(partial(_read, manifest, shards_dir), ShardError)
 
 
 def _read(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:

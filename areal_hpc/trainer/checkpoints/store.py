@@ -21,7 +21,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
@@ -46,16 +45,14 @@ from areal_hpc.trainer.checkpoints import megatron_format
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
-    any_true,
     broadcast_object,
     raise_on_all_ranks,
+    read_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
-VISIBLE_TIMEOUT_S = 60.0
-"""Time that rank 0's choice may take to become visible on another node of shared storage."""
 POLL_S = 0.2
 
 WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
@@ -101,27 +98,15 @@ class CheckpointStore:
         Raises:
             ClusterError: A rank cannot see the checkpoint that rank 0 chose.
         """
-        message = None
-        if dist.get_rank() == 0:
-            found = find_latest(self._directory)
-            message = msgspec.json.encode((found.path.name, found.state) if found else None)
-        chosen = msgspec.json.decode(
-            broadcast_object(message), type=tuple[str, TrainerState] | None
+        found = find_latest(self._directory) if dist.get_rank() == 0 else None
+        chosen = broadcast_object(
+            (found.path.name, found.state) if found else None, tuple[str, TrainerState] | None
         )
         if chosen is None:
             return None
-        path = self._directory / chosen[0]
-        give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
-        while any_true(is_hidden := not is_complete(path)):
-            if any_true(time.monotonic() >= give_up_at):
-                trouble = ClusterError(
-                    "rank 0 resumes from a checkpoint that this rank cannot see",
-                    key=str(path),
-                    hint="check that every node mounts the run directory",
-                )
-                raise_on_all_ranks(trouble if is_hidden else None)
-            time.sleep(POLL_S)
-        return Checkpoint(path, chosen[1])
+        checkpoint = Checkpoint(self._directory / chosen[0], chosen[1])
+        read_on_all_ranks(lambda: _check_visible(checkpoint.path), ClusterError)
+        return checkpoint
 
     def clean(self, generation: int) -> None:
         """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
@@ -138,9 +123,7 @@ class CheckpointStore:
     # Writing ---------------------------------------------------------------------------------
 
     def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
-        """Copy the state and begin to write it where the checkpoint will be. A collective.
-
-        Waits for an earlier one first.
+        """Copy the state and begin to write it, after an earlier one; its path. A collective.
 
         Raises:
             ClusterError: The storage refused this checkpoint or the one before.
@@ -254,6 +237,15 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         else:
             partial.rename(target)
+
+
+def _check_visible(path: Path) -> None:
+    if not is_complete(path):
+        raise ClusterError(
+            "rank 0 resumes from a checkpoint that this rank cannot see",
+            key=str(path),
+            hint="check that every node mounts the run directory",
+        )
 
 
 @contextmanager

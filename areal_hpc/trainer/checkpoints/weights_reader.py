@@ -101,7 +101,7 @@ class CheckpointWeights:
 
     def _check(self, parameter: Parameter) -> None:
         stored = self._stored.get(get_stored_name(parameter))
-        shape = stored.size[len(_get_place(parameter)) :] if stored else ()
+        shape: tuple[int, ...] = stored.size[len(_get_place(parameter)) :] if stored else ()
         least = sum(tensor.shape[0] for tensor in parameter.hf)
         if len(shape) != len(parameter.hf[0].shape) or shape[0] < least:
             found = tuple(stored.size) if stored else "nothing"

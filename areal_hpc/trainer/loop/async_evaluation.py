@@ -39,10 +39,9 @@ class AsyncEvaluation:
         return bool(held) and all(version in ("", str(current)) for version in held)
 
     def begin(self, current: WeightVersion) -> list[int]:
-        """The current version's episodes are granted from now on.
+        """Grant the current version's episodes from now on; the steps that are left out for good.
 
-        Returns:
-            The steps that should have been judged, and never will be, as their weights are gone.
+        Those should have been judged, and never will be, as their weights are gone.
         """
         due = self._schedule.evaluated_steps(self._judged_step, current.step)
         self.under_way = current

@@ -78,8 +78,6 @@ class LedgerSource(BatchSource):
 
         Raises:
             AgentError: Agents do nothing but fail, so that no batch will form.
-            SupersededTrainerError: A newer trainer owns the run.
-            ClusterError: The ledger stays away.
         """
         with self._record.timer.phase("batch_wait"):
             reply = self._ledger.batch(step, LONG_POLL_S)

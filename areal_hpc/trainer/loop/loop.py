@@ -27,11 +27,9 @@ weights that it judges, training goes on, and the reward gets a row of its own.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
-import msgspec
 import torch
 from msgspec import Struct
 
@@ -93,19 +91,19 @@ Delivery = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
 
 
-class BatchSource(Protocol):
+class BatchSource:
     """Source of rank 0's batches, and sink of the weights that come of them.
 
     A source overrides what applies to it: by itself it serves nobody.
     """
 
-    @abstractmethod
     def next_batch(self, step: int) -> BatchManifest | None:
         """The batch that leads to `step`; None when it is not there yet.
 
         Raises:
             ArealError: There will be none.
         """
+        raise NotImplementedError
 
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
@@ -160,16 +158,15 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
 
 def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, ArealError | None]:
     """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
-    message, trouble = None, None
+    command, trouble = None, None
     if coordinator:
         try:
-            message = msgspec.json.encode(coordinator.next_command())
+            command = coordinator.next_command()
         except SupersededTrainerError:
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
-            message, trouble = msgspec.json.encode(Stop(finished=False)), error
-    command: RankCommand = msgspec.json.decode(broadcast_object(message), type=RankCommand)
-    return command, trouble
+            command, trouble = Stop(finished=False), error
+    return broadcast_object(command, RankCommand), trouble
 
 
 def _execute(command: RankCommand, learner: Learner, coordinator: Coordinator | None) -> None:

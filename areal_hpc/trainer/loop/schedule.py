@@ -20,8 +20,7 @@ class Schedule:
 
     def evaluates(self, step: int) -> bool:
         """The weights of `step` are judged on held-out tasks."""
-        every = self.evaluation_every_steps
-        regular = every > 0 and step % every == 0
+        regular = _is_multiple(step, self.evaluation_every_steps)
         return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
 
     def evaluated_steps(self, after: int, until: int) -> list[int]:
@@ -34,13 +33,14 @@ class Schedule:
 
     def exports(self, step: int) -> bool:
         """The weights of `step` are written as a Hugging Face model."""
-        every = self.export_every_steps
-        return (
-            every is not None
-            and step > 0
-            and (step == self.total_steps or (every > 0 and step % every == 0))
-        )
+        if self.export_every_steps is None or step == 0:
+            return False
+        return step == self.total_steps or _is_multiple(step, self.export_every_steps)
 
     def ends_with_checkpoint(self, step: int) -> bool:
         """`step` is the last one, and its weights are neither exported nor evaluated."""
         return step >= self.total_steps and not self.exports(step) and not self.evaluates(step)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -37,14 +37,7 @@ class AttentionPlan:
 def plan_attention(
     pack: Pack, split: PackLayout, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Index tables and rotary angles of one pack, on the frequencies' device.
-
-    Args:
-        pack: Sequences and the places that are scored.
-        split: The parallel sizes that it was built for.
-        frequencies: Rotary angle per position [head_dim / 2], float32.
-        dtype: Of the activations.
-    """
+    """Index tables and rotary angles of a pack built for `split`, on the frequencies' device."""
     device = frequencies.device
     angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
     plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa

@@ -24,13 +24,7 @@ def compute_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float], float]:
     """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
 
-    Args:
-        logprobs_N: Log-probabilities under the weights being trained; the gradient flows here.
-        proximal_N: Under the policy that the batch starts from, recomputed or estimated.
-        behavior_N: As the engine reported them when it sampled.
-        advantages_N: Advantage of each token's row.
-        rows: The row of each token.
-        config: Clip range and bounds of w.
+    The gradient flows through `logprobs_N`, those of the weights being trained.
 
     Returns:
         The sum, to be divided by the batch's sampled tokens; `LOSS_SUMS` by name; the largest w

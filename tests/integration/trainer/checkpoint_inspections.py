@@ -27,8 +27,7 @@ from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer import megatron_private
-from areal_hpc.trainer.batch import training_rows
+from areal_hpc.trainer import collectives, megatron_private
 from areal_hpc.trainer.checkpoints import megatron_format
 from areal_hpc.trainer.checkpoints import store as checkpoint
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
@@ -323,7 +322,7 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
 
 def chosen_checkpoint_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).checkpoints.close()
-    checkpoint.VISIBLE_TIMEOUT_S = 0.5
+    collectives.VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
     directory = layout.root / "elsewhere" if is_blind else layout.checkpoints_dir
     CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
@@ -331,7 +330,7 @@ def chosen_checkpoint_is_not_there(scenario: Scenario, layout: RunPaths) -> Foun
 
 
 def rank_1_cannot_read(scenario: Scenario, layout: RunPaths) -> Found:
-    training_rows.SHARD_TIMEOUT_S = 0.5
+    collectives.VISIBLE_TIMEOUT_S = 0.5
     step(make_learner(scenario, layout), layout, 1)
     return {}
 

@@ -30,8 +30,8 @@ with warnings.catch_warnings(record=True):
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
-def patch_megatron_for_cpu() -> bool:
-    """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
+def patch_megatron_for_cpu() -> None:
+    """Put the CPU names in place, unless there is a GPU. Safe to repeat."""
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
@@ -39,10 +39,9 @@ def patch_megatron_for_cpu() -> bool:
     warnings.filterwarnings("ignore", message="full scope is deprecated")
     # Megatron 0.16 looks this name up without having bound it when Transformer Engine is absent.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    if torch.cuda.is_available():
-        return False
-    if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):
-        return True
+    current_device: Any = torch.cuda.current_device
+    if torch.cuda.is_available() or current_device is _cpu_device:
+        return
     # "CPU RNG state changed within GPU RNG context": here they are the same state.
     logging.getLogger(parallel_random.__name__).setLevel(logging.ERROR)
     get_state, set_state = torch.get_rng_state, torch.set_rng_state
@@ -64,14 +63,10 @@ def patch_megatron_for_cpu() -> bool:
     )
     for owner, name, value in stand_ins:
         setattr(owner, name, value)
-    return True
 
 
 def _cpu_device() -> torch.device:
     return torch.device("cpu")
-
-
-_cpu_device.is_cpu_stand_in = True  # type: ignore[attr-defined]
 
 
 class _CpuStream(torch.cpu.Stream):

@@ -52,21 +52,18 @@ class PaddedSdpa:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d]."""
-        queries = spread(query, self.queries)
-        keys, values = spread(key, self.keys), spread(value, self.keys)
+        query_sizes = [box.sequences * box.query_places for box in self.boxes]
+        key_sizes = [box.sequences * box.key_places for box in self.boxes]
         outputs = []
-        query_end = key_end = 0
-        for box in self.boxes:
-            query_start, key_start = query_end, key_end
-            query_end += box.sequences * box.query_places
-            key_end += box.sequences * box.key_places
+        for box, *parts in zip(
+            self.boxes,
+            spread(query, self.queries).split(query_sizes),
+            spread(key, self.keys).split(key_sizes),
+            spread(value, self.keys).split(key_sizes),
+            strict=True,
+        ):
             q, k, v = (
-                states[start:end].view(box.sequences, -1, *states.shape[1:]).transpose(1, 2)
-                for states, start, end in (
-                    (queries, query_start, query_end),
-                    (keys, key_start, key_end),
-                    (values, key_start, key_end),
-                )
+                part.view(box.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts
             )
             attended = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=box.mask, is_causal=box.mask is None, scale=scale,

@@ -6,7 +6,7 @@ rows (`_list_layer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,7 +74,7 @@ def _list_layer(arch: Architecture, layer: int) -> Iterator[Parameter]:
     widths["v"] = widths["k"]
 
     def row(
-        megatron: str, cut: TpSplit, shapes: dict[str, TensorShape], expert: int | None = None
+        megatron: str, cut: TpSplit, shapes: Mapping[str, TensorShape], expert: int | None = None
     ) -> Parameter:
         tensors = (
             HfTensor(f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items()

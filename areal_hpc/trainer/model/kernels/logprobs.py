@@ -23,16 +23,11 @@ def compute_token_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Log p(label), in float32 [N]. A collective of the group.
+    """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
 
-    Args:
-        logits_NV: This rank's part of the vocabulary, as the model's last stage gives it. The
-            backward pass overwrites it: nothing else may read it afterwards.
-        labels_N: The token that each row predicts.
-        temperature_N: Divides the logits, as the sampler did; None is 1 everywhere.
-        vocab: Tokens of the tokenizer; columns beyond it are padding of the tensor-parallel split
-            and take no probability.
-        group: The tensor-parallel ranks, each with its part of the vocabulary.
+    The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
+    read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
+    divides the logits, as the sampler did; None is 1 everywhere.
     """
     return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
         logits_NV, labels_N, temperature_N, vocab, group
