@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,18 @@ def writer_of(learner: Learner) -> WriterClient:
     return learner.checkpoints._writer
 
 
-def failure(learner: Learner) -> Found:
-    """What the checkpoint in the writing fails with."""
+def begin_held(learner: Learner) -> int:
+    """Begin a checkpoint that a stopped writer holds up; its process id."""
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    learner.begin_checkpoint({})
+    return writer
+
+
+def failure(act: Callable[[], object]) -> Found:
+    """What it fails with."""
     try:
-        learner.checkpoints.finish()
+        act()
     except ArealError as error:
         return {"kind": type(error).__name__, "error": str(error)}
     return {"kind": None}
@@ -86,9 +95,7 @@ def failure(learner: Learner) -> Found:
 def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     at_step_2 = state_of(learner)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     polled = [learner.checkpoints.poll() for _ in range(3)]
     step(learner, layout, 3)
     visible_before = names(layout)
@@ -106,9 +113,7 @@ def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
 
 def second_checkpoint_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     step(learner, layout, 3)
     began = time.monotonic()
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
@@ -122,9 +127,7 @@ def second_checkpoint_waits(scenario: Scenario, layout: RunPaths) -> Found:
 def stop_waits(scenario: Scenario, layout: RunPaths) -> Found:
     """The loop is told to stop while a checkpoint is in the writing."""
     learner = begin(scenario, layout)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     stop = StopRequest()
     coordinator = make_replay_coordinator(learner, layout, config_of(scenario), 1, 2, stop)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
@@ -142,9 +145,7 @@ class UnreachableSource(BatchSource):
 def failure_waits(scenario: Scenario, layout: RunPaths) -> Found:
     """Rank 0 cannot go on while a checkpoint is in the writing."""
     learner = begin(scenario, layout)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     coordinator, stop = None, StopRequest()
     if dist.get_rank() == 0:
@@ -163,11 +164,7 @@ def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    try:
-        learner.begin_checkpoint({})
-    except ArealError as error:
-        return {"error": str(error), "kind": type(error).__name__, "visible": names(layout)}
-    return {}
+    return failure(lambda: learner.begin_checkpoint({})) | {"visible": names(layout)}
 
 
 def checkpoint_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
@@ -177,19 +174,13 @@ def checkpoint_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
         os.truncate(path, path.stat().st_size // 2)
-    try:
-        make_learner(scenario, layout)
-    except ArealError as error:
-        return {"error": str(error), "kind": type(error).__name__}
-    return {}
+    return failure(lambda: make_learner(scenario, layout)) | {"visible": names(layout)}
 
 
 def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     at_step_2 = state_of(learner)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     os.kill(writer, signal.SIGKILL)
     learner.checkpoints.finish()
     return {
@@ -201,30 +192,26 @@ def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
 
 def writers_keep_dying(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
-    return failure(learner) | {"visible": names(layout)}
+    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
 
 
 def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    writer = writer_of(learner)._process.pid
-    os.kill(writer, signal.SIGSTOP)
-    learner.begin_checkpoint({})
+    writer = begin_held(learner)
     for partial in layout.checkpoints_dir.glob(".step_*"):
         shutil.rmtree(partial)
     os.kill(writer, signal.SIGCONT)
-    return failure(learner) | {"visible": names(layout)}
+    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
 
 
 def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     learner.begin_checkpoint({})
     claim_next_number(layout.generations_dir)
-    return failure(learner) | {"visible": names(layout)}
+    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
 
 
 def place_checkpoint(layout: RunPaths, generation: int) -> Path:
@@ -242,7 +229,7 @@ def successor_saved_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     place_checkpoint(layout, generation=9)
     learner.begin_checkpoint({})
-    found = failure(learner)
+    found = failure(learner.checkpoints.finish)
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     return found | {

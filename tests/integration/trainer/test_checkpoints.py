@@ -77,46 +77,30 @@ def test_a_failure_waits_for_the_checkpoint(ranks: RankServer, layout: RunPaths)
     assert "the ledger stays away" in outcome.reports[0]["error"]
 
 
-def test_a_full_disk_fails_the_checkpoint_with_advice(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "disk_is_full")
-    assert found["kind"] == "ClusterError"
-    assert "could not be written" in found["error"]
-    assert "quota" in found["error"]
+FAILURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "disk_is_full": ("ClusterError", ("could not be written", "quota")),
+    "storage_refuses": ("ClusterError", ("No such file or directory", "quota")),
+    "writers_keep_dying": ("ClusterError", ("died 2 times, at last with exit code -9",)),
+    "replaced_while_writing": ("SupersededTrainerError", ()),
+    "checkpoint_is_damaged": ("ShardError", ("step_00000001",)),
+}
+"""What goes wrong with a checkpoint -> the error, and what it says."""
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_checkpoint_that_fails_says_why_and_leaves_the_earlier_one(
+    ranks: RankServer, layout: RunPaths, failure: str
+) -> None:
+    kind, said = FAILURES[failure]
+    found = found_by(ranks, layout, failure)
+    assert found["kind"] == kind
+    assert all(part in found["error"] for part in said), found["error"]
     assert found["visible"] == FIRST
-
-
-def test_a_damaged_checkpoint_is_named(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "checkpoint_is_damaged")
-    assert found["kind"] == "ShardError"
-    assert "step_00000001" in found["error"]
 
 
 def test_a_checkpoint_outlives_its_writer(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
-
-
-def test_a_checkpoint_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "writers_keep_dying")
-    assert found["kind"] == "ClusterError"
-    assert "died 2 times, at last with exit code -9" in found["error"]
-    assert found["visible"] == FIRST
-
-
-def test_a_checkpoint_that_the_storage_refuses_fails(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "storage_refuses")
-    assert found["kind"] == "ClusterError"
-    assert "No such file or directory" in found["error"]
-    assert "quota" in found["error"]
-    assert found["visible"] == FIRST
-
-
-def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_checkpoint(
-    ranks: RankServer, layout: RunPaths
-) -> None:
-    found = found_by(ranks, layout, "replaced_while_writing")
-    assert found["kind"] == "SupersededTrainerError"
-    assert found["visible"] == FIRST
 
 
 def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(

@@ -15,41 +15,22 @@ from pydantic import ValidationError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
-SETTINGS: list[dict[str, Any]] = [
-    {"off_policy_correction": "none"},
-    {"off_policy_correction": "clamp", "off_policy_correction_high": 2.0},
-    {
-        "off_policy_correction": "clamp",
-        "off_policy_correction_low": 0.5,
-        "off_policy_correction_high": 2.0,
-    },
-    {
-        "off_policy_correction": "clamp",
-        "off_policy_correction_level": "sequence",
-        "off_policy_correction_high": 1.1,
-    },
-    {
-        "off_policy_correction": "mask",
-        "off_policy_correction_low": 0.5,
-        "off_policy_correction_high": 5.0,
-    },
-    {
-        "off_policy_correction": "mask",
-        "off_policy_correction_level": "sequence",
-        "off_policy_correction_low": 0.9,
-        "off_policy_correction_high": 1.1,
-    },
-    {
-        "off_policy_correction": "mask",
-        "off_policy_correction_metric": "kl",
-        "off_policy_correction_high": 0.1,
-    },
-    {
-        "off_policy_correction": "mask",
-        "off_policy_correction_metric": "kl",
-        "off_policy_correction_level": "sequence",
-        "off_policy_correction_high": 0.2,
-    },
+
+def settings(correction: str, **bounds: float | str) -> dict[str, Any]:
+    """Of an objective, without the prefix that all its keys of this kind have."""
+    prefixed = {f"off_policy_correction_{name}": value for name, value in bounds.items()}
+    return {"off_policy_correction": correction, **prefixed}
+
+
+SETTINGS = [
+    settings("none"),
+    settings("clamp", high=2.0),
+    settings("clamp", low=0.5, high=2.0),
+    settings("clamp", level="sequence", high=1.1),
+    settings("mask", low=0.5, high=5.0),
+    settings("mask", level="sequence", low=0.9, high=1.1),
+    settings("mask", metric="kl", high=0.1),
+    settings("mask", metric="kl", level="sequence", high=0.2),
 ]
 
 LOGPROB = st.floats(-4.0, -0.01)
@@ -98,12 +79,12 @@ def slowly(
     return found
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("chosen", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
 @given(TOKENS)
 def test_weights_are_those_of_a_plain_loop(
-    settings: dict[str, Any], tokens: list[tuple[float, float, int]]
+    chosen: dict[str, Any], tokens: list[tuple[float, float, int]]
 ) -> None:
-    config = ObjectiveConfig(**settings)
+    config = ObjectiveConfig(**chosen)
     proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
     rows = TokenRows(torch.tensor(row, dtype=torch.long), 4)
@@ -123,47 +104,43 @@ def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behavior = torch.tensor([-1.0, -2.0, -1.0, -1.1])
     rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
-    settings = ObjectiveConfig(
-        off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=1.5
+    by_token, by_row = (
+        correct_off_policy(
+            proximal,
+            behavior,
+            rows,
+            ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5)),
+        )
+        for level in ("token", "sequence")
     )
-    by_token = correct_off_policy(proximal, behavior, rows, settings)
     assert by_token.outside_N.tolist() == [False, True, False, False]
-    by_sequence = settings.model_copy(update={"off_policy_correction_level": "sequence"})
-    by_row = correct_off_policy(proximal, behavior, rows, by_sequence)
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("settings", SETTINGS[1:])
-def test_what_is_not_a_number_is_not_masked_away(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("chosen", SETTINGS[1:])
+def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None:
     rows = TokenRows(torch.tensor([0, 1]), 2)
     behavior = torch.tensor([float("nan"), -1.0])
     found = correct_off_policy(
-        torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**settings)
+        torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**chosen)
     )
     assert found.weight_N[0].isnan()
     assert found.weight_N[1] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("refused", "message"),
     [
         ({"proximal": "none"}, "set off_policy_correction=none"),
-        ({"off_policy_correction_metric": "kl"}, "use mask with kl"),
-        (
-            {
-                "off_policy_correction": "mask",
-                "off_policy_correction_metric": "kl",
-                "off_policy_correction_low": 0.1,
-            },
-            "bounded above only",
-        ),
-        ({"off_policy_correction_low": 1.2}, "must enclose 1"),
-        ({"off_policy_correction_high": 0.9}, "must enclose 1"),
+        (settings("clamp", metric="kl"), "use mask with kl"),
+        (settings("mask", metric="kl", low=0.1), "bounded above only"),
+        (settings("clamp", low=1.2), "must enclose 1"),
+        (settings("clamp", high=0.9), "must enclose 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
-    settings: dict[str, Any], message: str
+    refused: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        ObjectiveConfig(**settings)
+        ObjectiveConfig(**refused)

@@ -51,15 +51,10 @@ def over_ranks(
     """What all context-parallel ranks give, back in the order of the pack."""
     query, key, value = parts
     starts = np.cumsum(lengths) - lengths
+    spans = [*zip(starts, map(int, lengths), strict=True)]
     held = [
         torch.from_numpy(
-            np.concatenate(
-                [
-                    start
-                    + (zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
-                    for start, length in zip(starts, lengths, strict=True)
-                ]
-            )
+            np.concatenate([start + zigzag_positions(length, cp, rank) for start, length in spans])
         )
         for rank in range(cp)
     ]
