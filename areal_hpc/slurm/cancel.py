@@ -33,20 +33,12 @@ def cancel_jobs(
     grace_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """Cancel every job, and return when Slurm has none of them left.
+    """Cancel every job, and return when Slurm has none of them left: how many there were.
 
     A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
     to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
-    again, or was submitted meanwhile, is cancelled when it is seen.
-
-    Args:
-        job_ids: Every id that was ever given out, asked for again at each look.
-        label: What the jobs' names or comments hold.
-        grace_s: Seconds.
-        say: Tells a person what happens.
-
-    Returns:
-        How many jobs there were to cancel.
+    again, or was submitted meanwhile, is cancelled when it is seen: `job_ids` is asked at each look
+    for every id that was ever given out. `label` is what the jobs' names or comments hold.
 
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long.

@@ -18,6 +18,11 @@ from areal_hpc.slurm.container import build_container_command
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
+_SAME_NAMES = (
+    *("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"),
+    *("mail_user", "mail_type"),
+)
+"""Options that recipes and submitit call the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         tasks_per_node = job.tasks
     elif offered is None:
         raise RecipeError(
-            (
-                f"the {kind} job has {job.tasks} GPU tasks, "
-                "but the number of GPUs per node is not set"
-            ),
+            f"the {kind} job has {job.tasks} GPU tasks, but the number of GPUs per node is not set",
             key="cluster.slurm.gpus_per_node",
             hint="set cluster.slurm.gpus_per_node, for example 8",
         )
@@ -185,10 +187,7 @@ def _request(
         "srun_args": srun_args,
         "additional_parameters": _further(options, slurm, place),
     }
-    for name in ("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"):
-        asked[name] = getattr(options, name)
-    for name in ("mail_user", "mail_type"):
-        asked[name] = getattr(options, name)
+    asked |= {name: getattr(options, name) for name in _SAME_NAMES}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,15 +59,9 @@ class JobHandle:
             return
         tree = psutil.Process(process.pid)
         for member in [*tree.children(recursive=True), tree]:
-            _kill(member)
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
         process.wait()
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
 
 
 def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
@@ -149,11 +143,7 @@ def submit_array(
 ) -> list[str]:
     """Hand the same job of several runs to Slurm as one array; the number of each.
 
-    Args:
-        array: What all of them ask for.
-        alone: Each by itself, for the script by which it submits itself again.
-        launches: Each one's launch.
-        entry: What every task calls.
+    `alone` has each by itself, for the script by which it submits itself again.
 
     Raises:
         RecipeError: sbatch refused it.
