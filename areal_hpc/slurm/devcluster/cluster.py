@@ -21,7 +21,7 @@ from areal_hpc.slurm.devcluster.plan import (
     parse_plan,
     plan_devcluster,
 )
-from areal_hpc.slurm.devcluster.state import lock_state, open_state, read_plan, read_templates
+from areal_hpc.slurm.devcluster.state import lock_state, open_state, read_plan
 
 PARTITIONS = ("scavenger", "priority")
 
@@ -39,11 +39,7 @@ def start_cluster(
 ) -> None:
     """Start whatever of the cluster does not run, and return when all nodes take jobs.
 
-    Args:
-        paths: Where it lives; made if need be.
-        asked: Fields of `Settings`. A cluster that exists must have these values.
-        within_s: How long that may take.
-        say: Is told of each part that is up.
+    A cluster that exists must have the settings `asked`. `say` is told of each part that is up.
 
     Raises:
         RecipeError: Commands are missing, or a cluster with other settings exists.
@@ -80,7 +76,7 @@ def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
         settings = DevclusterSettings(**{"namespaces": host.can_create_namespaces(), **asked})
         host.check_commands(settings)
         facts = host.inspect_host(settings)
-    made = plan_devcluster(settings, facts, paths, read_templates())
+    made = plan_devcluster(settings, facts, paths)
     _write(made)
     return made
 
@@ -88,11 +84,9 @@ def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
 def _write(made: DevclusterPlan) -> None:
     paths = made.paths
     paths.made_of.write_text(dump_plan(made.settings, made.facts))  # first: `down` goes by it
-    for folder in (
-        *(paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir),
-        *(paths.spool_dir, paths.controller_state),
-        *(paths.spool_dir / node.name for node in made.nodes),
-    ):
+    folders = [paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir]
+    folders += [paths.spool_dir, paths.controller_state]
+    for folder in (*folders, *(paths.spool_dir / node.name for node in made.nodes)):
         folder.mkdir(exist_ok=True)
     paths.munge_dir.chmod(0o755)  # munged refuses one that others can write to
     paths.database_dir.mkdir(mode=0o700, exist_ok=True)

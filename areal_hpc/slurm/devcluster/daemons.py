@@ -40,10 +40,9 @@ def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     if not is_running(made, daemon):
         if daemon.made_first is not None and not daemon.made_first.exists():
             _make_first(made, daemon)
-        process = processes.spawn(
+        processes.spawn(
             daemon.command, made.environ, paths.output(daemon.name), paths.process(daemon.name)
         )
-        processes.get_stdin(process).close()
     while not is_responding(made, daemon):
         if not is_running(made, daemon):
             raise build_daemon_error(paths, daemon.name, "ended while it started")

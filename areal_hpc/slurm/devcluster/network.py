@@ -10,7 +10,7 @@ import psutil
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.slurm.devcluster.plan import DevclusterNode, DevclusterPlan
-from areal_hpc.slurm.devcluster.processes import get_search_path, list_descendants
+from areal_hpc.slurm.devcluster.processes import list_descendants, run_command
 
 MAX_UNSHARE_S = 10.0
 
@@ -69,13 +69,7 @@ def _exists(link: str) -> bool:
 
 
 def _ip(*arguments: str, may_fail: bool = False) -> None:
-    done = subprocess.run(
-        ("ip", *arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": get_search_path()},
-    )
+    done = run_command(("ip", *arguments), {})
     if done.returncode and not may_fail:
         raise ClusterError(
             f"ip {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}",

@@ -40,11 +40,11 @@ def find_node(made: DevclusterPlan, name: str) -> DevclusterNode:
 
 def power_on(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Start a node that is off. It registers with slurmctld by itself."""
-    paths = made.paths
-    record = paths.process(node.name)
-    process = processes.spawn(node.command, made.environ, paths.output(node.name), record)
+    files = made.paths.output(node.name), made.paths.process(node.name)
+    process = processes.spawn(node.command, made.environ, *files, stdin=subprocess.PIPE)
+    assert process.stdin is not None
     # Interrupted before the line, the pipe closes without it, and the node goes away again.
-    with processes.get_stdin(process) as line:
+    with process.stdin as line:
         if node.link:
             network.attach_node(made, node, process)
         line.write(b"start\n")

@@ -1,23 +1,15 @@
-"""State directory: ownership, lock, stored plan, templates."""
+"""State directory: ownership, lock, stored plan."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from areal_hpc.slurm.devcluster.plan import DevclusterPlan, parse_plan, plan_devcluster
-
-TEMPLATES = Path(__file__).parent / "templates"
-
-
-def read_templates() -> Mapping[str, str]:
-    """Name of a file -> its template."""
-    return {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.j2"))}
+from areal_hpc.slurm.devcluster.processes import lock_folder
 
 
 def open_state(paths: DevclusterPaths) -> None:
@@ -48,14 +40,10 @@ def lock_state(paths: DevclusterPaths) -> Iterator[None]:
     Raises:
         ClusterError: Another one did, and removed the directory.
     """
-    descriptor = os.open(paths.root, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with lock_folder(paths.root):
         if not paths.root.exists():
             raise ClusterError(f"another command removed {paths.root}", hint="repeat the command")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
@@ -66,4 +54,4 @@ def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
     """
     if not paths.made_of.exists():
         raise RecipeError(f"there is no devcluster in {paths.root}", hint="areal-hpc devcluster up")
-    return plan_devcluster(*parse_plan(paths.made_of.read_text()), paths, read_templates())
+    return plan_devcluster(*parse_plan(paths.made_of.read_text()), paths)
