@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
+from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import restarts, time_limit
 from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_node
 from areal_hpc.jobs.requeue import (
@@ -176,7 +176,7 @@ class SlurmTask:
             "AREAL_HPC_HOST": host,
             "AREAL_HPC_START": str(self._start.number),
             restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
-            **time_limit.get_checkpoint_time_variable(self._paths),
+            time_limit.CHECKPOINT_TIME_VARIABLE: str(self._paths.checkpoint_time),
         }
 
     @property
@@ -187,9 +187,8 @@ class SlurmTask:
     def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
-        Args:
-            is_leading: A process runs here whose end ends the job: it is not disturbed when the
-                work is done elsewhere.
+        Where a process runs whose end ends the job (`is_leading`), it is not disturbed when the
+        work is done elsewhere.
         """
         now = time.monotonic()
         if now < self._next_look_at or self._start is None:
@@ -213,9 +212,9 @@ class SlurmTask:
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None:
-            lead_s = time_limit.compute_stop_lead_s(
-                self._launch.stop_grace_s, self._slurm.margin_s, self._paths
-            )
+            # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
+            lead_s = self._launch.stop_grace_s + self._slurm.margin_s
+            lead_s += time_limit.read_checkpoint_time_s(self._paths)
             if time.time() >= self._ends_at - lead_s:
                 return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
         return None
@@ -250,7 +249,7 @@ class SlurmTask:
         wanted_s = grace_s + time_limit.read_checkpoint_time_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
-        except (SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError):
+        except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
