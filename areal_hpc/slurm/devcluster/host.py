@@ -88,12 +88,10 @@ def _free_ports(count: int) -> int:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
     return True
 
 

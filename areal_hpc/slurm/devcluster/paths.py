@@ -22,7 +22,6 @@ class DevclusterPaths:
         self.config_dir = root / "etc"
         """Slurm looks for its other files beside slurm.conf."""
         self.slurm_conf = self.config("slurm.conf")
-        """File that `SLURM_CONF` names."""
         self.log_dir = root / "log"
         """One log per daemon, and `<name>.out` for what it writes to its terminal."""
         self.pid_dir = root / "run"
@@ -36,11 +35,9 @@ class DevclusterPaths:
         self.munge_dir = root / "munge"
         """Key, seed and socket of munge."""
         self.munge_key = self.munge_dir / "key"
-        """Made for this cluster, mode 0600."""
         self.munge_socket = self.munge_dir / "socket"
         """How clients and daemons reach munged."""
         self.database_dir = root / "database"
-        """MariaDB's files."""
         self.database_socket = root / "database.socket"
         """How slurmdbd reaches MariaDB; nothing else does."""
 

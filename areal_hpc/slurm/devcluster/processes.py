@@ -92,9 +92,7 @@ def find_process(record: Path) -> psutil.Process | None:
     try:
         kept = json.loads(record.read_text())
         process = psutil.Process(kept["pid"])
-        is_same = process.create_time() == kept["started"]
-        # One whose parent never asks for its end stays in the table after it.
-        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if process.create_time() == kept["started"] and _runs(process) else None
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
 
@@ -109,6 +107,7 @@ def list_descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
+    """False after its end too, when a parent that never asks for it keeps it in the table."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
