@@ -117,8 +117,8 @@ def _ask_slurm(
     if facts.state != scontrol.RUNNING:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
-    nodes = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
-    excluded = scontrol.join_node_lists(facts.excluded_nodes, *nodes)
+    faulty = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
+    excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
     try:
         if hold:
             _hold(launch.paths, job_id)

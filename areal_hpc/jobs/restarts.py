@@ -78,12 +78,12 @@ def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float
 
 def report_node(folder: Path, start: Restart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
-    _report_path(folder, start, node_rank).touch()
+    number_path(folder, start.number, f".node{node_rank}").touch()
 
 
 def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> list[int]:
     """Wait for the other nodes; places in the job's list of those without report. For the first."""
-    reports = {one: _report_path(folder, start, one) for one in range(1, nodes)}
+    reports = {one: number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s
     while absent := [one for one, report in reports.items() if not report.exists()]:
         if time.monotonic() >= give_up_at:
@@ -92,10 +92,6 @@ def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> l
     for report in reports.values():
         report.unlink()
     return []
-
-
-def _report_path(folder: Path, start: Restart, node_rank: int) -> Path:
-    return number_path(folder, start.number, f".node{node_rank}")
 
 
 def is_superseded(folder: Path, start: Restart) -> bool:

@@ -62,14 +62,13 @@ class SlurmTask:
     def __init__(
         self, launch: LaunchFile, slurm: SlurmLaunchInfo, position: TaskPosition, events: EventLog
     ) -> None:
-        environ = os.environ
         self._launch = launch
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = scontrol.get_own_job_id(environ)
-        self._node = environ["SLURMD_NODENAME"]
-        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(environ)}"
+        self._job_id = scontrol.get_own_job_id(os.environ)
+        self._node = os.environ["SLURMD_NODENAME"]
+        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
         self._paths = launch.paths
         self._restarts_dir = self._paths.restarts_dir
         self._start: restarts.Restart | None = None
@@ -107,12 +106,11 @@ class SlurmTask:
         first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
         findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
-        refusal = self._exclude_node(self._node, findings)
-        if refusal is None and position.is_first and nodes > 1:
-            refusal = self._blame_absent(
-                self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
-            )
-        return refusal
+        if findings:
+            return self._exclude_node(self._node, findings)
+        if position.is_first and nodes > 1:
+            return self._blame_absent(self._start, expand_node_list(environ["SLURM_JOB_NODELIST"]))
+        return None
 
     def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Restart:
         address = ""
@@ -137,15 +135,10 @@ class SlurmTask:
         )
         # With most of them away it is rather the first that is alone.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
-        for node in (nodes[place] for place in absent):
-            outcome = self._exclude_node(node, [finding])
-            assert outcome is not None
-            self._absent.append(outcome)
+        self._absent = [self._exclude_node(nodes[place], [finding]) for place in absent]
         return self._absent[0] if self._absent else None
 
-    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit | None:
-        if not findings:
-            return None
+    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def read_end_time(environ: Mapping[str, str]) -> float | None:
     Newer Slurms tell every job; others are asked, once.
     """
     told = environ.get("SLURM_JOB_END_TIME", "")
-    if re.fullmatch(r"\d+", told):
+    if told.isdecimal():
         return float(told)
     try:
         return scontrol.show_job(scontrol.get_own_job_id(environ)).ends_at

@@ -35,8 +35,7 @@ class TaskPosition:
 
 def get_task_position() -> TaskPosition:
     """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
-    names = ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK")
-    return _position(os.environ, "AREAL_HPC_", names)
+    return _position(os.environ, "AREAL_HPC_", ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK"))
 
 
 def _position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:

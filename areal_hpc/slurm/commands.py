@@ -37,7 +37,7 @@ def has_slurm() -> bool:
 def run_slurm_command(
     *command: str,
     timeout_s: float = ANSWER_TIMEOUT_S,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> str:
     """Output of one of Slurm's commands, which sees this process's environment unless given one.
 
@@ -46,12 +46,11 @@ def run_slurm_command(
         SlurmCommandError: It answered with an error.
         SlurmNotFoundError: There is no such command on this machine.
     """
-    seen = os.environ if environ is None else environ
     try:
         answer = subprocess.run(
             command,
             # A user's own time format would make times unreadable here.
-            env={**seen, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
+            env={**environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -194,13 +194,12 @@ class JobQueue:
 
     def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
-        wanted = sorted(set(job_ids))
-        if not wanted or not self._has_accounting:
+        if not self._has_accounting:
             return []
         columns = ",".join(SACCT_COLUMNS)
         jobs: list[QueuedJob] = []
         try:
-            for ids in split_into_arguments(wanted):
+            for ids in split_into_arguments(sorted(set(job_ids))):
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
                 jobs += parse_sacct(run_slurm_command("sacct", *arguments, f"--jobs={ids}"))
         except SlurmTimeoutError:
@@ -218,8 +217,7 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    wanted = sorted(set(job_ids))
-    return [job.job_id for job in _squeue(wanted) if is_alive(job.state)] if wanted else []
+    return [job.job_id for job in _squeue(sorted(set(job_ids))) if is_alive(job.state)]
 
 
 def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:

@@ -107,27 +107,22 @@ _BY_SPELLING = {
     for name, reason in table.items()
 }
 
-_FAMILIES = (
-    (
-        r"nodesrequiredforjobaredown",
-        PendingReason("nodes that it needs are down, drained or reserved", "sinfo -R says why"),
+_FAMILIES = {
+    r"nodesrequiredforjobaredown": (
+        "nodes that it needs are down, drained or reserved",
+        "sinfo -R says why",
     ),
-    (r"burstbuffer", PendingReason("the burst buffer is not ready", _PATIENCE)),
-    (
-        r"(qos|assoc|association).*(grp|group)|^grp",
-        PendingReason(
-            "your group uses all that its account or QOS may",
-            "wait for its other jobs, or ask for less",
-        ),
+    r"burstbuffer": ("the burst buffer is not ready", _PATIENCE),
+    r"(qos|assoc|association).*(grp|group)|^grp": (
+        "your group uses all that its account or QOS may",
+        "wait for its other jobs, or ask for less",
     ),
-    (
-        r"max.*(per(job|node|user|account)?|limit)|limit$",
-        PendingReason(
-            "it would exceed a limit of its user, account, QOS or partition",
-            "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
-        ),
+    r"max.*(per(job|node|user|account)?|limit)|limit$": (
+        "it would exceed a limit of its user, account, QOS or partition",
+        "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
     ),
-)
+}
+"""Forms of many reasons that share a sentence."""
 
 
 def explain_reason(text: str) -> PendingReason:
@@ -138,7 +133,9 @@ def explain_reason(text: str) -> PendingReason:
     """
     name, _, rest = text.strip().strip("()").partition(",")
     spelled = _spelled(name)
-    families = (reason for form, reason in _FAMILIES if re.search(form, spelled))
+    families = (
+        PendingReason(*reason) for form, reason in _FAMILIES.items() if re.search(form, spelled)
+    )
     found = _BY_SPELLING.get(spelled) or next(families, None)
     if found is None:
         return PendingReason(

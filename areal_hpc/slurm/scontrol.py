@@ -89,11 +89,6 @@ def submit_script(script: Path, options: Iterable[str]) -> str:
     return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
 
 
-def join_node_lists(*lists: str) -> str:
-    """Several of Slurm's lists of nodes as one."""
-    return ",".join(dict.fromkeys(nodes for nodes in lists if nodes))
-
-
 def _ask(*command: str) -> str:
     environ = {
         name: value

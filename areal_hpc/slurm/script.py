@@ -81,7 +81,6 @@ class RunContext:
     run_dir: Path
     jobs_dir: Path
     pythons: dict[str, str]
-    """Interpreter of each role."""
     working_folder: Path
     mounted: tuple[Path, ...] = ()
     """Further paths that a container must see."""
@@ -165,21 +164,20 @@ def _request(
         with_gpus=bool(shape.gpus_per_node),
     )
     folder = JobPaths(place.jobs_dir / job.name).submitit_dir
-    comment = " ".join([str(place.run_dir), *([options.comment] if options.comment else [])])
-    excluded = [*([options.exclude] if options.exclude else []), *place.excluded_nodes]
+    excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
     asked = {
         "job_name": f"{place.name}-{job.name}",
-        "comment": comment,
+        "comment": " ".join(filter(None, (str(place.run_dir), options.comment))),
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "time": shape.time_limit_minutes,
         "gres": gres if shape.gpus_per_node else None,
         "mem": options.mem or ("0" if options.exclusive else None),
-        "exclude": ",".join(excluded) or None,
+        "exclude": excluded or None,
         "exclusive": options.exclusive or None,
         "signal_delay_s": slurm.signal_before_end_s,
         "stderr_to_stdout": True,

@@ -71,8 +71,13 @@ def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
     executor.update_parameters(timeout_min=NO_TIME_LIMIT_MIN, tasks_per_node=launch.job.tasks)
-    with _interrupts_ignored():
+    # Children inherit an ignored SIGINT: submitit's controller answers Ctrl-C by killing its tasks
+    # after one second, which would cut off the trainer's last checkpoint.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
         return JobHandle(launch, executor.submit(entry, str(launch_path)))
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _write_launch(launch: LaunchFile) -> Path:
@@ -172,20 +177,6 @@ def _explain_sbatch_errors(job: str) -> Iterator[None]:
             key="cluster.slurm",
             hint="areal-hpc submit --dry-run shows its script",
         ) from error
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let children inherit an ignored SIGINT.
-
-    submitit's controller answers Ctrl-C by killing its tasks after one second, which would cut
-    off the trainer's last checkpoint.
-    """
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:
