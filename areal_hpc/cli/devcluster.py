@@ -91,7 +91,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _env(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.state import read_plan
+    from areal_hpc.slurm.devcluster.cluster import read_plan
 
     print(f"export SLURM_CONF={shlex.quote(str(read_plan(_paths(arguments)).paths.slurm_conf))}")
     return 0
@@ -115,8 +115,7 @@ def _restore_node(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import check_health
-    from areal_hpc.slurm.devcluster.state import read_plan
+    from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
 
     made = read_plan(_paths(arguments))
     found = check_health(made)

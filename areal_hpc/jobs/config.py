@@ -18,7 +18,6 @@ class JobConfig(BaseConfig):
     """Which environment's Python runs the process."""
 
     run_dir: Path
-    """The run directory."""
 
     def build_process(
         self,

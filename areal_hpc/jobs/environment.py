@@ -23,12 +23,10 @@ def raise_file_limit() -> None:
 
 
 def get_interpreter(role: str, configured: str) -> str:
-    """The Python that runs a role's processes.
+    """The Python that runs a role's processes: the one configured, unless that is `auto`.
 
-    Args:
-        role: `serve`, `train` or `agents`.
-        configured: A path, or `auto`: the checkout's own environment of that role if it exists,
-            else the interpreter that runs now.
+    Then it is that of the checkout's own environment of the role if it exists, else the interpreter
+    that runs now.
     """
     if configured != "auto":
         return configured
@@ -50,8 +48,11 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 def get_interpreters(recipe: Recipe) -> dict[str, str]:
     """The interpreter of each role: the recipe's, else this checkout's or the images'."""
+    in_image = recipe.cluster.slurm.container.kind != "none"
     named = {role: str(getattr(recipe.cluster, role).python) for role in ROLES}
-    if recipe.cluster.slurm.container.kind != "none":
-        images = {role: get_image_python(role) for role in ROLES}
-        return {role: images[role] if named[role] == "auto" else named[role] for role in ROLES}
-    return {role: get_interpreter(role, python) for role, python in named.items()}
+    return {
+        role: get_image_python(role)
+        if in_image and python == "auto"
+        else get_interpreter(role, python)
+        for role, python in named.items()
+    }

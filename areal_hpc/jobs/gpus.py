@@ -29,8 +29,7 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = DEV) -> VisibleGpus:
     if named is not None:
         return VisibleGpus(named, f"{VARIABLE}={environ[VARIABLE]!r}")
     # CUDA numbers the ones that it may open from 0; those of a container need not be named so.
-    numbers = range(len(device_files(dev)))
-    return VisibleGpus(tuple(str(number) for number in numbers), f"{dev}/nvidia[0-9]*")
+    return VisibleGpus(tuple(map(str, range(len(device_files(dev))))), f"{dev}/nvidia[0-9]*")
 
 
 def named_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:

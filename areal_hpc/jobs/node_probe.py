@@ -34,24 +34,13 @@ class NodeProblem:
     is_fault_of_node: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class GpuInfo:
-    """One GPU as nvidia-smi lists it."""
-
-    index: str
-    uncorrected_errors: int
-
-
 def probe_node(
     environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
 ) -> list[NodeProblem]:
     """All problems of this node.
 
-    Args:
-        environ: Of the task.
-        job_dir: A folder on the shared storage.
-        least_free_bytes: Of the shared and of the node's own storage.
-        first_address: Where the job's first task listens; empty on that task's node.
+    The shared storage, on which `job_dir` is, and the node's own are to have so much free space.
+    `first_address` is where the job's first task listens; empty on that task's node.
     """
     local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     findings = [
@@ -66,8 +55,8 @@ def probe_node(
     return findings
 
 
-def list_gpus() -> tuple[list[GpuInfo], str]:
-    """The GPUs that the driver sees, and its complaint if it has one."""
+def list_gpus() -> tuple[dict[str, int], str]:
+    """What `read_gpus` makes of the GPUs that the driver sees, and its complaint if it has one."""
     try:
         fields = "index,ecc.errors.uncorrected.volatile.total"
         answer = subprocess.run(
@@ -78,29 +67,29 @@ def list_gpus() -> tuple[list[GpuInfo], str]:
             timeout=GPU_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
+        return {}, f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
     complaint = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()
-    return read_gpus(answer.stdout) if not complaint else [], complaint
+    return read_gpus(answer.stdout) if not complaint else {}, complaint
 
 
-def read_gpus(listed: str) -> list[GpuInfo]:
-    """Read nvidia-smi's lines. A GPU without error correction has no errors to report."""
+def read_gpus(listed: str) -> dict[str, int]:
+    """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
     rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
-    return [GpuInfo(index, int(errors) if errors.isdigit() else 0) for index, errors in rows]
+    return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
 
 
-def check_gpus(asked: list[str], seen: list[GpuInfo], complaint: str) -> list[NodeProblem]:
+def check_gpus(asked: list[str], seen: dict[str, int], complaint: str) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
     if len(seen) < len(asked):
         return [NodeProblem(f"the driver shows {len(seen)} GPUs, Slurm allocated {len(asked)}")]
     # With device control groups the driver lists those of the job alone, counted from 0.
-    own = seen if len(seen) == len(asked) else [gpu for gpu in seen if gpu.index in asked]
+    own = seen if len(seen) == len(asked) else seen.keys() & set(asked)
     return [
-        NodeProblem(f"its GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors")
-        for gpu in own
-        if gpu.uncorrected_errors
+        NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
+        for index, errors in seen.items()
+        if index in own and errors
     ]
 
 
@@ -165,7 +154,7 @@ class ReachabilityServer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def answer(self, for_s: float) -> None:
-        """Answer in the background, for so long."""
+        """Answer in the background."""
         threading.Thread(target=self._answer, args=(for_s,), name="greeter", daemon=True).start()
 
     def _answer(self, for_s: float) -> None:

@@ -39,9 +39,7 @@ RequeueResult = Literal[
 class ProgressTracker:
     """Progress of the run in this start of a job, and the earlier starts that made none.
 
-    Args:
-        job: Its folder.
-        progress: The file that grows while the run gets further; empty if there is none.
+    `progress` names the file that grows while the run gets further; empty if there is none.
     """
 
     def __init__(self, job: JobPaths, progress: str) -> None:
@@ -87,12 +85,10 @@ def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: 
 def requeue_or_resubmit(
     launch: LaunchFile, give_up_at: float, *, hold: bool = False
 ) -> RequeueResult:
-    """Have this job started once more, by Slurm or by another submission of its script.
+    """Have this job, which runs, started once more, by Slurm or by submitting its script again.
 
-    Args:
-        launch: Of this job, which runs.
-        give_up_at: Monotonic time until which a slurmctld that does not answer is asked again.
-        hold: Not before `release_held` is called for its run.
+    A slurmctld that does not answer is asked again until `give_up_at` (monotonic). With `hold` the
+    job is not started before `release_held` is called for its run.
 
     Returns:
         What was done; "ended by Slurm" where it already ends or requeues the job, "without Slurm"
@@ -121,13 +117,13 @@ def _ask_slurm(
     if facts.state != scontrol.RUNNING:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
-    nodes = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
-    excluded = scontrol.join_node_lists(facts.excluded_nodes, *nodes)
+    faulty = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
+    excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
     try:
         if hold:
             _hold(launch.paths, job_id)
             return "held"
-        scontrol.requeue(job_id)
+        scontrol.control("requeue", job_id)
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         number = resubmit(slurm, launch.job.name, job_id, excluded)
@@ -136,7 +132,7 @@ def _ask_slurm(
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        _repeat(lambda: scontrol.exclude(job_id, excluded))
+        _repeat(lambda: scontrol.update_waiting(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 
@@ -146,7 +142,7 @@ def _hold(job: JobPaths, job_id: str) -> None:
     note.parent.mkdir(exist_ok=True)
     note.write_text(job_id)
     try:
-        scontrol.hold_requeued(job_id)
+        scontrol.control("requeuehold", job_id)
     except ClusterError:
         note.unlink()
         raise
@@ -163,7 +159,7 @@ def release_held(jobs_dir: Path) -> list[str]:
             job_id = note.read_text()
             if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
                 continue
-            scontrol.release(job_id)
+            scontrol.control("release", job_id)
             released.append(note.name)
             note.unlink(missing_ok=True)
         except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's

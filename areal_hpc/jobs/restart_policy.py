@@ -30,12 +30,9 @@ class RestartPolicy:
     """Progress excuses the failure of its own start too, not only those before it."""
 
     def count_failures(self, before: int, *, made_progress: bool, has_failed: bool = True) -> int:
-        """Failures in a row without progress, when one more start has ended.
+        """Failures in a row without progress, when one more start has ended after those `before`.
 
-        Args:
-            before: The same when this start began.
-            made_progress: In this start.
-            has_failed: False for an end that was not its fault.
+        It has not failed if its end was not its fault.
         """
         if made_progress and self.progress_excuses_failure:
             return 0
@@ -44,12 +41,9 @@ class RestartPolicy:
     def decide(
         self, exit_codes: Collection[int], failures: int, *, is_dispensable: bool = False
     ) -> RestartDecision:
-        """Decision after a failure.
+        """Decision after failures with these exit codes, so many in a row without progress.
 
-        Args:
-            exit_codes: Of the processes that failed.
-            failures: In a row without progress, as `count_failures` counts them.
-            is_dispensable: Others can do the work.
+        What is dispensable has others that can do its work.
         """
         if RecipeError.exit_code in exit_codes:
             return "fail"
@@ -68,9 +62,7 @@ SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure
 def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecision:
     """Decision about a job under Slurm, from the ends of its tasks.
 
-    Args:
-        outcomes: Of the tasks that said anything.
-        failures: Starts in a row, this one included, that crashed without progress.
+    `failures` are starts in a row, this one included, that crashed without progress.
     """
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:

@@ -70,7 +70,7 @@ def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float
                 return start
         time.sleep(_POLL_S)
     raise ClusterError(
-        (f"{node} does not see the restart file of the first task after {timeout_s:.0f} s"),
+        f"{node} does not see the restart file of the first task after {timeout_s:.0f} s",
         key=str(folder),
         hint="check that this file system is mounted there",
     )
@@ -78,29 +78,20 @@ def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float
 
 def report_node(folder: Path, start: Restart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
-    _report_path(folder, start, node_rank).touch()
+    number_path(folder, start.number, f".node{node_rank}").touch()
 
 
 def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> list[int]:
-    """Wait for the reports of the other nodes. For the first task.
-
-    Returns:
-        Those that have not joined: places in the job's list of nodes.
-    """
-    absent = list(range(1, nodes))
+    """Wait for the other nodes; places in the job's list of those without report. For the first."""
+    reports = {one: number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s
-    while True:
-        absent = [one for one in absent if not _report_path(folder, start, one).exists()]
-        if not absent:
-            for one in range(1, nodes):
-                _report_path(folder, start, one).unlink()
-        if not absent or time.monotonic() >= give_up_at:
+    while absent := [one for one, report in reports.items() if not report.exists()]:
+        if time.monotonic() >= give_up_at:
             return absent
         time.sleep(_POLL_S)
-
-
-def _report_path(folder: Path, start: Restart, node_rank: int) -> Path:
-    return number_path(folder, start.number, f".node{node_rank}")
+    for report in reports.values():
+        report.unlink()
+    return []
 
 
 def is_superseded(folder: Path, start: Restart) -> bool:

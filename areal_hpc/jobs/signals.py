@@ -20,7 +20,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.signal_number: int | None = None
 
     @classmethod
     def install(cls) -> StopRequest:
@@ -39,10 +38,8 @@ class StopRequest:
     def _watch(self, reader: socket.socket, writer: socket.socket) -> None:
         # The writer is kept alive by this frame: closing it would lose later signals.
         while writer.fileno() >= 0:
-            for number in reader.recv(64):
-                if number in STOP_SIGNALS:
-                    self.signal_number = self.signal_number or int(number)
-                    self._event.set()
+            if any(number in STOP_SIGNALS for number in reader.recv(64)):
+                self._event.set()
 
     @property
     def requested(self) -> bool:

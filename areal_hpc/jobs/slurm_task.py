@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
+from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import restarts, time_limit
 from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_node
 from areal_hpc.jobs.requeue import (
@@ -62,14 +62,13 @@ class SlurmTask:
     def __init__(
         self, launch: LaunchFile, slurm: SlurmLaunchInfo, position: TaskPosition, events: EventLog
     ) -> None:
-        environ = os.environ
         self._launch = launch
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = scontrol.get_own_job_id(environ)
-        self._node = environ["SLURMD_NODENAME"]
-        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(environ)}"
+        self._job_id = scontrol.get_own_job_id(os.environ)
+        self._node = os.environ["SLURMD_NODENAME"]
+        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
         self._paths = launch.paths
         self._restarts_dir = self._paths.restarts_dir
         self._start: restarts.Restart | None = None
@@ -107,12 +106,11 @@ class SlurmTask:
         first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
         findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
-        refusal = self._exclude_node(self._node, findings)
-        if refusal is None and position.is_first and nodes > 1:
-            refusal = self._blame_absent(
-                self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
-            )
-        return refusal
+        if findings:
+            return self._exclude_node(self._node, findings)
+        if position.is_first and nodes > 1:
+            return self._blame_absent(self._start, expand_node_list(environ["SLURM_JOB_NODELIST"]))
+        return None
 
     def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Restart:
         address = ""
@@ -137,15 +135,10 @@ class SlurmTask:
         )
         # With most of them away it is rather the first that is alone.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
-        for node in (nodes[place] for place in absent):
-            outcome = self._exclude_node(node, [finding])
-            assert outcome is not None
-            self._absent.append(outcome)
+        self._absent = [self._exclude_node(nodes[place], [finding]) for place in absent]
         return self._absent[0] if self._absent else None
 
-    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit | None:
-        if not findings:
-            return None
+    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES
@@ -176,7 +169,7 @@ class SlurmTask:
             "AREAL_HPC_HOST": host,
             "AREAL_HPC_START": str(self._start.number),
             restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
-            **time_limit.get_checkpoint_time_variable(self._paths),
+            time_limit.CHECKPOINT_TIME_VARIABLE: str(self._paths.checkpoint_time),
         }
 
     @property
@@ -187,9 +180,8 @@ class SlurmTask:
     def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
-        Args:
-            is_leading: A process runs here whose end ends the job: it is not disturbed when the
-                work is done elsewhere.
+        Where a process runs whose end ends the job (`is_leading`), it is not disturbed when the
+        work is done elsewhere.
         """
         now = time.monotonic()
         if now < self._next_look_at or self._start is None:
@@ -213,9 +205,9 @@ class SlurmTask:
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None:
-            lead_s = time_limit.compute_stop_lead_s(
-                self._launch.stop_grace_s, self._slurm.margin_s, self._paths
-            )
+            # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
+            lead_s = self._launch.stop_grace_s + self._slurm.margin_s
+            lead_s += time_limit.read_checkpoint_time_s(self._paths)
             if time.time() >= self._ends_at - lead_s:
                 return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
         return None
@@ -250,7 +242,7 @@ class SlurmTask:
         wanted_s = grace_s + time_limit.read_checkpoint_time_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
-        except (SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError):
+        except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
         if facts.state != scontrol.RUNNING or facts.ends_at is None:

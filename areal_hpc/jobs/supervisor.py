@@ -27,11 +27,7 @@ from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
-from areal_hpc.jobs.topology import (
-    TaskPosition,
-    detect_task_position,
-    get_slurm_restart_count,
-)
+from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,

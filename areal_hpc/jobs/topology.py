@@ -6,14 +6,14 @@ import ipaddress
 import os
 import re
 import socket
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.commands import run_slurm_command
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,20 +35,14 @@ class TaskPosition:
 
 def get_task_position() -> TaskPosition:
     """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
-    names = ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK")
-    return _position(os.environ, *(f"AREAL_HPC_{name}" for name in names))
+    return _position(os.environ, "AREAL_HPC_", ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK"))
 
 
-def _position(
-    environ: Mapping[str, str], rank: str, num_tasks: str, local_rank: str, node_rank: str
-) -> TaskPosition:
-    """The position that variables of these names tell; a lone task's where they are absent."""
-    return TaskPosition(
-        rank=int(environ.get(rank, "0")),
-        num_tasks=int(environ.get(num_tasks, "1")),
-        local_rank=int(environ.get(local_rank, "0")),
-        node_rank=int(environ.get(node_rank, "0")),
-    )
+def _position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:
+    """The position that these variables tell; where they are absent, that of a lone task."""
+    lone = (0, 1, 0, 0)
+    told = (int(environ.get(prefix + name, of)) for name, of in zip(names, lone, strict=True))
+    return TaskPosition(*told)
 
 
 def get_advertised_host() -> str:
@@ -123,13 +117,10 @@ def _node_address(node: str) -> str:
     if not node:
         return ""
     try:
-        shown = subprocess.run(
-            ["scontrol", "show", "node", node, "--oneliner"],
-            capture_output=True, text=True, check=True, timeout=15,
-        )  # fmt: skip
-        found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        shown = run_slurm_command("scontrol", "show", "node", node, "--oneliner")
+        found = re.search(r"\bNodeAddr=(\S+)", shown)
         return socket.gethostbyname(found[1]) if found else ""
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ClusterError):
         return ""
 
 
@@ -153,10 +144,8 @@ def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
 def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
     """This task's position as Slurm (or submitit's local executor) tells it."""
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
-        prefix, names = "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID")
-    else:
-        prefix, names = "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID")
-    return _position(environ, *(prefix + name for name in names))
+        return _position(environ, "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID"))
+    return _position(environ, "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID"))
 
 
 def expand_node_list(nodelist: str) -> list[str]:

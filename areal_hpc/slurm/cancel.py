@@ -16,7 +16,6 @@ POLL_S = 2.0
 KILL_TIMEOUT_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
 SLURM_TIMEOUT_S = 600.0
-"""Time to wait for a Slurm that does not answer."""
 
 
 def cancel_submitted(job_ids: Sequence[str]) -> None:
@@ -33,20 +32,12 @@ def cancel_jobs(
     grace_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """Cancel every job, and return when Slurm has none of them left.
+    """Cancel every job, and return when Slurm has none of them left: how many there were.
 
     A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
     to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
-    again, or was submitted meanwhile, is cancelled when it is seen.
-
-    Args:
-        job_ids: Every id that was ever given out, asked for again at each look.
-        label: What the jobs' names or comments hold.
-        grace_s: Seconds.
-        say: Tells a person what happens.
-
-    Returns:
-        How many jobs there were to cancel.
+    again, or was submitted meanwhile, is cancelled when it is seen: `job_ids` is asked at each look
+    for every id that was ever given out. `label` is what the jobs' names or comments hold.
 
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long.
@@ -62,7 +53,8 @@ def cancel_jobs(
             _wait_for_slurm(look, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
-        alive = sorted(key for key, job in look.jobs.items() if is_alive(job.state))
+        phases = {key: job.state.phase for key, job in look.jobs.items() if is_alive(job.state)}
+        alive = sorted(phases)
         if not alive and job_ids() == ids:  # the last one may have submitted another
             return len(seen)
         seen |= set(alive)
@@ -72,13 +64,13 @@ def cancel_jobs(
                 f"{len(alive)} jobs are still running after {waited_s:.0f} s: {', '.join(alive)}",
                 hint=f"scancel {' '.join(alive)}; a node that does not answer keeps a job",
             )
-        running = [key for key in alive if look.state_of(key).phase is JobPhase.RUNNING]
         try:
             if waited_s >= grace_s:
-                _scancel([key for key in alive if look.state_of(key).phase is not JobPhase.ENDING])
+                _scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
             else:
-                _scancel([key for key in alive if look.state_of(key).phase is JobPhase.WAITING])
-                fresh = [key for key in running if key not in asked]
+                _scancel([key for key in alive if phases[key] is JobPhase.WAITING])
+                running = {key for key in alive if phases[key] is JobPhase.RUNNING}
+                fresh = sorted(running - asked)
                 if fresh:
                     say(
                         f"sent SIGTERM to {len(fresh)} jobs; "

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from areal_hpc.errors import SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 
@@ -36,27 +37,20 @@ def has_slurm() -> bool:
 def run_slurm_command(
     *command: str,
     timeout_s: float = ANSWER_TIMEOUT_S,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """Output of one of Slurm's commands.
-
-    Args:
-        command: Its name and arguments.
-        timeout_s: How long it may take.
-        environ: What it sees; by default what this process sees.
+    """Output of one of Slurm's commands, which sees this process's environment unless given one.
 
     Raises:
         SlurmTimeoutError: Its daemon did not answer.
         SlurmCommandError: It answered with an error.
         SlurmNotFoundError: There is no such command on this machine.
     """
-    seen = os.environ if environ is None else environ
-    # A user's own time format would make times unreadable here.
-    environ = {**seen, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         answer = subprocess.run(
             command,
-            env=environ,
+            # A user's own time format would make times unreadable here.
+            env={**environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -76,12 +70,17 @@ def run_slurm_command(
     if answer.returncode == 0:
         return answer.stdout
     said = answer.stderr.strip() or answer.stdout.strip() or "no output"
-    kind = (
-        SlurmTimeoutError
-        if any(silence in said.lower() for silence in _SILENCE)
-        else SlurmCommandError
-    )
+    is_silent = any(silence in said.lower() for silence in _SILENCE)
+    kind = SlurmTimeoutError if is_silent else SlurmCommandError
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
+
+
+def parse_time(text: str) -> float | None:
+    """Unix time of a local time that Slurm printed; None for `N/A`, `Unknown` and `None`."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def split_into_arguments(items: Sequence[str], size: int = 500) -> list[str]:

@@ -32,15 +32,10 @@ def build_container_command(
     working_folder: Path,
     with_gpus: bool,
 ) -> ContainerCommand:
-    """Python as the site's containers start it.
+    """Python as the site's containers start it; `python` is the interpreter within them.
 
-    Args:
-        container: The site's.
-        role: Of the job's supervisor: `train` gets its image, every other that of `serve`.
-        python: The interpreter, within the container if there is one.
-        places: Folders that are seen under the same name inside.
-        working_folder: Where the job starts, inside too.
-        with_gpus: Whether the job has any.
+    Role `train` gets its image, every other that of `serve`. Inside, `places` and the working
+    folder have the same names.
     """
     if container.kind == "none":
         return ContainerCommand(shlex.quote(python))

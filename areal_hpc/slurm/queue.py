@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
-from areal_hpc.slurm.commands import run_slurm_command, split_into_arguments
+from areal_hpc.slurm.commands import parse_time, run_slurm_command, split_into_arguments
 from areal_hpc.slurm.states import UNKNOWN, JobPhase, JobState, parse_state
 from areal_hpc.wire.backoff import Backoff
 
@@ -70,12 +69,10 @@ class QueueSnapshot:
     """Since when there has been none."""
 
     def of(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
-        """Part of this answer about some jobs.
+        """Part of this answer about the jobs with these ids whose name or comment holds `label`.
 
-        Args:
-            job_ids: The ids that count.
-            label: The jobs' names or comments must hold it, where they are known: Slurm counts ids
-                anew when it runs out of them, or is set up again, and then one is somebody else's.
+        Slurm counts ids anew when it runs out of them, or is set up again: then one is somebody
+        else's.
         """
         jobs = {
             job_id: job
@@ -107,8 +104,8 @@ def _from_squeue(cells: Sequence[str]) -> QueuedJob:
         state=parse_state(state),
         reason="" if reason in {"None", "(null)"} else reason,
         nodes=nodes,
-        start=_unix_time(start),
-        end=_unix_time(end),
+        start=parse_time(start),
+        end=parse_time(end),
         restarts=int(restarts) if restarts.isdigit() else None,
         exit_code=status >> 8 & 0xFF,
         signal=status & 0x7F,
@@ -123,7 +120,6 @@ def parse_sacct(text: str) -> list[QueuedJob]:
     with the job, because a step may run out of memory in a job that merely `FAILED`.
     """
     jobs: list[QueuedJob] = []
-    steps: list[list[str]] = []
     for line in text.splitlines():
         cells = line.split("|")
         if len(cells) < len(SACCT_COLUMNS):
@@ -132,23 +128,9 @@ def parse_sacct(text: str) -> list[QueuedJob]:
         state = parse_state(cells[1])
         if not step:
             jobs.append(_from_sacct(name, state, cells))
-            steps.append([])
-        elif steps and state.is_failure:
-            steps[-1].append(state.name)
-    return [
-        QueuedJob(
-            job_id=job.job_id,
-            state=job.state,
-            reason=job.reason,
-            nodes=job.nodes,
-            start=job.start,
-            end=job.end,
-            exit_code=job.exit_code,
-            signal=job.signal,
-            bad_steps=tuple(dict.fromkeys(bad)),
-        )
-        for job, bad in zip(jobs, steps, strict=True)
-    ]
+        elif jobs and state.is_failure and state.name not in jobs[-1].bad_steps:
+            jobs[-1] = replace(jobs[-1], bad_steps=(*jobs[-1].bad_steps, state.name))
+    return jobs
 
 
 def _from_sacct(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob:
@@ -158,19 +140,11 @@ def _from_sacct(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob
         state=state,
         reason="" if cells[6] in {"None", ""} else cells[6],
         nodes="" if cells[3] == "None assigned" else cells[3],
-        start=_unix_time(cells[4]),
-        end=_unix_time(cells[5]),
+        start=parse_time(cells[4]),
+        end=parse_time(cells[5]),
         exit_code=int(code) if code.isdigit() else 0,
         signal=int(signal) if signal.isdigit() else 0,
     )
-
-
-def _unix_time(text: str) -> float | None:
-    """Seconds since 1970 of a local time; None for `N/A`, `Unknown` and `None`."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 class JobQueue:
@@ -179,7 +153,8 @@ class JobQueue:
     def __init__(self) -> None:
         self._silent_since: float | None = None
         self._silences = 0
-        self._accounting: bool | None = None
+        self._has_accounting = True
+        """False once sacct has said that it has nothing to say."""
         self._settled: dict[str, QueuedJob] = {}
         """What will not change: jobs that squeue has forgotten, and sacct has not."""
 
@@ -187,11 +162,6 @@ class JobQueue:
     def pause_s(self) -> float:
         """Time to wait before the next question."""
         return BACKOFF.get_pause_s(self._silences)
-
-    @property
-    def has_accounting(self) -> bool:
-        """False once sacct has said that it has nothing to say."""
-        return self._accounting is not False
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
         """All that Slurm knows of these jobs now. Silence is an answer, not an error.
@@ -224,21 +194,19 @@ class JobQueue:
 
     def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
-        wanted = sorted(set(job_ids))
-        if not wanted or not self.has_accounting:
+        if not self._has_accounting:
             return []
         columns = ",".join(SACCT_COLUMNS)
         jobs: list[QueuedJob] = []
         try:
-            for ids in split_into_arguments(wanted):
+            for ids in split_into_arguments(sorted(set(job_ids))):
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
                 jobs += parse_sacct(run_slurm_command("sacct", *arguments, f"--jobs={ids}"))
         except SlurmTimeoutError:
             return []  # asked again at the next look
         except ClusterError:  # it is off, or there is no sacct here
-            self._accounting = False
+            self._has_accounting = False
             return []
-        self._accounting = True
         return jobs
 
 
@@ -249,8 +217,7 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    wanted = sorted(set(job_ids))
-    return [job.job_id for job in _squeue(wanted) if is_alive(job.state)] if wanted else []
+    return [job.job_id for job in _squeue(sorted(set(job_ids))) if is_alive(job.state)]
 
 
 def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:

@@ -29,88 +29,71 @@ _HELD = "scontrol release JOBID, or areal-hpc cancel RUN"
 HELD_WHILE_IDLE = PendingReason("idle: it released its nodes and is held until the trainer is back")
 """Of a job that holds itself until there is work. Slurm only knows that it is held."""
 
-_EXACT = {
-    "None": PendingReason("Slurm has not looked at it yet", "wait a minute"),
-    "Priority": PendingReason("jobs of higher priority are ahead", _PATIENCE),
-    "Resources": PendingReason("waiting for free nodes", _PATIENCE),
-    "Dependency": PendingReason("a job that it depends on has not ended yet", _PATIENCE),
-    "DependencyNeverSatisfied": PendingReason(
-        "a job that it depends on failed",
-        "areal-hpc why RUN names the failure; mend it and submit again",
-        needs_action=True,
+_TRANSIENT = {
+    "None": ("Slurm has not looked at it yet", "wait a minute"),
+    "Priority": ("jobs of higher priority are ahead", _PATIENCE),
+    "Resources": ("waiting for free nodes", _PATIENCE),
+    "Dependency": ("a job that it depends on has not ended yet", _PATIENCE),
+    "BeginTime": (
+        "its earliest start is still to come; after a requeue that is about two minutes",
+        _PATIENCE,
     ),
-    "BeginTime": PendingReason(
-        "its earliest start is still to come; after a requeue that is about two minutes", _PATIENCE
-    ),
-    "JobHeldUser": PendingReason("its user holds it", _HELD, needs_action=True),
-    "JobHeldAdmin": PendingReason("an administrator holds it", _ADMINISTRATOR, needs_action=True),
-    "JobArrayTaskLimit": PendingReason(
-        "as many members of its array run as may at once", _PATIENCE
-    ),
-    "Licenses": PendingReason("its licenses are in use", _PATIENCE),
-    "Reservation": PendingReason("its reservation has not begun", _PATIENCE),
-    "ReservationDeleted": PendingReason(
-        "its reservation was deleted", "submit again without it", needs_action=True
-    ),
-    "ReqNodeNotAvail": PendingReason(
+    "JobArrayTaskLimit": ("as many members of its array run as may at once", _PATIENCE),
+    "Licenses": ("its licenses are in use", _PATIENCE),
+    "Reservation": ("its reservation has not begun", _PATIENCE),
+    "ReqNodeNotAvail": (
         "nodes that it needs are down, drained or reserved (often for maintenance)",
         "sinfo -R and scontrol show reservation say why; a shorter time limit may fit before it",
     ),
-    "NodeDown": PendingReason("a node that it needs is down", "sinfo -R says why"),
-    "PartitionDown": PendingReason("its partition takes no work now", _ADMINISTRATOR),
-    "PartitionInactive": PendingReason("its partition is inactive", _ADMINISTRATOR),
-    "PartitionNodeLimit": PendingReason(
+    "NodeDown": ("a node that it needs is down", "sinfo -R says why"),
+    "PartitionDown": ("its partition takes no work now", _ADMINISTRATOR),
+    "PartitionInactive": ("its partition is inactive", _ADMINISTRATOR),
+    "Cleaning": ("its last run is still being cleaned up", _PATIENCE),
+    "Prolog": ("the prolog runs on its nodes", "wait a minute"),
+    "SystemFailure": ("Slurm or a file system of its failed", _ADMINISTRATOR),
+    "JobLaunchFailure": ("its start failed on a node", "sinfo -R may name the node; exclude it"),
+    "FrontEndDown": ("no front-end node is free", _ADMINISTRATOR),
+    "TimeLimit": ("it used up its time limit", ""),
+    "InactiveLimit": ("it was idle for longer than its partition allows", ""),
+}
+_STUCK = {
+    "DependencyNeverSatisfied": (
+        "a job that it depends on failed",
+        "areal-hpc why RUN names the failure; mend it and submit again",
+    ),
+    "JobHeldUser": ("its user holds it", _HELD),
+    "JobHeldAdmin": ("an administrator holds it", _ADMINISTRATOR),
+    "ReservationDeleted": ("its reservation was deleted", "submit again without it"),
+    "PartitionNodeLimit": (
         "it asks for more nodes than its partition gives, or than are up",
         "ask for fewer nodes, or another partition",
-        needs_action=True,
     ),
-    "PartitionTimeLimit": PendingReason(
+    "PartitionTimeLimit": (
         "its time limit is longer than its partition allows",
         "request less time; the run continues in the next job",
-        needs_action=True,
     ),
-    "BadConstraints": PendingReason(
+    "BadConstraints": (
         "no node of the cluster can satisfy the request",
         "compare what it asks for with sinfo -o '%P %G %c %m %f'",
-        needs_action=True,
     ),
-    "InvalidAccount": PendingReason(
-        "its account is not valid", "sacctmgr show assoc user=$USER lists yours", needs_action=True
-    ),
-    "AccountNotAllowed": PendingReason(
+    "InvalidAccount": ("its account is not valid", "sacctmgr show assoc user=$USER lists yours"),
+    "AccountNotAllowed": (
         "its partition does not take its account",
         "scontrol show partition names those it takes",
-        needs_action=True,
     ),
-    "InvalidQOS": PendingReason(
-        "its QOS is not valid", "sacctmgr show assoc user=$USER lists yours", needs_action=True
-    ),
-    "QOSNotAllowed": PendingReason(
+    "InvalidQOS": ("its QOS is not valid", "sacctmgr show assoc user=$USER lists yours"),
+    "QOSNotAllowed": (
         "its partition or account does not take its QOS",
         "sacctmgr show assoc user=$USER lists yours",
-        needs_action=True,
     ),
-    "JobHoldMaxRequeue": PendingReason(
-        "it was requeued so often that Slurm holds it", _HELD, needs_action=True
-    ),
-    "launch failed requeued held": PendingReason(
+    "JobHoldMaxRequeue": ("it was requeued so often that Slurm holds it", _HELD),
+    "launch failed requeued held": (
         "its last start failed on a node, and Slurm holds it",
         "look at that node with sinfo -R, exclude it, then scontrol release JOBID",
-        needs_action=True,
     ),
-    "job requeued in held state": PendingReason(
-        "it was requeued and is held", _HELD, needs_action=True
-    ),
-    "Cleaning": PendingReason("its last run is still being cleaned up", _PATIENCE),
-    "Prolog": PendingReason("the prolog runs on its nodes", "wait a minute"),
-    "SystemFailure": PendingReason("Slurm or a file system of its failed", _ADMINISTRATOR),
-    "JobLaunchFailure": PendingReason(
-        "its start failed on a node", "sinfo -R may name the node; exclude it"
-    ),
-    "FrontEndDown": PendingReason("no front-end node is free", _ADMINISTRATOR),
-    "TimeLimit": PendingReason("it used up its time limit"),
-    "InactiveLimit": PendingReason("it was idle for longer than its partition allows"),
+    "job requeued in held state": ("it was requeued and is held", _HELD),
 }
+"""Reasons that last until somebody does something."""
 
 
 def _spelled(text: str) -> str:
@@ -118,29 +101,28 @@ def _spelled(text: str) -> str:
     return re.sub(r"[^a-z]", "", text.lower())
 
 
-_BY_SPELLING = {_spelled(name): reason for name, reason in _EXACT.items()}
+_BY_SPELLING = {
+    _spelled(name): PendingReason(*reason, needs_action)
+    for table, needs_action in ((_TRANSIENT, False), (_STUCK, True))
+    for name, reason in table.items()
+}
 
-_FAMILIES = (
-    (
-        r"nodesrequiredforjobaredown",
-        PendingReason("nodes that it needs are down, drained or reserved", "sinfo -R says why"),
+_FAMILIES = {
+    r"nodesrequiredforjobaredown": (
+        "nodes that it needs are down, drained or reserved",
+        "sinfo -R says why",
     ),
-    (r"burstbuffer", PendingReason("the burst buffer is not ready", _PATIENCE)),
-    (
-        r"(qos|assoc|association).*(grp|group)|^grp",
-        PendingReason(
-            "your group uses all that its account or QOS may",
-            "wait for its other jobs, or ask for less",
-        ),
+    r"burstbuffer": ("the burst buffer is not ready", _PATIENCE),
+    r"(qos|assoc|association).*(grp|group)|^grp": (
+        "your group uses all that its account or QOS may",
+        "wait for its other jobs, or ask for less",
     ),
-    (
-        r"max.*(per(job|node|user|account)?|limit)|limit$",
-        PendingReason(
-            "it would exceed a limit of its user, account, QOS or partition",
-            "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
-        ),
+    r"max.*(per(job|node|user|account)?|limit)|limit$": (
+        "it would exceed a limit of its user, account, QOS or partition",
+        "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
     ),
-)
+}
+"""Forms of many reasons that share a sentence."""
 
 
 def explain_reason(text: str) -> PendingReason:
@@ -150,10 +132,11 @@ def explain_reason(text: str) -> PendingReason:
     brackets, which is kept. One that is not known is passed on as it is.
     """
     name, _, rest = text.strip().strip("()").partition(",")
-    found = _BY_SPELLING.get(_spelled(name))
-    if found is None:
-        spelled = _spelled(name)
-        found = next((reason for form, reason in _FAMILIES if re.search(form, spelled)), None)
+    spelled = _spelled(name)
+    families = (
+        PendingReason(*reason) for form, reason in _FAMILIES.items() if re.search(form, spelled)
+    )
+    found = _BY_SPELLING.get(spelled) or next(families, None)
     if found is None:
         return PendingReason(
             f"Slurm's reason is {text.strip() or 'not given'}", "man squeue explains it"

@@ -1,7 +1,11 @@
-"""Resubmission of a job's script under a new id, with dependents updated."""
+"""Resubmission of a job's script under a new id, with dependents updated.
+
+Whatever asks Slurm raises what `scontrol.py` raises.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -36,14 +40,8 @@ def resubmit(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> Jo
     A member of an array becomes an array of itself alone, under its index: who waits for what
     corresponds to it goes by that.
 
-    Args:
-        slurm: Of this job.
-        job: Its name within the run.
-        job_id: The number of this start (`scontrol.own_id`).
-        excluded: Slurm's notation of nodes that it must not get.
-
-    Raises:
-        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
+    `job` is its name within the run, `job_id` the number of this start; `excluded` are nodes that
+    it must not get, in Slurm's notation.
     """
     submissions = Path(slurm.submissions)
     before = latest_by_name(read_submissions(submissions)).get(job)
@@ -63,36 +61,20 @@ def resubmit(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> Jo
 
 
 def update_dependents(number: JobIdChange) -> None:
-    """Jobs that wait for the job's success would be cancelled at the end of its old number.
-
-    Raises:
-        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
-    """
+    """Jobs that wait for the job's success would be cancelled at the end of its old number."""
     waiting = scontrol.list_waiting_jobs()
     for old_id in number.old_ids:
         array = old_id.partition("_")[0]
-        is_awaited_whole = any(f"afterok:{array}_*" in one for one in waiting.values())
-        others = _other_members(old_id) if is_awaited_whole else []
+        others: list[str] = []
+        if any(f"afterok:{array}_*" in one for one in waiting.values()):
+            with contextlib.suppress(SlurmCommandError):  # one that Slurm has forgotten is over
+                others = [one for one in scontrol.list_array_members(array) if one != old_id]
         for waiting_id, dependency in waiting.items():
             changed = rewrite_dependency(
                 dependency, old_id, number.job_id, waiting_id=waiting_id, others=others
             )
             if changed != dependency:
-                scontrol.set_dependency(waiting_id, changed)
-
-
-def _other_members(job_id: str) -> list[str]:
-    """The other members of a job's array. One that Slurm has forgotten is over.
-
-    Raises:
-        SlurmNotFoundError, SlurmTimeoutError: As their names say.
-    """
-    try:
-        return [
-            one for one in scontrol.list_array_members(job_id.partition("_")[0]) if one != job_id
-        ]
-    except SlurmCommandError:
-        return []
+                scontrol.update_waiting(waiting_id, "Dependency", changed)
 
 
 def get_array_index(job_id: str) -> str:
@@ -110,13 +92,8 @@ def rewrite_dependency(
 ) -> str:
     """A dependency in sbatch's words, with a job's new number in the place of an old one. Pure.
 
-    Args:
-        dependency: What a job waits for.
-        old_id: `12`, or `12_3` for a member of an array.
-        new_id: What takes its place.
-        waiting_id: The job that waits. A member of an array that waits for what corresponds to it
-            (`aftercorr`) waits for the member of its own index alone.
-        others: The array's other members, for those that wait for all of it.
+    A member of an array that waits for what corresponds to it (`aftercorr`) waits for the member of
+    its own index alone; who waits for all of an array goes on waiting for the `others` of `old_id`.
     """
     array, _, member = old_id.partition("_")
     names_it = (None, "*", member) if member else (None,)

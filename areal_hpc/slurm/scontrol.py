@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
-from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.commands import parse_time, run_slurm_command
 
 RUNNING = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
@@ -45,14 +45,10 @@ def get_own_job_id(environ: Mapping[str, str]) -> str:
 def read_job(shown: str) -> JobFacts:
     """Read one line of `scontrol show job --oneliner`."""
     facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
-    try:
-        ends_at = datetime.fromisoformat(facts.get("EndTime", "")).timestamp()
-    except ValueError:  # Unknown, or N/A
-        ends_at = None
     excluded = facts.get("ExcNodeList", "")
     return JobFacts(
         state=facts.get("JobState", ""),
-        ends_at=ends_at,
+        ends_at=parse_time(facts.get("EndTime", "")),
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
     )
@@ -63,14 +59,14 @@ def show_job(job_id: str) -> JobFacts:
     return read_job(_ask("scontrol", "show", "job", job_id, "--oneliner"))
 
 
-def requeue(job_id: str) -> None:
-    """Have Slurm end the job and start it again, under the same number."""
-    _ask("scontrol", "requeue", job_id)
+def control(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
+    """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
+    _ask("scontrol", action, job_id)
 
 
-def exclude(job_id: str, excluded_nodes: str) -> None:
-    """Keep a waiting job from nodes. Slurm refuses this for a job that runs."""
-    _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded_nodes}")
+def update_waiting(job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str) -> None:
+    """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
+    _ask("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
 def list_waiting_jobs() -> dict[str, str]:
@@ -88,29 +84,9 @@ def list_array_members(array_id: str) -> list[str]:
     return shown.split()
 
 
-def set_dependency(job_id: str, dependency: str) -> None:
-    """Change what a waiting job waits for."""
-    _ask("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
-
-
-def hold_requeued(job_id: str) -> None:
-    """Have Slurm end the job and keep it, until it is released."""
-    _ask("scontrol", "requeuehold", job_id)
-
-
-def release(job_id: str) -> None:
-    """Let a held job be started."""
-    _ask("scontrol", "release", job_id)
-
-
 def submit_script(script: Path, options: Iterable[str]) -> str:
     """Submit an sbatch script from inside a job; the new job's number."""
     return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
-
-
-def join_node_lists(*lists: str) -> str:
-    """Several of Slurm's lists of nodes as one."""
-    return ",".join(dict.fromkeys(nodes for nodes in lists if nodes))
 
 
 def _ask(*command: str) -> str:

@@ -18,6 +18,11 @@ from areal_hpc.slurm.container import build_container_command
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
+_SAME_NAMES = (
+    *("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"),
+    *("mail_user", "mail_type"),
+)
+"""Options that recipes and submitit call the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,6 @@ class RunContext:
     run_dir: Path
     jobs_dir: Path
     pythons: dict[str, str]
-    """Interpreter of each role."""
     working_folder: Path
     mounted: tuple[Path, ...] = ()
     """Further paths that a container must see."""
@@ -122,10 +126,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         tasks_per_node = job.tasks
     elif offered is None:
         raise RecipeError(
-            (
-                f"the {kind} job has {job.tasks} GPU tasks, "
-                "but the number of GPUs per node is not set"
-            ),
+            f"the {kind} job has {job.tasks} GPU tasks, but the number of GPUs per node is not set",
             key="cluster.slurm.gpus_per_node",
             hint="set cluster.slurm.gpus_per_node, for example 8",
         )
@@ -163,21 +164,20 @@ def _request(
         with_gpus=bool(shape.gpus_per_node),
     )
     folder = JobPaths(place.jobs_dir / job.name).submitit_dir
-    comment = " ".join([str(place.run_dir), *([options.comment] if options.comment else [])])
-    excluded = [*([options.exclude] if options.exclude else []), *place.excluded_nodes]
+    excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
     asked = {
         "job_name": f"{place.name}-{job.name}",
-        "comment": comment,
+        "comment": " ".join(filter(None, (str(place.run_dir), options.comment))),
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "time": shape.time_limit_minutes,
         "gres": gres if shape.gpus_per_node else None,
         "mem": options.mem or ("0" if options.exclusive else None),
-        "exclude": ",".join(excluded) or None,
+        "exclude": excluded or None,
         "exclusive": options.exclusive or None,
         "signal_delay_s": slurm.signal_before_end_s,
         "stderr_to_stdout": True,
@@ -185,10 +185,7 @@ def _request(
         "srun_args": srun_args,
         "additional_parameters": _further(options, slurm, place),
     }
-    for name in ("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"):
-        asked[name] = getattr(options, name)
-    for name in ("mail_user", "mail_type"):
-        asked[name] = getattr(options, name)
+    asked |= {name: getattr(options, name) for name in _SAME_NAMES}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})

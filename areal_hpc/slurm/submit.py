@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,15 +59,9 @@ class JobHandle:
             return
         tree = psutil.Process(process.pid)
         for member in [*tree.children(recursive=True), tree]:
-            _kill(member)
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
         process.wait()
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
 
 
 def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
@@ -77,8 +71,13 @@ def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
     executor.update_parameters(timeout_min=NO_TIME_LIMIT_MIN, tasks_per_node=launch.job.tasks)
-    with _interrupts_ignored():
+    # Children inherit an ignored SIGINT: submitit's controller answers Ctrl-C by killing its tasks
+    # after one second, which would cut off the trainer's last checkpoint.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
         return JobHandle(launch, executor.submit(entry, str(launch_path)))
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _write_launch(launch: LaunchFile) -> Path:
@@ -149,11 +148,7 @@ def submit_array(
 ) -> list[str]:
     """Hand the same job of several runs to Slurm as one array; the number of each.
 
-    Args:
-        array: What all of them ask for.
-        alone: Each by itself, for the script by which it submits itself again.
-        launches: Each one's launch.
-        entry: What every task calls.
+    `alone` has each by itself, for the script by which it submits itself again.
 
     Raises:
         RecipeError: sbatch refused it.
@@ -182,20 +177,6 @@ def _explain_sbatch_errors(job: str) -> Iterator[None]:
             key="cluster.slurm",
             hint="areal-hpc submit --dry-run shows its script",
         ) from error
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let children inherit an ignored SIGINT.
-
-    submitit's controller answers Ctrl-C by killing its tasks after one second, which would cut
-    off the trainer's last checkpoint.
-    """
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:

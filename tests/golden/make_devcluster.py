@@ -13,7 +13,6 @@ from areal_hpc.slurm.devcluster.plan import (
     HostFacts,
     plan_devcluster,
 )
-from areal_hpc.slurm.devcluster.state import read_templates
 
 GOLDEN = Path(__file__).with_name("devcluster")
 
@@ -32,7 +31,7 @@ VARIANTS = {"namespaces": DevclusterSettings(), "loopback": DevclusterSettings(n
 def plan_variant(settings: DevclusterSettings) -> DevclusterPlan:
     """Four nodes on a machine of 24 GB. On loopback memory is not limited."""
     facts = FACTS if settings.namespaces else without_networks(FACTS)
-    return plan_devcluster(settings, facts, DevclusterPaths(Path("/run/dev")), read_templates())
+    return plan_devcluster(settings, facts, DevclusterPaths(Path("/run/dev")))
 
 
 def without_networks(facts: HostFacts) -> HostFacts:

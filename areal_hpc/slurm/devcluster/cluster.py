@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster import daemons, host, network, nodes, processes
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.devcluster import daemons, host, nodes, processes
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from areal_hpc.slurm.devcluster.plan import (
     DevclusterPlan,
@@ -21,9 +22,6 @@ from areal_hpc.slurm.devcluster.plan import (
     parse_plan,
     plan_devcluster,
 )
-from areal_hpc.slurm.devcluster.state import lock_state, open_state, read_plan, read_templates
-
-PARTITIONS = ("scavenger", "priority")
 
 MAX_CANCEL_S = 3.0
 """Time that jobs get to end before the power is cut."""
@@ -32,29 +30,22 @@ POLL_S = 0.05
 
 
 def start_cluster(
-    paths: DevclusterPaths,
-    asked: Mapping[str, Any],
-    within_s: float,
-    say: Callable[[str], None],
+    paths: DevclusterPaths, asked: Mapping[str, Any], within_s: float, say: Callable[[str], None]
 ) -> None:
     """Start whatever of the cluster does not run, and return when all nodes take jobs.
 
-    Args:
-        paths: Where it lives; made if need be.
-        asked: Fields of `Settings`. A cluster that exists must have these values.
-        within_s: How long that may take.
-        say: Is told of each part that is up.
+    A cluster that exists must have the settings `asked`. `say` is told of each part that is up.
 
     Raises:
         RecipeError: Commands are missing, or a cluster with other settings exists.
         ClusterError: Something did not come up; its last words are in the message.
     """
-    open_state(paths)
-    with host.reserve_resources(), lock_state(paths):
+    _open_state(paths)
+    with host.reserve_resources(), _lock_state(paths):
         began = time.monotonic()
         deadline = began + within_s
         made = _made(paths, asked)
-        network.ensure_bridge(made)
+        nodes.ensure_bridge(made)
         for daemon in made.daemons:
             daemons.start(made, daemon, deadline)
             say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
@@ -63,6 +54,40 @@ def start_cluster(
                 nodes.restart_node(made, node)
         nodes.wait_until_up(made, made.nodes, deadline)
         say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
+
+
+def _open_state(paths: DevclusterPaths) -> None:
+    """Make the state directory, or see that it may be used.
+
+    Raises:
+        RecipeError: It holds something else, or belongs to someone else.
+    """
+    paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
+        raise RecipeError(
+            f"expected a directory of your own, got {paths.root}",
+            key="--state-dir",
+            hint="name another one",
+        )
+    if not paths.made_of.exists() and any(paths.root.iterdir()):
+        raise RecipeError(
+            f"{paths.root} is neither empty nor a devcluster",
+            key="--state-dir",
+            hint="empty it or name another one: `down` removes all of it",
+        )
+
+
+@contextlib.contextmanager
+def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
+    """Be the only command that changes this cluster.
+
+    Raises:
+        ClusterError: Another one did, and removed the directory.
+    """
+    with processes.lock_folder(paths.root):
+        if not paths.root.exists():
+            raise ClusterError(f"another command removed {paths.root}", hint="repeat the command")
+        yield
 
 
 def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
@@ -80,7 +105,7 @@ def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
         settings = DevclusterSettings(**{"namespaces": host.can_create_namespaces(), **asked})
         host.check_commands(settings)
         facts = host.inspect_host(settings)
-    made = plan_devcluster(settings, facts, paths, read_templates())
+    made = plan_devcluster(settings, facts, paths)
     _write(made)
     return made
 
@@ -88,11 +113,9 @@ def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
 def _write(made: DevclusterPlan) -> None:
     paths = made.paths
     paths.made_of.write_text(dump_plan(made.settings, made.facts))  # first: `down` goes by it
-    for folder in (
-        *(paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir),
-        *(paths.spool_dir, paths.controller_state),
-        *(paths.spool_dir / node.name for node in made.nodes),
-    ):
+    folders = [paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir]
+    folders += [paths.spool_dir, paths.controller_state]
+    for folder in (*folders, *(paths.spool_dir / node.name for node in made.nodes)):
         folder.mkdir(exist_ok=True)
     paths.munge_dir.chmod(0o755)  # munged refuses one that others can write to
     paths.database_dir.mkdir(mode=0o700, exist_ok=True)
@@ -105,19 +128,31 @@ def _write(made: DevclusterPlan) -> None:
         path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
 
 
+def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
+    """The plan of the cluster that exists.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    if not paths.made_of.exists():
+        raise RecipeError(f"there is no devcluster in {paths.root}", hint="areal-hpc devcluster up")
+    return plan_devcluster(*parse_plan(paths.made_of.read_text()), paths)
+
+
 def stop_cluster(paths: DevclusterPaths) -> bool:
     """Stop everything and remove every trace. Whether there was a cluster."""
     if not paths.made_of.exists():
         return False
-    with lock_state(paths):
+    with _lock_state(paths):
         made = read_plan(paths)
         _cancel_all(made)
         for node in made.nodes:
             nodes.power_off(made, node)
-        nodes.remove_cgroups(made)
+        if made.facts.limits_memory:
+            nodes.remove_cgroups(made.bridge)  # its group is called as its bridge
         for daemon in reversed(made.daemons):
             daemons.stop(made, daemon)
-        network.remove_bridge(made)
+        nodes.remove_bridge(made)
         shutil.rmtree(paths.root)
     return True
 
@@ -127,7 +162,7 @@ def _cancel_all(made: DevclusterPlan) -> None:
     if not daemons.is_running(made, made.daemons[-1]):
         return  # scancel would ask a slurmctld that is gone, again and again
     with contextlib.suppress(subprocess.TimeoutExpired):
-        for partition in PARTITIONS:
+        for partition in ("scavenger", "priority"):
             processes.run_command(("scancel", f"--partition={partition}"), made.environ)
         deadline = time.monotonic() + MAX_CANCEL_S
         while time.monotonic() < deadline:
@@ -140,7 +175,7 @@ def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -
     """Let a node lose its power; or, `only_slurmd`, let its jobs run on unseen by Slurm."""
     made = read_plan(paths)
     node = nodes.find_node(made, name)
-    with lock_state(paths):
+    with _lock_state(paths):
         if not only_slurmd:
             nodes.power_off(made, node)
         elif slurmd := nodes.find_slurmd(paths, node):
@@ -155,7 +190,7 @@ def restore_node(paths: DevclusterPaths, name: str, within_s: float) -> None:
     """
     made = read_plan(paths)
     node = nodes.find_node(made, name)
-    with lock_state(paths):
+    with _lock_state(paths):
         nodes.restart_node(made, node)
         nodes.wait_until_up(made, [node], time.monotonic() + within_s)
 

@@ -39,26 +39,22 @@ def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     paths = made.paths
     if not is_running(made, daemon):
         if daemon.made_first is not None and not daemon.made_first.exists():
-            _make_first(made, daemon)
-        process = processes.spawn(
+            done = processes.run_command(daemon.make_first, made.environ)
+            with paths.output(daemon.name).open("a") as sink:
+                sink.write(done.stdout + done.stderr)
+            if done.returncode:
+                maker = daemon.make_first[0]
+                what = f"lacks {daemon.made_first}: {maker} ended with {done.returncode}"
+                raise build_daemon_error(paths, daemon.name, what)
+        processes.spawn(
             daemon.command, made.environ, paths.output(daemon.name), paths.process(daemon.name)
         )
-        processes.get_stdin(process).close()
     while not is_responding(made, daemon):
         if not is_running(made, daemon):
             raise build_daemon_error(paths, daemon.name, "ended while it started")
         if time.monotonic() > deadline:
             raise build_daemon_error(paths, daemon.name, "did not answer before the deadline")
         time.sleep(POLL_S)
-
-
-def _make_first(made: DevclusterPlan, daemon: Daemon) -> None:
-    done = processes.run_command(daemon.make_first, made.environ)
-    with made.paths.output(daemon.name).open("a") as sink:
-        sink.write(done.stdout + done.stderr)
-    if done.returncode:
-        what = f"lacks {daemon.made_first}: {daemon.make_first[0]} ended with {done.returncode}"
-        raise build_daemon_error(made.paths, daemon.name, what)
 
 
 def stop(made: DevclusterPlan, daemon: Daemon) -> None:

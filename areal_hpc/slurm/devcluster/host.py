@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import json
 import os
 import pwd
 import shutil
 import socket
-import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.devcluster import processes
 from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
 from areal_hpc.slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
-from areal_hpc.slurm.devcluster.processes import get_search_path
 
 COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
@@ -41,7 +38,9 @@ def check_commands(settings: DevclusterSettings) -> None:
     needed = [*COMMANDS]
     needed += DATABASE_COMMANDS if settings.accounting else ()
     needed += NAMESPACE_COMMANDS if settings.namespaces else ()
-    missing = [name for name in needed if shutil.which(name, path=get_search_path()) is None]
+    missing = [
+        name for name in needed if shutil.which(name, path=processes.get_search_path()) is None
+    ]
     if missing:
         raise RecipeError(
             f"not installed: {', '.join(missing)}",
@@ -51,34 +50,29 @@ def check_commands(settings: DevclusterSettings) -> None:
 
 def can_create_namespaces() -> bool:
     """True if this user may make namespaces and bridges."""
-    if os.geteuid() != 0 or shutil.which("ip", path=get_search_path()) is None:
+    if os.geteuid() != 0 or shutil.which("ip", path=processes.get_search_path()) is None:
         return False
-    return subprocess.run(_TRIAL, capture_output=True, check=False).returncode == 0
+    return processes.run_command(_TRIAL, {}).returncode == 0
 
 
-@contextmanager
-def reserve_resources() -> Iterator[None]:
-    """Be the only command on this machine that takes what `gather` found free.
+def reserve_resources() -> AbstractContextManager[None]:
+    """Be the only command on this machine that takes what `inspect_host` found free.
 
     Two that start at once would choose the same network and ports.
     """
-    descriptor = os.open(tempfile.gettempdir(), os.O_RDONLY)  # every user may lock it
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return processes.lock_folder(Path(tempfile.gettempdir()))  # every user may lock it
 
 
 def inspect_host(settings: DevclusterSettings) -> HostFacts:
     """Look at the machine."""
+    controls = [CGROUPS / name / "cgroup.procs" for name in CONTROLLERS]
     return HostFacts(
         hostname=socket.gethostname().partition(".")[0],
         user=pwd.getpwuid(os.geteuid()).pw_name,
         memory_mib=psutil.virtual_memory().total // 2**20,
         first_port=_free_ports(count_ports(settings)),
         network=_free_network() if settings.namespaces else 0,
-        limits_memory=settings.namespaces and _has_cgroups(),
+        limits_memory=settings.namespaces and all(os.access(path, os.W_OK) for path in controls),
     )
 
 
@@ -94,18 +88,19 @@ def _free_ports(count: int) -> int:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
     return True
 
 
 def _free_network() -> int:
     """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
-    routed = list(_routes())
+    listed = processes.run_command(("ip", "-4", "-json", "route", "show"), {})
+    listed.check_returncode()
+    destinations = {route["dst"] for route in json.loads(listed.stdout)} - {"default"}
+    routed = [ipaddress.IPv4Network(destination) for destination in destinations]
     for number in range(256):
         subnet = ipaddress.IPv4Network(f"10.77.{number}.0/24")
         has_bridge = Path(f"/sys/class/net/areal-dc{number}").exists()
@@ -115,17 +110,3 @@ def _free_network() -> int:
         "expected a free subnet 10.77.N.0/24, got routes to all of them",
         hint="use --loopback, or remove devclusters that nobody needs",
     )
-
-
-def _routes() -> Iterator[ipaddress.IPv4Network]:
-    command = ("ip", "-4", "-json", "route", "show")
-    listed = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={"PATH": get_search_path()}
-    )
-    for route in json.loads(listed.stdout):
-        if route["dst"] != "default":
-            yield ipaddress.IPv4Network(route["dst"])
-
-
-def _has_cgroups() -> bool:
-    return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in CONTROLLERS)

@@ -1,4 +1,4 @@
-"""Power on and off of nodes, and their Slurm states."""
+"""Power, cables and Slurm states of nodes, and the bridge between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster import network, processes
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.devcluster import processes
 from areal_hpc.slurm.devcluster.daemons import build_daemon_error
 from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
@@ -21,6 +21,7 @@ UP_STATES = frozenset({"idle", "allocated", "mixed", "completing"})
 """States of a node that takes jobs or runs them. One that does not answer has a star as well."""
 
 POLL_S = 0.1
+MAX_UNSHARE_S = 10.0
 
 
 def find_node(made: DevclusterPlan, name: str) -> DevclusterNode:
@@ -38,43 +39,24 @@ def find_node(made: DevclusterPlan, name: str) -> DevclusterNode:
     )
 
 
-def power_on(made: DevclusterPlan, node: DevclusterNode) -> None:
-    """Start a node that is off. It registers with slurmctld by itself."""
-    paths = made.paths
-    record = paths.process(node.name)
-    process = processes.spawn(node.command, made.environ, paths.output(node.name), record)
-    # Interrupted before the line, the pipe closes without it, and the node goes away again.
-    with processes.get_stdin(process) as line:
-        if node.link:
-            network.attach_node(made, node, process)
-        line.write(b"start\n")
-
-
 def power_off(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Cut the network, then kill every process of the node. Does nothing to one that is off."""
-    network.block_traffic(node)
+    block_traffic(node)
     if first := processes.find_process(made.paths.process(node.name)):
         processes.kill_tree(first)
-    network.detach_node(node)
+    detach_node(node)
     made.paths.process(node.name).unlink(missing_ok=True)
     if node.cgroup:
-        for controller in CONTROLLERS:
-            _remove_groups(CGROUPS / controller / node.cgroup)
+        remove_cgroups(node.cgroup)
 
 
-def remove_cgroups(made: DevclusterPlan) -> None:
-    """Remove the groups that held those of the nodes, which are off."""
-    for parent in {Path(node.cgroup).parent for node in made.nodes if node.cgroup}:
-        for controller in CONTROLLERS:
-            _remove_groups(CGROUPS / controller / parent)
-
-
-def _remove_groups(group: Path) -> None:
-    """Remove a tree of control groups, whose files are not files and vanish with them."""
-    if group.is_dir():
-        for child in [path for path in group.rglob("*") if path.is_dir()][::-1]:
-            child.rmdir()
-        group.rmdir()
+def remove_cgroups(name: str) -> None:
+    """Remove a control group with those inside, whose files are not files and vanish with them."""
+    for group in (CGROUPS / controller / name for controller in CONTROLLERS):
+        if group.is_dir():
+            for child in [path for path in group.rglob("*") if path.is_dir()][::-1]:
+                child.rmdir()
+            group.rmdir()
 
 
 def find_slurmd(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
@@ -97,13 +79,23 @@ def read_node_states(made: DevclusterPlan) -> dict[str, str]:
 
 
 def restart_node(made: DevclusterPlan, node: DevclusterNode) -> None:
-    """Start a node anew, of which Slurm may still think that it runs its jobs."""
+    """Start a node anew, of which Slurm may still think that it runs its jobs.
+
+    It registers with slurmctld by itself.
+    """
     power_off(made, node)
     # A machine takes longer to start than Slurm takes to miss it; one that is back at once keeps
     # jobs that no longer exist.
     lost = ("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost power")
     processes.run_command(lost, made.environ)
-    power_on(made, node)
+    files = made.paths.output(node.name), made.paths.process(node.name)
+    process = processes.spawn(node.command, made.environ, *files, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    # Interrupted before the line, the pipe closes without it, and the node goes away again.
+    with process.stdin as line:
+        if node.link:
+            attach_node(made, node, process)
+        line.write(b"start\n")
 
 
 def wait_until_up(
@@ -128,3 +120,65 @@ def wait_until_up(
                 made.paths, late[0].name, f"is {state}, not idle, at the deadline"
             )
         time.sleep(POLL_S)
+
+
+def ensure_bridge(made: DevclusterPlan) -> None:
+    """Make the bridge unless it is there."""
+    if made.bridge and not _exists(made.bridge):
+        _ip("link", "add", made.bridge, "type", "bridge")
+        _ip("address", "add", made.bridge_address, "dev", made.bridge)
+        _ip("link", "set", made.bridge, "up")
+
+
+def remove_bridge(made: DevclusterPlan) -> None:
+    """Remove the bridge if it is there."""
+    if made.bridge and _exists(made.bridge):
+        _ip("link", "delete", made.bridge)
+
+
+def attach_node(
+    made: DevclusterPlan, node: DevclusterNode, machine: subprocess.Popen[bytes]
+) -> None:
+    """Lead a cable from the bridge to `eth0` within the node's namespace.
+
+    Raises:
+        ClusterError: The namespace did not come to be.
+    """
+    deadline = time.monotonic() + MAX_UNSHARE_S
+    # unshare forks once its namespaces exist; before that its network is the host's.
+    while not (inside := processes.list_descendants(psutil.Process(machine.pid))):
+        if machine.poll() is not None or time.monotonic() > deadline:
+            raise ClusterError(
+                f"{node.name} got no namespaces",
+                key=str(made.paths.output(node.name)),
+                hint="areal-hpc devcluster up --loopback does without",
+            )
+        time.sleep(0.005)
+    peer = ("peer", "name", "eth0", "netns", str(inside[0].pid))
+    _ip("link", "add", node.link, "type", "veth", *peer)
+    _ip("link", "set", node.link, "master", made.bridge, "up")
+
+
+def block_traffic(node: DevclusterNode) -> None:
+    """Let nothing more through: a node without power does not say good-bye."""
+    if node.link and _exists(node.link):
+        _ip("link", "set", node.link, "down")
+
+
+def detach_node(node: DevclusterNode) -> None:
+    """Remove the cable. The kernel does so too, some time after the namespace's last process."""
+    if node.link:
+        _ip("link", "delete", node.link, may_fail=True)
+
+
+def _exists(link: str) -> bool:
+    return Path(f"/sys/class/net/{link}").exists()
+
+
+def _ip(*arguments: str, may_fail: bool = False) -> None:
+    done = processes.run_command(("ip", *arguments), {})
+    if done.returncode and not may_fail:
+        raise ClusterError(
+            f"ip {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}",
+            hint="areal-hpc devcluster down, then up; --loopback does without a network",
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -13,35 +12,38 @@ def get_default_root(uid: int, runtime_dir: str | None) -> Path:
     return Path(f"/tmp/areal-hpc-devcluster-{uid}")
 
 
-@dataclass(frozen=True, slots=True)
 class DevclusterPaths:
     """The state directory and the names inside it."""
 
-    root: Path
-
-    @property
-    def made_of(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.made_of = root / "cluster.json"
         """The settings and facts that this cluster was planned from. Without it there is none."""
-        return self.root / "cluster.json"
-
-    @property
-    def config_dir(self) -> Path:
+        self.config_dir = root / "etc"
         """Slurm looks for its other files beside slurm.conf."""
-        return self.root / "etc"
+        self.slurm_conf = self.config("slurm.conf")
+        self.log_dir = root / "log"
+        """One log per daemon, and `<name>.out` for what it writes to its terminal."""
+        self.pid_dir = root / "run"
+        """Files that the daemons insist on writing. Pids of nodes are those of their namespaces."""
+        self.spool_dir = root / "spool"
+        """One folder per node: slurmd's memory across a loss of power."""
+        self.controller_state = root / "state"
+        """Jobs and nodes as slurmctld knows them."""
+        self.gpu_dir = root / "gpus"
+        """The files that stand for GPUs."""
+        self.munge_dir = root / "munge"
+        """Key, seed and socket of munge."""
+        self.munge_key = self.munge_dir / "key"
+        self.munge_socket = self.munge_dir / "socket"
+        """How clients and daemons reach munged."""
+        self.database_dir = root / "database"
+        self.database_socket = root / "database.socket"
+        """How slurmdbd reaches MariaDB; nothing else does."""
 
     def config(self, name: str) -> Path:
         """A rendered template."""
         return self.config_dir / name
-
-    @property
-    def slurm_conf(self) -> Path:
-        """File that `SLURM_CONF` names."""
-        return self.config("slurm.conf")
-
-    @property
-    def log_dir(self) -> Path:
-        """One log per daemon, and `<name>.out` for what it writes to its terminal."""
-        return self.root / "log"
 
     def log(self, name: str) -> Path:
         """Slurm's own log of a daemon."""
@@ -51,51 +53,6 @@ class DevclusterPaths:
         """Output of a daemon."""
         return self.log_dir / f"{name}.out"
 
-    @property
-    def pid_dir(self) -> Path:
-        """Files that the daemons insist on writing. Pids of nodes are those of their namespaces."""
-        return self.root / "run"
-
     def process(self, name: str) -> Path:
         """Which process of the host a daemon or node is."""
         return self.pid_dir / f"{name}.json"
-
-    @property
-    def spool_dir(self) -> Path:
-        """One folder per node: slurmd's memory across a loss of power."""
-        return self.root / "spool"
-
-    @property
-    def controller_state(self) -> Path:
-        """Jobs and nodes as slurmctld knows them."""
-        return self.root / "state"
-
-    @property
-    def gpu_dir(self) -> Path:
-        """The files that stand for GPUs."""
-        return self.root / "gpus"
-
-    @property
-    def munge_dir(self) -> Path:
-        """Key, seed and socket of munge."""
-        return self.root / "munge"
-
-    @property
-    def munge_key(self) -> Path:
-        """Made for this cluster, mode 0600."""
-        return self.munge_dir / "key"
-
-    @property
-    def munge_socket(self) -> Path:
-        """How clients and daemons reach munged."""
-        return self.munge_dir / "socket"
-
-    @property
-    def database_dir(self) -> Path:
-        """MariaDB's files."""
-        return self.root / "database"
-
-    @property
-    def database_socket(self) -> Path:
-        """How slurmdbd reaches MariaDB; nothing else does."""
-        return self.root / "database.socket"

@@ -34,6 +34,14 @@ DATABASE_FILES = ("slurmdbd.conf", "mariadb.cnf")
 NAMESPACE_FILES = ("hosts",)
 """Only nodes with an /etc of their own have these."""
 
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DevclusterSettings:
@@ -79,14 +87,6 @@ class HostFacts:
     """The N of the bridge `areal-dcN` and its subnet 10.77.N.0/24; both were free."""
     limits_memory: bool
     """The controllers of cgroup v1 that `node_main.py` names are ours to write."""
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonAddress:
-    """Address of a daemon."""
-
-    address: str
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +143,24 @@ def count_ports(settings: DevclusterSettings) -> int:
 
 
 def plan_devcluster(
-    settings: DevclusterSettings,
-    facts: HostFacts,
-    paths: DevclusterPaths,
-    templates: Mapping[str, str],
+    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
 ) -> DevclusterPlan:
     """Decide everything.
-
-    Args:
-        settings: What was asked for.
-        facts: What the machine has.
-        paths: Where the cluster lives.
-        templates: Name -> text of `templates/<name>.j2`.
 
     Raises:
         RecipeError: The state directory's path is too long for sockets, or the machine too small.
     """
     _check_room(settings, facts, paths)
     nodes = tuple(_node(settings, facts, paths, number) for number in range(settings.nodes))
-    controller = DaemonAddress(_controller_address(settings, facts), facts.first_port)
-    accounting_port = facts.first_port + 1
+    controller_address = f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
     words = {
         "settings": settings,
         "facts": facts,
         "paths": paths,
         "nodes": nodes,
-        "controller": controller,
-        "accounting_port": accounting_port,
+        "controller_address": controller_address,
+        "controller_port": facts.first_port,
+        "accounting_port": facts.first_port + 1,
         "node_memory_mib": _node_memory_mib(settings, facts),
     }
     environ = {"SLURM_CONF": str(paths.slurm_conf)}
@@ -180,8 +171,8 @@ def plan_devcluster(
         facts=facts,
         paths=paths,
         files={
-            paths.config(name): _render(text, words)
-            for name, text in templates.items()
+            paths.config(name): _TEMPLATES.get_template(f"{name}.j2").render(words)
+            for name in (template.removesuffix(".j2") for template in _TEMPLATES.list_templates())
             if (settings.accounting or name not in DATABASE_FILES)
             and (settings.namespaces or name not in NAMESPACE_FILES)
         },
@@ -189,7 +180,7 @@ def plan_devcluster(
         nodes=nodes,
         environ=environ,
         bridge=f"areal-dc{facts.network}" if settings.namespaces else "",
-        bridge_address=f"{controller.address}/24" if settings.namespaces else "",
+        bridge_address=f"{controller_address}/24" if settings.namespaces else "",
     )
 
 
@@ -209,10 +200,6 @@ def _check_room(settings: DevclusterSettings, facts: HostFacts, paths: Devcluste
             key="--nodes",
             hint="ask for fewer nodes",
         )
-
-
-def _controller_address(settings: DevclusterSettings, facts: HostFacts) -> str:
-    return f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
 
 
 def _node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
@@ -286,16 +273,6 @@ def _daemons(
     )
     slurmdbd = Daemon("slurmdbd", ("slurmdbd", "-D"), ready=("sacctmgr", "-n", "list", "cluster"))
     return (munged, mariadbd, slurmdbd, slurmctld)
-
-
-def _render(text: str, words: Mapping[str, object]) -> str:
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.from_string(text).render(words)
 
 
 def dump_plan(settings: DevclusterSettings, facts: HostFacts) -> str:

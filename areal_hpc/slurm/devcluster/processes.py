@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -30,18 +30,22 @@ def get_search_path() -> str:
 
 
 def spawn(
-    command: Sequence[str], environ: Mapping[str, str], output: Path, record: Path
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    output: Path,
+    record: Path,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start `command` in a session of its own and write down which process it is.
 
-    Its standard input is a pipe: `node_main.py` waits for a line. `output` is appended to.
+    `output` is appended to.
     """
     with output.open("ab") as sink:
         process = subprocess.Popen(
             command,
             env={**os.environ, "PATH": get_search_path(), **environ},
             cwd=output.parent,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -53,17 +57,10 @@ def spawn(
     return process
 
 
-def get_stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    """The pipe to a process that `spawn` started."""
-    if process.stdin is None:
-        raise ClusterError(f"process {process.pid} was started without a pipe")
-    return process.stdin
-
-
 def run_command(
     command: Sequence[str], environ: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's short commands to its end, whatever its exit code.
+    """Run a short command to its end, whatever its exit code.
 
     Raises:
         subprocess.TimeoutExpired: It took more than `COMMAND_TIMEOUT_S`.
@@ -79,14 +76,23 @@ def run_command(
     )
 
 
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Be the only one on this machine that holds the lock of this folder; wait for it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def find_process(record: Path) -> psutil.Process | None:
     """The process that `spawn` wrote down, if it still runs."""
     try:
         kept = json.loads(record.read_text())
         process = psutil.Process(kept["pid"])
-        is_same = process.create_time() == kept["started"]
-        # One whose parent never asks for its end stays in the table after it.
-        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if process.create_time() == kept["started"] and _runs(process) else None
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
 
@@ -101,6 +107,7 @@ def list_descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
+    """False after its end too, when a parent that never asks for it keeps it in the table."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.requeue import ProgressTracker
-from areal_hpc.jobs.restart_policy import (
-    RestartPolicy,
-    decide_restart,
-)
+from areal_hpc.jobs.restart_policy import RestartPolicy, decide_restart
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
 

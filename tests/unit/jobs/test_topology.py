@@ -8,11 +8,7 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.topology import (
-    expand_node_list,
-    find_interface,
-    find_reachable_host,
-)
+from areal_hpc.jobs.topology import expand_node_list, find_interface, find_reachable_host
 
 
 def test_an_address_that_was_given_counts_then_the_sites_interface_then_the_hosts_name() -> None:

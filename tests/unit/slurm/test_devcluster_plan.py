@@ -18,14 +18,13 @@ from areal_hpc.slurm.devcluster.plan import (
     parse_plan,
     plan_devcluster,
 )
-from areal_hpc.slurm.devcluster.state import read_templates
 from tests.golden.make_devcluster import FACTS, GOLDEN, VARIANTS, describe, plan_variant
 
 PATHS = DevclusterPaths(Path("/run/dev"))
 
 
 def planned(settings: DevclusterSettings) -> DevclusterPlan:
-    return plan_devcluster(settings, FACTS, PATHS, read_templates())
+    return plan_devcluster(settings, FACTS, PATHS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -43,7 +42,7 @@ def test_nodes_in_namespaces_differ_in_name_and_address_and_share_the_port() -> 
 
 def test_a_cable_has_a_name_that_linux_takes() -> None:
     facts = replace(FACTS, network=255)
-    nodes = plan_devcluster(DevclusterSettings(nodes=200), facts, PATHS, read_templates()).nodes
+    nodes = plan_devcluster(DevclusterSettings(nodes=200), facts, PATHS).nodes
     assert max(len(node.link) for node in nodes) <= 15
 
 
@@ -97,16 +96,12 @@ def test_a_setting_out_of_range_is_refused_by_name(key: str, value: int) -> None
 
 def test_a_directory_too_deep_for_sockets_is_refused() -> None:
     with pytest.raises(RecipeError, match="at most 107 bytes"):
-        plan_devcluster(
-            DevclusterSettings(), FACTS, DevclusterPaths(Path("/" + "d" * 100)), read_templates()
-        )
+        plan_devcluster(DevclusterSettings(), FACTS, DevclusterPaths(Path("/" + "d" * 100)))
 
 
 def test_a_machine_too_small_for_its_nodes_is_refused() -> None:
     with pytest.raises(RecipeError, match="ask for fewer nodes"):
-        plan_devcluster(
-            DevclusterSettings(nodes=200), replace(FACTS, memory_mib=2000), PATHS, read_templates()
-        )
+        plan_devcluster(DevclusterSettings(nodes=200), replace(FACTS, memory_mib=2000), PATHS)
 
 
 def test_the_state_is_kept_where_the_session_keeps_its_files() -> None:

@@ -13,44 +13,23 @@ from areal_hpc.slurm.queue import (
 )
 from areal_hpc.slurm.states import STATES, JobPhase
 
-SQUEUE_ROWS = [
-    ("8", "CANCELLED", "DependencyNeverSatisfied", "", "N/A", "2026-11-22T03:05:39", "0", "0"),
-    (
-        "2",
-        "FAILED",
-        "NonZeroExitCode",
-        "n01",
-        "2026-11-22T03:05:38",
-        "2026-11-22T03:05:38",
-        "0",
-        "768",
-    ),
-    (
-        "3",
-        "FAILED",
-        "NonZeroExitCode",
-        "n01",
-        "2026-11-22T03:05:38",
-        "2026-11-22T03:05:38",
-        "0",
-        "19968",
-    ),
-    ("7", "PENDING", "Resources", "", "2026-11-22T04:05:38", "2026-11-22T05:05:38", "0", "0"),
-    ("9", "PENDING", "Dependency", "", "N/A", "N/A", "2", "0"),
-    ("12_0", "PENDING", "Priority", "", "2026-11-22T05:05:00", "2026-11-22T06:05:00", "0", "0"),
-    ("1", "RUNNING", "None", "n[01-02]", "2026-11-22T03:05:38", "2026-11-22T04:05:38", "1", "0"),
-]
+SQUEUE_ROWS = """\
+8|CANCELLED|DependencyNeverSatisfied||N/A|2026-11-22T03:05:39|0|0
+2|FAILED|NonZeroExitCode|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|0|768
+3|FAILED|NonZeroExitCode|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|0|19968
+7|PENDING|Resources||2026-11-22T04:05:38|2026-11-22T05:05:38|0|0
+9|PENDING|Dependency||N/A|N/A|2|0
+12_0|PENDING|Priority||2026-11-22T05:05:00|2026-11-22T06:05:00|0|0
+1|RUNNING|None|n[01-02]|2026-11-22T03:05:38|2026-11-22T04:05:38|1|0
+""".splitlines()
 
-SQUEUE = "".join(
-    "|".join(
-        cell.ljust(width)
-        for cell, (_, width) in zip(
-            (*row, "exp-one-trainer", "/runs/exp/one"), SQUEUE_COLUMNS, strict=True
-        )
-    )
-    + "|\n"
-    for row in SQUEUE_ROWS
-)
+
+def printed(row: str) -> str:
+    """A row as wide as squeue prints it."""
+    cells = (*row.split("|"), "exp-one-trainer", "/runs/exp/one")
+    wide = (cell.ljust(width) for cell, (_, width) in zip(cells, SQUEUE_COLUMNS, strict=True))
+    return "|".join(wide) + "|\n"
+
 
 SACCT = """\
 1|RUNNING|0:0|n01|2026-11-22T03:05:38|Unknown|None
@@ -75,7 +54,7 @@ def at(text: str) -> float:
 
 
 def squeue() -> dict[str, QueuedJob]:
-    return {job.job_id: job for job in parse_squeue(SQUEUE)}
+    return {job.job_id: job for job in parse_squeue("".join(map(printed, SQUEUE_ROWS)))}
 
 
 def test_squeue_tells_states_times_nodes_and_restarts() -> None:

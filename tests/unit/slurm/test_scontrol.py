@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from areal_hpc.slurm.scontrol import get_own_job_id, join_node_lists, read_job
+from areal_hpc.slurm.scontrol import get_own_job_id, read_job
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:
@@ -26,4 +26,3 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
     assert not facts.is_preempted
     assert not read_job("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
     assert read_job("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
-    assert join_node_lists("n[01-02]", "n07", "n07", "") == "n[01-02],n07"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.slurm.reasons import explain_reason
-from areal_hpc.slurm.states import STATES, JobPhase, RequeueBehavior, parse_state
+from areal_hpc.slurm.states import STATES, JobPhase, parse_state
 
 DOCUMENTED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),
@@ -50,12 +50,11 @@ def test_no_text_is_too_strange_to_be_a_state(text: str) -> None:
     assert parse_state(text).name
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_job_that_still_has_nodes_or_a_place_in_the_queue_is_no_failure(name: str) -> None:
-    state = STATES[name]
-    assert state.is_failure == (state.phase is JobPhase.OVER and name != "COMPLETED")
-    if state.phase in (JobPhase.WAITING, JobPhase.RUNNING):
-        assert state.comes_back is not RequeueBehavior.NO
+def test_only_what_is_over_without_success_is_a_failure() -> None:
+    failures = {name for name, state in STATES.items() if state.is_failure}
+    assert {"CANCELLED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"} <= failures
+    alive = {name for name, state in STATES.items() if state.phase is not JobPhase.OVER}
+    assert failures.isdisjoint({"COMPLETED", *alive})
 
 
 @pytest.mark.parametrize(
@@ -80,8 +79,10 @@ def test_reasons_are_said_in_words(printed: str, begins: str) -> None:
     assert explain_reason(printed).meaning.startswith(begins)
 
 
-def test_what_follows_a_reason_is_kept() -> None:
+def test_what_follows_a_reason_is_kept_and_what_needs_somebody_is_marked() -> None:
     assert "UnavailableNodes:n07" in explain_reason("ReqNodeNotAvail, UnavailableNodes:n07").meaning
+    found = {name: explain_reason(name).needs_action for name in ("JobHeldUser", "Priority")}
+    assert found == {"JobHeldUser": True, "Priority": False}
 
 
 @given(st.text(max_size=60))
