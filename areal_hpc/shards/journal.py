@@ -152,14 +152,11 @@ class JournalWriter:
                 raise _disk_trouble(self.path, self._sync_error) from self._sync_error
             fault_point("journal.before_append")
             try:
-                record = header + payload
-                taken_bytes = os.write(self._descriptor, record)
-                if taken_bytes < len(record):
-                    write_all(self._descriptor, (memoryview(record)[taken_bytes:],))
+                record_bytes = write_all(self._descriptor, (header, payload))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
-            self._size_bytes += len(record)
+            self._size_bytes += record_bytes
         if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
             self._dirty.set()
 
@@ -227,8 +224,7 @@ class JournalWriter:
         reading = read_journal(self.path)
         for record in reading:
             if is_needed(record):
-                header = encode_header(record.kind, record.payload)
-                write_all(target, (header, record.payload))
+                write_all(target, (encode_header(record.kind, record.payload), record.payload))
         return reading.whole_bytes
 
     def _sync_loop(self) -> None:

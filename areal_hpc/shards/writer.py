@@ -24,14 +24,7 @@ from h5py import h5d, h5p, h5s, h5t
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk_io import write_all
-from areal_hpc.shards.index import (
-    SealedShard,
-    append_to_index,
-    get_oldest_version,
-    group_tickets,
-    open_making_folders,
-    read_last_sequence,
-)
+from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_last_sequence
 from areal_hpc.shards.schema import (
     ALIGNMENT_BYTES,
     DATASETS,
@@ -88,7 +81,7 @@ def seal_shard(
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
-                np.array([get_oldest_version(piece) for piece in pieces["versions"]], np.int64),
+                pieces["versions"],
             ),
         )
         fault_point("shard.before_index")
@@ -144,12 +137,24 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
         path = shards_dir / format_shard_name(writer, sequence)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
-            os.close(open_making_folders(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            _create(partial)
         except FileExistsError:
             continue
         if not path.exists():
             return partial
         partial.unlink()
+
+
+def _create(path: Path) -> None:
+    """Create an empty file, exclusively.
+
+    To ask for its folder first would cost the metadata server of a shared file system two calls.
+    """
+    try:
+        path.touch(0o644, exist_ok=False)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o644, exist_ok=False)
 
 
 def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
