@@ -14,18 +14,13 @@ from areal_hpc.wire.ledger import StaleGroups
 
 @dataclass(frozen=True, slots=True)
 class TicketCounts:
-    """Numbers of tickets by state. Those that wait to be issued again are in none of these."""
+    """Numbers of tickets by state (`tickets.py` has the states), and of batches handed out."""
 
     leased: int
-    """Running in some cell."""
     finished: int
-    """Ended, in some cell's journal."""
     settled: int
-    """Sealed, in no batch."""
     batched: int
-    """In batches of steps that are not published."""
     formed_steps: int
-    """Batches handed out so far."""
 
     @property
     def held(self) -> int:

@@ -73,12 +73,7 @@ class LedgerService:
     ) -> None:
         """Rebuild the state from the run directory and count this start as an incarnation.
 
-        Args:
-            layout: The run directory.
-            policy: Admission limits.
-            stream: What tickets stand for.
-            n_valid_tasks: Held-out tasks there are.
-            clock: Monotonic seconds.
+        `clock` gives monotonic seconds.
 
         Raises:
             ClusterError: The manifests have a gap.

@@ -15,8 +15,6 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 _SEED_MASK = 2**31 - 1
 """Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
-
-
 MIX_BLOCK_SIZE = 1000
 """Weights are kept to one part in so many."""
 SHARE_TOLERANCE = 1e-6
