@@ -116,19 +116,11 @@ def read_last_sequence(index_dir: Path, writer: str) -> int:
             stream.seek(start)
             tail = stream.read()
             # Unless it is the file's first, the line that the tail begins in is not whole.
-            lines = decode_lines(
-                tail if start == 0 else tail[tail.find(b"\n") + 1 :], _WriterPrefix
-            )
+            lines = decode_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], SealedShard)
             sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
             if sequences or start == 0:
                 return max(sequences, default=-1)
             tail_bytes *= 4
-
-
-class _WriterPrefix(msgspec.Struct):
-    """Part of a line that `read_last_sequence` needs."""
-
-    file: str
 
 
 def locate_tickets(

@@ -48,16 +48,14 @@ def verify_run(
     """
     # Files first: a shard sealed in between is then in the index, and no false orphan.
     files = _shard_files(layout.shards_dir)
-    report = VerifyReport()
     shards = read_index(layout.index_dir)
+    report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
     paths = [layout.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(_READERS) as pool:
         # Reading and CRC release the interpreter lock.
         checked = pool.map(check_shard, paths, shards)
         for path, shard, complaints in zip(paths, shards, checked, strict=True):
-            report.shards += 1
-            report.rows += shard.rows
             report.problems += [
                 Problem(complaint, str(path), hint="restore the file from a copy")
                 for complaint in complaints
