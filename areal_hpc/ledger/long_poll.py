@@ -24,21 +24,15 @@ class Notifier:
 
 
 class LongPoll:
-    """Wait of one request, which ends early when its caller is gone."""
+    """Wait of one ASGI request whose body has been read; ends early when its caller is gone."""
 
     def __init__(
         self, receive: Receive, clock: Callable[[], float], closing: asyncio.Future[None]
     ) -> None:
-        """Patience of one ASGI request whose body has been read.
-
-        Args:
-            receive: The ASGI channel; after the body it yields only `http.disconnect`.
-            clock: Monotonic seconds.
-            closing: Resolved when the server stops: then nobody waits any more.
-        """
-        self._receive = receive
+        self._receive = receive  # after the body it yields only `http.disconnect`
         self._clock = clock
         self._closing = closing
+        """Resolved when the server stops: then nobody waits any more."""
         self._hang_up: asyncio.Future[Any] | None = None
 
     async def wait_for(self, notifier: Notifier, until_s: float) -> bool:

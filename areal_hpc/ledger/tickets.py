@@ -154,11 +154,7 @@ class TicketTable:
     def capacity(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
         counts = TicketCounts(
-            leased=len(self._leased),
-            finished=len(self._finished),
-            settled=len(self._settled),
-            batched=self.batched,
-            formed_steps=self.formed_steps,
+            self.leased, self.finished, self.settled, self.batched, self.formed_steps
         )
         return count_admissible(self.policy, counts)
 
@@ -263,11 +259,7 @@ class TicketTable:
         return list(islice(self._settled.values(), count))
 
     def record_batch(self, manifest: BatchManifest) -> None:
-        """Take a durable manifest into account.
-
-        Raises:
-            ClusterError: It does not follow the last one, or repeats a ticket of another batch.
-        """
+        """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
         if manifest.step != self.formed_steps + 1:
             raise ClusterError(
                 f"the manifest of step {self.formed_steps + 1} is missing: "
