@@ -14,18 +14,13 @@ from areal_hpc.wire.ledger import StaleGroups
 
 @dataclass(frozen=True, slots=True)
 class TicketCounts:
-    """Numbers of tickets by state. Those that wait to be issued again are in none of these."""
+    """Numbers of tickets by state (`tickets.py` has the states), and of batches handed out."""
 
     leased: int
-    """Running in some cell."""
     finished: int
-    """Ended, in some cell's journal."""
     settled: int
-    """Sealed, in no batch."""
     batched: int
-    """In batches of steps that are not published."""
     formed_steps: int
-    """Batches handed out so far."""
 
     @property
     def held(self) -> int:
@@ -44,18 +39,12 @@ def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
       synchronous; one that takes longer keeps its place, which slows the others down;
     - need: what the remaining steps still lack.
     """
-    steps_to_form = policy.total_steps - counts.formed_steps
-    return max(
-        0,
-        min(
-            policy.max_concurrent_tickets - counts.leased,
-            (policy.max_head_offpolicyness + 1) * policy.batch_size
-            - counts.held
-            - counts.settled
-            - counts.batched,
-            steps_to_form * policy.batch_size - counts.held - counts.settled,
-        ),
-    )
+    unbatched = counts.held + counts.settled
+    concurrency = policy.max_concurrent_tickets - counts.leased
+    ahead = (policy.max_head_offpolicyness + 1) * policy.batch_size
+    staleness = ahead - unbatched - counts.batched
+    need = (policy.total_steps - counts.formed_steps) * policy.batch_size - unbatched
+    return max(0, min(concurrency, staleness, need))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,7 @@ def form_next_batch(
 class StalenessCheck:
     """Looks for tickets that are too old again and again, at each ticket once a batch.
 
-    The trainer asks whenever anything has happened: with a thousand nodes, thousands of times a
-    second.
+    With a thousand nodes the trainer asks thousands of times a second.
     """
 
     def __init__(self) -> None:
@@ -59,40 +58,23 @@ class StalenessCheck:
     def too_old(
         self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
-        """As the function; the caller sets aside what is found, and nothing else."""
-        version = WeightVersion(generation, tickets.formed_steps)
-        found = find_stale_tickets(
-            tickets, generation, forks, self._passed if version == self._version else 0
-        )
-        self._version, self._passed = (None, 0) if found else (version, tickets.settled)
+        """Tickets to set aside, and nothing else, before `generation` trains its next batch.
+
+        `forks` are all generations of the run.
+        """
+        policy, current = tickets.policy, WeightVersion(generation, tickets.formed_steps)
+        known_young = self._passed if current == self._version else 0
+        if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
+            return []
+        kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
+        limit = policy.max_head_offpolicyness
+        found = [
+            DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
+            for ticket in tickets.settled_first(tickets.settled)[known_young:]
+            if (age := _age_of(ticket, current, forks)) > limit
+        ]
+        self._version, self._passed = (None, 0) if found else (current, tickets.settled)
         return found
-
-
-def find_stale_tickets(
-    tickets: TicketTable, generation: int, forks: Sequence[GenerationFork], known_young: int = 0
-) -> list[DroppedTicket]:
-    """Tickets to set aside before the next batch is formed, as the run's policy wants it.
-
-    Args:
-        tickets: Where everything is.
-        generation: Of the trainer that trains the batch.
-        forks: Every generation of the run with the step it began from.
-        known_young: So many of those that settled first need not be looked at.
-    """
-    policy = tickets.policy
-    if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
-        return []
-    kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
-    current = WeightVersion(generation, tickets.formed_steps)
-    return [
-        DroppedTicket(
-            ticket.ref,
-            f"sampled {age} steps ago; the limit is {policy.max_head_offpolicyness}",
-            kind,
-        )
-        for ticket in tickets.settled_first(tickets.settled)[known_young:]
-        if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness
-    ]
 
 
 def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:

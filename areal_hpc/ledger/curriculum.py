@@ -34,20 +34,14 @@ class DrawnTasks(msgspec.Struct, frozen=True):
 
 
 class Curriculum:
-    """Which task a ticket stands for. Draws with the run's seed, so only `weigh` is free."""
+    """Which task a ticket stands for. Draws with the run's seed, so only `weigh` is free.
+
+    What was drawn is written to `path`, and taken up from there after a restart.
+    """
 
     def __init__(
         self, path: Path, weigh: WeighTasks, *, n_tasks: int, batch_size: int, seed: int
     ) -> None:
-        """Take up what was drawn before.
-
-        Args:
-            path: Where it is written down.
-            weigh: The user's function.
-            n_tasks: Lines of the training set.
-            batch_size: Tickets to draw for at a time.
-            seed: Of the run.
-        """
         self._path = path
         self._weigh = weigh
         self._batch_size = batch_size
@@ -97,11 +91,7 @@ class Curriculum:
             self._tasks.setdefault(ticket_id, task)
 
     def _draw(self, first_ticket: int) -> DrawnTasks:
-        """Each task once at most while there are enough; by weight.
-
-        Raises:
-            AgentError: As `_weights`.
-        """
+        """Each task once at most while there are enough; by weight."""
         weights = self._weights(first_ticket)
         draws = np.random.default_rng([self._seed, first_ticket]).choice(
             len(weights),
@@ -112,11 +102,7 @@ class Curriculum:
         return DrawnTasks(first_ticket, draws.tolist())
 
     def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
-        """Weights of the tasks, from the user's function.
-
-        Raises:
-            AgentError: It raised, or its weights cannot be used.
-        """
+        """Weights of the tasks; AgentError if the user's function or its weights are no good."""
         known = {
             "ticket": first_ticket,
             "groups": self._groups.copy(),
@@ -131,11 +117,7 @@ class Curriculum:
 
 
 def validate_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
-    """Weights as an array.
-
-    Raises:
-        ValueError: They are not one number of at least 0 a task, or all 0.
-    """
+    """Weights as an array; ValueError unless they are a number of at least 0 a task, not all 0."""
     expected = f"expected {n_tasks} numbers of at least 0, and one above it"
     array = np.asarray(weights, dtype=np.float64)
     if array.shape != (n_tasks,):

@@ -38,20 +38,9 @@ class DropStats:
         self._in_a_row: Counter[DropKind] = Counter()
         self._reasons: dict[DropKind, str] = {}
 
-    @property
-    def dropped(self) -> int:
-        """Tickets given up on because their agent kept failing, or because they were too old."""
-        return self._total["failed"] + self._total["stale"]
-
-    @property
-    def filtered(self) -> int:
-        """Tickets whose group was not accepted."""
-        return self._total["filtered"]
-
-    @property
-    def requeued(self) -> int:
-        """Number of times that a ticket was issued again because it was too old."""
-        return self._total["requeued"]
+    def count(self, *kinds: DropKind) -> int:
+        """Number of drops of these kinds so far."""
+        return sum(self._total[kind] for kind in kinds)
 
     def kind_of(self, ticket_id: int) -> DropKind | None:
         """Why a ticket will not be trained; None if nothing is known against it."""

@@ -41,14 +41,10 @@ class EvaluationState:
         return len(self._pending)
 
     @property
-    def is_done(self) -> bool:
-        """True once every task has a reward."""
-        return len(self.rewards) == self.n_tasks
-
-    @property
     def mean_reward(self) -> float | None:
-        """Mean over all tasks; None until the evaluation is done."""
-        return sum(self.rewards.values()) / self.n_tasks if self.is_done else None
+        """Mean over all tasks; None until every task has a reward."""
+        is_done = len(self.rewards) == self.n_tasks
+        return sum(self.rewards.values()) / self.n_tasks if is_done else None
 
     def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
         """Hand up to `count` pending tickets to `cell`."""

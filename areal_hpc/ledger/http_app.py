@@ -19,19 +19,8 @@ from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.paths import ADMIN_KEY
+from areal_hpc.wire import ledger as wire
 from areal_hpc.wire.asgi import JsonApp, has_key, read_body
-from areal_hpc.wire.ledger import (
-    BatchRequest,
-    DropRequest,
-    Empty,
-    EvaluateRequest,
-    EvaluationResultRequest,
-    FinishRequest,
-    LeaseRequest,
-    OpenGenerationRequest,
-    PublishRequest,
-    SettleRequest,
-)
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +38,16 @@ class LedgerApp(JsonApp):
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
-            "/lease": (LeaseRequest, service.lease),
-            "/settle": (SettleRequest, service.settle),
-            "/drop": (DropRequest, service.drop),
-            "/report_evaluation": (EvaluationResultRequest, service.evaluated),
-            "/open_generation": (OpenGenerationRequest, service.open_generation),
-            "/batch": (BatchRequest, service.batch),
-            "/publish": (PublishRequest, service.publish),
-            "/evaluate": (EvaluateRequest, service.evaluate),
-            "/finish": (FinishRequest, service.finish),
-            "/status": (Empty, service.status),
+            "/lease": (wire.LeaseRequest, service.lease),
+            "/settle": (wire.SettleRequest, service.settle),
+            "/drop": (wire.DropRequest, service.drop),
+            "/report_evaluation": (wire.EvaluationResultRequest, service.evaluated),
+            "/open_generation": (wire.OpenGenerationRequest, service.open_generation),
+            "/batch": (wire.BatchRequest, service.batch),
+            "/publish": (wire.PublishRequest, service.publish),
+            "/evaluate": (wire.EvaluateRequest, service.evaluate),
+            "/finish": (wire.FinishRequest, service.finish),
+            "/status": (wire.Empty, service.status),
         }
 
     def close(self) -> None:
@@ -73,8 +62,7 @@ class LedgerApp(JsonApp):
             hint = f"read {ADMIN_KEY}"
             raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:
-            known = " ".join(self._routes)
-            raise LedgerRequestError(404, f"no route {path}; routes: {known}")
+            raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")

@@ -103,11 +103,7 @@ async def _release_cells(layout: RunPaths) -> None:
 
 
 def load_curriculum(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
-    """The user's curriculum, told of every group that is over.
-
-    Raises:
-        RecipeError: The function cannot be imported.
-    """
+    """The user's curriculum, told of every group that is over."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         layout.curriculum,

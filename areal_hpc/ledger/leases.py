@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
+from itertools import takewhile
 
 from areal_hpc.ledger.request_checks import require_newest_cell
 from areal_hpc.wire.ledger import LeaseRequest
@@ -72,19 +73,13 @@ class LeaseTable:
 
     def pop_silent(self, before_s: float) -> list[tuple[int, Lease]]:
         """Remove every lease last reported before `before_s`, longest silent first."""
-        silent: list[tuple[int, Lease]] = []
-        while self._leases:
-            ticket_id, lease = next(iter(self._leases.items()))
-            if lease.seen_at_s >= before_s:
-                break
-            silent.append((ticket_id, lease))
+        silent = list(takewhile(lambda one: one[1].seen_at_s < before_s, self._leases.items()))
+        for ticket_id, _ in silent:
             self.pop(ticket_id)
         return silent
 
 
 MIN_HEARTBEAT_S = 0.25
-
-
 HEARTBEATS_PER_S = 1000
 """Of all cells together, so that most of the ledger's core stays for tickets."""
 
@@ -105,11 +100,7 @@ class CellHeartbeats:
         return max(MIN_HEARTBEAT_S, len(self) / HEARTBEATS_PER_S)
 
     def record(self, request: LeaseRequest, now_s: float) -> None:
-        """Take a cell's sign of life.
-
-        Raises:
-            Refused: 409: a later start of the cell's job has been heard.
-        """
+        """Take a cell's sign of life, unless a later start of its job has been heard."""
         newest = self._job_starts.get(request.cell, 0)
         require_newest_cell(request.cell, request.job_start, newest)
         self._job_starts[request.cell] = request.job_start
@@ -118,6 +109,4 @@ class CellHeartbeats:
     def drop_silent(self, before_s: float) -> None:
         """Count no cell that has not been heard of since `before_s`."""
         heard = self._heard_at_s.items()
-        self._heard_at_s = {
-            cell: heard_at_s for cell, heard_at_s in heard if heard_at_s >= before_s
-        }
+        self._heard_at_s = {cell: at_s for cell, at_s in heard if at_s >= before_s}

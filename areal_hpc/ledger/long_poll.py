@@ -11,45 +11,28 @@ from starlette.types import Receive
 
 
 class Notifier:
-    """Wakes everyone who waits for it."""
+    """Wakes everyone who waits for `news`."""
 
     def __init__(self) -> None:
-        self._sleepers: set[asyncio.Future[None]] = set()
+        self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Resolved by the next `spread`."""
 
     def spread(self) -> None:
         """Wake all who wait now."""
-        for sleeper in self._sleepers:
-            if not sleeper.done():
-                sleeper.set_result(None)
-        self._sleepers.clear()
-
-    def subscribe(self) -> asyncio.Future[None]:
-        """A future that the next `spread` resolves."""
-        sleeper = asyncio.get_running_loop().create_future()
-        self._sleepers.add(sleeper)
-        return sleeper
-
-    def unsubscribe(self, sleeper: asyncio.Future[None]) -> None:
-        """Forget a future nobody waits for any more."""
-        self._sleepers.discard(sleeper)
+        self.news.set_result(None)
+        self.news = asyncio.get_running_loop().create_future()
 
 
 class LongPoll:
-    """Wait of one request, which ends early when its caller is gone."""
+    """Wait of one ASGI request whose body has been read; ends early when its caller is gone."""
 
     def __init__(
         self, receive: Receive, clock: Callable[[], float], closing: asyncio.Future[None]
     ) -> None:
-        """Patience of one ASGI request whose body has been read.
-
-        Args:
-            receive: The ASGI channel; after the body it yields only `http.disconnect`.
-            clock: Monotonic seconds.
-            closing: Resolved when the server stops: then nobody waits any more.
-        """
-        self._receive = receive
+        self._receive = receive  # after the body it yields only `http.disconnect`
         self._clock = clock
         self._closing = closing
+        """Resolved when the server stops: then nobody waits any more."""
         self._hang_up: asyncio.Future[Any] | None = None
 
     async def wait_for(self, notifier: Notifier, until_s: float) -> bool:
@@ -63,18 +46,15 @@ class LongPoll:
             return False
         if self._hang_up is None:
             self._hang_up = asyncio.ensure_future(self._receive())
-        sleeper = notifier.subscribe()
-        try:
-            await asyncio.wait(
-                (sleeper, self._hang_up, self._closing),
-                timeout=left_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            notifier.unsubscribe(sleeper)
+        news = notifier.news
+        await asyncio.wait(
+            (news, self._hang_up, self._closing),
+            timeout=left_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if self._hang_up.done():
             raise ClientDisconnect
-        return sleeper.done()
+        return news.done()
 
     def end(self) -> None:
         """Stop listening for the caller."""

@@ -1,4 +1,4 @@
-"""Validation of ledger requests, with HTTP status codes."""
+"""Validation of ledger requests: each function raises `LedgerRequestError`, 400 or 409."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from areal_hpc.wire.ledger import SettledTicket
 
 
 def require_current_generation(generation: int, current: int) -> None:
-    """Demand that a request comes from the trainer that opened the current generation.
-
-    Raises:
-        Refused: 409: the caller was superseded, or has not opened its generation.
-    """
+    """Demand that a request comes from the trainer that opened the current generation."""
     if generation != current:
         raise LedgerRequestError(
             409,
@@ -23,11 +19,7 @@ def require_current_generation(generation: int, current: int) -> None:
 
 
 def require_newest_generation(generation: int, newest: int) -> None:
-    """Demand that no newer trainer has started.
-
-    Raises:
-        Refused: 409: another trainer took over.
-    """
+    """Demand that no newer trainer has started."""
     if generation < newest:
         raise LedgerRequestError(
             409,
@@ -37,11 +29,7 @@ def require_newest_generation(generation: int, newest: int) -> None:
 
 
 def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
-    """Demand that no later start of the cell's job has been heard.
-
-    Raises:
-        Refused: 409: Slurm started the job again on other nodes.
-    """
+    """Demand that Slurm has not started the cell's job again on other nodes."""
     if job_start < newest:
         raise LedgerRequestError(
             409,
@@ -51,11 +39,7 @@ def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
 
 
 def require_valid_settle(ticket: SettledTicket) -> None:
-    """Demand that a settled ticket is one of training with a reward for every row.
-
-    Raises:
-        Refused: 400.
-    """
+    """Demand that a settled ticket is one of training with a reward for every row."""
     if len(ticket.rows) != len(ticket.rewards):
         raise LedgerRequestError(
             400,
@@ -72,11 +56,7 @@ def require_valid_settle(ticket: SettledTicket) -> None:
 
 
 def require_formed_step(step: int, formed_steps: int) -> None:
-    """Demand that weights of `step` can exist.
-
-    Raises:
-        Refused: 400: its batch was never handed out.
-    """
+    """Demand that weights of `step` can exist: its batch was handed out."""
     if not 0 <= step <= formed_steps:
         raise LedgerRequestError(
             400,
@@ -86,11 +66,7 @@ def require_formed_step(step: int, formed_steps: int) -> None:
 
 
 def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
-    """Demand that `step` is the one whose batch forms next.
-
-    Raises:
-        Refused: 400: it is not, or the run has all its batches.
-    """
+    """Demand that `step` is the one whose batch forms next, and one of the run."""
     if step != formed_steps + 1 or step > total_steps:
         raise LedgerRequestError(
             400,
@@ -100,10 +76,6 @@ def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
 
 
 def require_enough_tasks(n_tasks: int, n_valid_tasks: int) -> None:
-    """Demand that there are as many held-out tasks as shall be evaluated.
-
-    Raises:
-        Refused: 400: there are not, or it shall be none.
-    """
+    """Demand that some held-out tasks shall be evaluated, and no more than there are."""
     if not 1 <= n_tasks <= n_valid_tasks:
         raise LedgerRequestError(400, f"cannot evaluate {n_tasks} tasks: there are {n_valid_tasks}")

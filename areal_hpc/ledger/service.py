@@ -12,19 +12,11 @@ from collections.abc import Callable
 import msgspec
 
 from areal_hpc.errors import LedgerRequestError
-from areal_hpc.ledger import batch_formation
+from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.evaluation import EvaluationState, build_result
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
-from areal_hpc.ledger.request_checks import (
-    require_current_generation,
-    require_enough_tasks,
-    require_formed_step,
-    require_newest_generation,
-    require_next_step,
-    require_valid_settle,
-)
 from areal_hpc.ledger.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
@@ -32,29 +24,11 @@ from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import LedgerState
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.ledger import (
-    Acknowledged,
-    BatchManifest,
-    BatchReply,
-    BatchRequest,
-    DropRequest,
-    Empty,
-    EvaluateReply,
-    EvaluateRequest,
-    EvaluationResultRequest,
-    FinishRequest,
-    LeaseReply,
-    LeaseRequest,
-    LedgerStatus,
-    OpenGenerationRequest,
-    PublishRequest,
-    SettleRequest,
-    TicketGrant,
-)
+from areal_hpc.wire import ledger as wire
 
 log = logging.getLogger(__name__)
 
-ACKNOWLEDGED = Acknowledged()
+ACKNOWLEDGED = wire.Acknowledged()
 TRAINER_POLL_SLACK_S = 1.0
 """A trainer that waits for a batch asks again within this."""
 
@@ -71,31 +45,20 @@ class LedgerService:
         n_valid_tasks: int,
         clock: Callable[[], float],
     ) -> None:
-        """Rebuild the state from the run directory and count this start as an incarnation.
-
-        Args:
-            layout: The run directory.
-            policy: Admission limits.
-            stream: What tickets stand for.
-            n_valid_tasks: Held-out tasks there are.
-            clock: Monotonic seconds.
-
-        Raises:
-            ClusterError: The manifests have a gap.
-            ShardError: A file of the ledger is damaged.
-            OSError: The run directory cannot be written.
-        """
+        """Rebuild the state from the run directory and count this start as an incarnation."""
         self._layout = layout
         self._policy = policy
         self._stream = stream
         self._n_valid_tasks = n_valid_tasks
         self._clock = clock
         before = manifests.read_state(layout)
-        self._state = msgspec.structs.replace(before, incarnation=before.incarnation + 1)
+        self.incarnation = before.incarnation + 1
+        """Which start of the run's ledger this is, from 1."""
+        self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
         self._listens_until_s = clock() + policy.report_within_s
         self._tickets = TicketTable.rebuilt(
             policy,
-            incarnation=self._state.incarnation,
+            incarnation=self.incarnation,
             version_step=before.version_step,
             manifests=manifests.read_manifests(layout),
             dropped=read_drops(layout),
@@ -110,14 +73,9 @@ class LedgerService:
         self._work, self._progress = Notifier(), Notifier()
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
-    @property
-    def incarnation(self) -> int:
-        """Which start of the run's ledger this is, from 1."""
-        return self._state.incarnation
-
     # Cells -----------------------------------------------------------------------------------
 
-    async def lease(self, request: LeaseRequest, patience: LongPoll) -> LeaseReply:
+    async def lease(self, request: wire.LeaseRequest, patience: LongPoll) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         self._hear(request)
         until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
@@ -126,13 +84,13 @@ class LedgerService:
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 over = self._tickets.over(request.finished)
-                return LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
-        return LeaseReply(stop=True)
+                return wire.LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
+        return wire.LeaseReply(stop=True)
 
-    async def settle(self, request: SettleRequest, patience: LongPoll) -> Acknowledged:
+    async def settle(self, request: wire.SettleRequest, patience: LongPoll) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
-            require_valid_settle(ticket)
+            request_checks.require_valid_settle(ticket)
         for ticket in request.tickets:
             self._stream.note(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
@@ -141,7 +99,7 @@ class LedgerService:
         self._notify()
         return ACKNOWLEDGED
 
-    async def drop(self, request: DropRequest, patience: LongPoll) -> Acknowledged:
+    async def drop(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if ref.eval_step >= 0:
@@ -158,7 +116,9 @@ class LedgerService:
         self._notify()
         return ACKNOWLEDGED
 
-    async def evaluated(self, request: EvaluationResultRequest, patience: LongPoll) -> Acknowledged:
+    async def evaluated(
+        self, request: wire.EvaluationResultRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
@@ -184,8 +144,8 @@ class LedgerService:
     # The trainer -----------------------------------------------------------------------------
 
     async def open_generation(
-        self, request: OpenGenerationRequest, patience: LongPoll
-    ) -> Acknowledged:
+        self, request: wire.OpenGenerationRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._follow_trainer(self._state.opened(request.generation, request.base_step))
         self._hear_trainer()
@@ -194,7 +154,7 @@ class LedgerService:
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
-    async def batch(self, request: BatchRequest, patience: LongPoll) -> BatchReply:
+    async def batch(self, request: wire.BatchRequest, patience: LongPoll) -> wire.BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
@@ -209,46 +169,48 @@ class LedgerService:
                     self._work.spread()
                 if await patience.wait_for(self._progress, until_s):
                     continue
-            return BatchReply(manifest, self._tickets.settled, trouble)
+            return wire.BatchReply(manifest, self._tickets.settled, trouble)
 
-    async def publish(self, request: PublishRequest, patience: LongPoll) -> Acknowledged:
+    async def publish(self, request: wire.PublishRequest, patience: LongPoll) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._check_generation(request.generation)
         if request.step > self._tickets.version_step:
             self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
 
-    async def evaluate(self, request: EvaluateRequest, patience: LongPoll) -> EvaluateReply:
+    async def evaluate(
+        self, request: wire.EvaluateRequest, patience: LongPoll
+    ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
-        require_enough_tasks(request.n_tasks, self._n_valid_tasks)
+        request_checks.require_enough_tasks(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
             self._check_generation(request.generation)
             done, mean_reward = self._follow_evaluation(request.step, request.n_tasks)
             if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
-                return EvaluateReply(done, request.n_tasks, mean_reward)
+                return wire.EvaluateReply(done, request.n_tasks, mean_reward)
 
-    async def finish(self, request: FinishRequest, patience: LongPoll) -> Acknowledged:
+    async def finish(self, request: wire.FinishRequest, patience: LongPoll) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._check_generation(request.generation)
         self._stopped = True
         self._notify()
         return ACKNOWLEDGED
 
-    async def status(self, request: Empty, patience: LongPoll) -> LedgerStatus:
+    async def status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation
-        return LedgerStatus(
+        return wire.LedgerStatus(
             generation=self._state.generation,
             version_step=tickets.version_step,
             leased=tickets.leased,
             finished=tickets.finished,
             settled=tickets.settled,
             trained=tickets.trained,
-            dropped=tickets.drop_stats.dropped,
-            filtered=tickets.drop_stats.filtered,
-            requeued=tickets.drop_stats.requeued,
+            dropped=tickets.drop_stats.count("failed", "stale"),
+            filtered=tickets.drop_stats.count("filtered"),
+            requeued=tickets.drop_stats.count("requeued"),
             eval_done=len(evaluation.rewards) if evaluation else 0,
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
@@ -256,7 +218,7 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _hear(self, request: LeaseRequest) -> None:
+    def _hear(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
@@ -266,7 +228,7 @@ class LedgerService:
         if request.finished:
             self._notify()
 
-    def _grant(self, request: LeaseRequest) -> list[TicketGrant]:
+    def _grant(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
         """Evaluation tickets first: the trainer waits for them."""
         now_s, refs = self._clock(), []
         if self._evaluation is not None and "valid" in request.splits:
@@ -293,11 +255,11 @@ class LedgerService:
         ):
             self._work.spread()
 
-    def _manifest_of(self, request: BatchRequest) -> BatchManifest | None:
+    def _manifest_of(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._layout, step)
-        require_next_step(step, tickets.formed_steps, self._policy.total_steps)
+        request_checks.require_next_step(step, tickets.formed_steps, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
         for drop in self._ages.too_old(tickets, generation, forks):
             self._check_newest_on_disk(generation)
@@ -334,7 +296,7 @@ class LedgerService:
     def _follow_trainer(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
         self._check_newest_on_disk(state.generation)  # the newest trainer may have another ledger
-        require_formed_step(state.version_step, self._tickets.formed_steps)
+        request_checks.require_formed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
             manifests.write_state(self._layout, state)
             self._state = state
@@ -342,7 +304,7 @@ class LedgerService:
         self._notify()
 
     def _check_generation(self, generation: int) -> None:
-        require_current_generation(generation, self._state.generation)
+        request_checks.require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_on_disk(generation)
             self._hear_trainer()
@@ -353,4 +315,4 @@ class LedgerService:
 
     def _check_newest_on_disk(self, generation: int) -> None:
         newest = read_newest_number(self._layout.generations_dir)
-        require_newest_generation(generation, max(self._state.generation, newest))
+        request_checks.require_newest_generation(generation, max(self._state.generation, newest))

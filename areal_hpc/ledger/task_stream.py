@@ -15,8 +15,6 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 _SEED_MASK = 2**31 - 1
 """Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
-
-
 MIX_BLOCK_SIZE = 1000
 """Weights are kept to one part in so many."""
 SHARE_TOLERANCE = 1e-6
@@ -43,7 +41,7 @@ def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
     """The task index of a training ticket.
 
     Ticket ids run through the task set in passes; each pass visits every task once, in its
-    own seeded order, so the answer depends on nothing but the arguments.
+    own seeded order.
     """
     pass_number, position = divmod(ticket_id, n_tasks)
     return _order_of_pass(pass_number, n_tasks, seed)[position]
@@ -76,7 +74,7 @@ def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -
     """The task index of a training ticket when there are several sources.
 
     Tickets come in blocks in which each source has its share; a source's own tickets run through
-    its tasks in passes. The answer depends on nothing but the arguments.
+    its tasks in passes.
     """
     shares = compute_shares(sources)
     block, place = divmod(ticket_id, sum(shares))
@@ -122,7 +120,12 @@ class TaskStream:
         """
         if ref.eval_step >= 0:
             return TicketGrant(ref, ref.ticket_id, derive_seed("eval", ref.ticket_id, self.seed), 1)
-        task = self._task_of(ref.ticket_id)
+        if self.curriculum is not None:
+            task = self.curriculum.task_of(ref.ticket_id)
+        elif len(self.sources) == 1:
+            task = get_task(ref.ticket_id, self.sources[0].n_tasks, self.seed)
+        else:
+            task = get_mixed_task(ref.ticket_id, self.sources, self.seed)
         seed = derive_seed("train", ref.ticket_id, self.seed)
         return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 
@@ -135,10 +138,3 @@ class TaskStream:
     def trouble(self) -> str:
         """Why no more tickets can be granted, in words for the user; else empty."""
         return self.curriculum.trouble if self.curriculum else ""
-
-    def _task_of(self, ticket_id: int) -> int:
-        if self.curriculum is not None:
-            return self.curriculum.task_of(ticket_id)
-        if len(self.sources) == 1:
-            return get_task(ticket_id, self.sources[0].n_tasks, self.seed)
-        return get_mixed_task(ticket_id, self.sources, self.seed)

@@ -38,6 +38,7 @@ written to disk; a restarted ledger must still never issue the same (ticket, att
 
 TerminalState = Literal["settled", "batched", "trained", "dropped", "filtered"]
 """Nothing more is expected of the cells."""
+OVER = get_args(TerminalState)
 TicketState = Literal["unissued", "waiting", "leased", "finished"] | TerminalState
 
 
@@ -47,18 +48,12 @@ class TicketTable:
     def __init__(
         self, policy: TicketPolicy, *, incarnation: int = 1, grants_from_s: float = float("-inf")
     ) -> None:
-        """An empty ledger.
-
-        Args:
-            policy: Sizes and limits of the run.
-            incarnation: Which start of the ledger this is, from 1.
-            grants_from_s: Grant nothing earlier: after a restart, cells first report what they
-                still hold, so that running work is not issued a second time.
-        """
         self.policy = policy
         self.version_step = 0
         """Every replica serves the weights of this step, or will before the next episode."""
         self.grants_from_s = grants_from_s
+        """Nothing is granted earlier: after a restart, cells first report what they still hold, so
+        that running work is not issued a second time."""
         self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
         """Attempts below this were issued by an earlier start of the ledger."""
         self._next_id = 0
@@ -133,9 +128,9 @@ class TicketTable:
         return sum(self._batch_sizes[: self.version_step])
 
     @property
-    def unconsumed(self) -> int:
-        """Tickets settled or batched that no published step has trained on."""
-        return len(self._settled) + sum(self._batch_sizes[self.version_step :])
+    def batched(self) -> int:
+        """Tickets in batches of steps that are not published."""
+        return sum(self._batch_sizes[self.version_step :])
 
     def state_of(self, ticket_id: int) -> TicketState:
         """State of one ticket."""
@@ -153,27 +148,15 @@ class TicketTable:
 
     def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
-        is_too_old, state_of, over = (
-            self.drop_stats.is_too_old,
-            self.state_of,
-            get_args(TerminalState),
-        )
-        return [ref for ref in refs if state_of(ref.ticket_id) in over or is_too_old(ref)]
-
-    @property
-    def counts(self) -> TicketCounts:
-        """Counts that admission goes by."""
-        return TicketCounts(
-            leased=len(self._leased),
-            finished=len(self._finished),
-            settled=len(self._settled),
-            batched=self.unconsumed - len(self._settled),
-            formed_steps=self.formed_steps,
-        )
+        is_too_old = self.drop_stats.is_too_old
+        return [ref for ref in refs if self.state_of(ref.ticket_id) in OVER or is_too_old(ref)]
 
     def capacity(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
-        return count_admissible(self.policy, self.counts)
+        counts = TicketCounts(
+            self.leased, self.finished, self.settled, self.batched, self.formed_steps
+        )
+        return count_admissible(self.policy, counts)
 
     def has_finished(self, cell: str) -> bool:
         """True if a ticket that `cell` finished is not yet settled."""
@@ -276,11 +259,7 @@ class TicketTable:
         return list(islice(self._settled.values(), count))
 
     def record_batch(self, manifest: BatchManifest) -> None:
-        """Take a durable manifest into account.
-
-        Raises:
-            ClusterError: It does not follow the last one, or repeats a ticket of another batch.
-        """
+        """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
         if manifest.step != self.formed_steps + 1:
             raise ClusterError(
                 f"the manifest of step {self.formed_steps + 1} is missing: "
@@ -305,16 +284,7 @@ class TicketTable:
         self.drop_stats.note_batch(manifest.counts)
 
     def publish(self, step: int) -> None:
-        """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint.
-
-        Raises:
-            ValueError: No batch of that step was ever handed out.
-        """
-        if not 0 <= step <= self.formed_steps:
-            raise ValueError(
-                f"step {step} cannot be served: batches were handed out for steps 1 to "
-                f"{self.formed_steps}"
-            )
+        """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint."""
         self.version_step = step
 
     # Inside ----------------------------------------------------------------------------------

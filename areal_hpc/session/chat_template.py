@@ -27,7 +27,7 @@ QUICK_CHARS = 8192
 QUICK_WORD_CHARS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
-"""One chat message in normal form (see `session.normalize`)."""
+"""One chat message in normal form (see `message_matching.normalize_chat_message`)."""
 
 
 class _GenerationTag(Extension):
@@ -90,11 +90,7 @@ class ChatTemplate:
 
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
-        """The template of a model in Hugging Face format.
-
-        Raises:
-            RecipeError: There is none, or it does not parse.
-        """
+        """The template of a model in Hugging Face format; RecipeError if it has no good one."""
         config = _read_json(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
         source = config.get("chat_template")
@@ -119,16 +115,11 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text the model reads.
+        """The text the model reads, which ends with the opening of the assistant's turn.
 
-        Args:
-            messages: The conversation in normal form.
-            tools: Function schemas offered to the model; None renders no tools block.
-            add_generation_prompt: End with the opening of the assistant's turn.
-            variables: Further template variables (`chat_template_kwargs` of a request).
+        Messages are in normal form; `variables` are a request's `chat_template_kwargs`.
 
         Raises:
             ChatTemplateError: The template raised.
@@ -139,7 +130,7 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": True,
         }
         try:
             # What `Template.render` does, without looking every name up in a chain of maps.
@@ -162,11 +153,7 @@ class TokenEncoder:
 
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> TokenEncoder:
-        """The tokenizer of a model in Hugging Face format; the vocabulary is the model's own.
-
-        Raises:
-            RecipeError: `tokenizer.json` is missing or damaged.
-        """
+        """The tokenizer of a model in Hugging Face format; RecipeError if it has no good one."""
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
@@ -183,9 +170,8 @@ class TokenEncoder:
         if self._words is not None and text.isascii() and not add_special_tokens:
             return self._words.encode(text)
         # The batch call releases the GIL; the single call stalls every other thread.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-            0
-        ].ids
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded[0].ids
 
     def takes_long(self, text: str) -> bool:
         """Whether encoding it would keep others waiting for more than about 2 ms."""

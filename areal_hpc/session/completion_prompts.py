@@ -23,11 +23,7 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
-    """What a text continues.
-
-    A turn without a parent gets the tokens that the encoder puts at the beginning of texts, such as
-    Llama's.
-    """
+    """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
     parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
     return _turn(parent, prompt[known:])

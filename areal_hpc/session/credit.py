@@ -31,12 +31,10 @@ CreditRule = Literal["tree", "chronological"]
 
 @dataclass(frozen=True, slots=True)
 class InteractionReward:
-    """Reward of one interaction. None: no reward reaches it."""
+    """Reward of one interaction: its own, and what followers pass back. None: none reaches it."""
 
     own: float | None
-    """The reward given to it."""
     passed_back: float | None
-    """Its share, discounted, of what its followers earned."""
 
     @property
     def total(self) -> float | None:
@@ -52,14 +50,8 @@ def assign_credit(
 ) -> dict[str, InteractionReward]:
     """Reward of every interaction of a session, by id, in order of completion.
 
-    Args:
-        tree: The session.
-        turn_discount: What a turn keeps of the earnings of its followers.
-        rule: Who follows whom.
-        left_out: Ids of interactions without followers that are ignored.
-
-    Raises:
-        InvalidRewardError: The discount is no finite number.
+    Those `left_out`, which have no followers, are ignored. A discount that is not finite is an
+    InvalidRewardError.
     """
     if not math.isfinite(turn_discount):
         raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")

@@ -100,9 +100,7 @@ def find_concat_paths(
 
 
 def plan_all_rows(
-    tree: InteractionTree,
-    style: ExportStyle,
-    rewards: Mapping[str, float | None],
+    tree: InteractionTree, style: ExportStyle, rewards: Mapping[str, float | None]
 ) -> list[RowPlan]:
     """Rows of all interactions in `rewards`, also of those that no reward reaches: these have 0.
 
@@ -151,11 +149,7 @@ def export_rows(
     meta: dict[str, Any] | None = None,
     rule: ExportSettings = DEFAULT_RULE,
 ) -> list[Trajectory]:
-    """The training rows of a session; `meta` is added to each row's own.
-
-    Raises:
-        ValueError: No interaction has a reward.
-    """
+    """The training rows of a session, with `meta` in each; ValueError if nothing has a reward."""
     if len(tree) and get_final_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, rule)

@@ -14,7 +14,6 @@ from areal_hpc.session.chat_template import Message
 NormalizeMessage = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
 
-
 _WIDE_NUMBER = re.compile(r"\d{19}")
 """Text that may hold an integer of more than 64 bits."""
 
@@ -89,10 +88,9 @@ VOLATILE_LINES = ("x-anthropic-billing-header:",)
 
 
 def strip_volatile_lines(text: str) -> str:
-    """A system prompt without what changes from request to request.
+    """A system prompt without what changes from request to request, so that it can be continued.
 
-    Claude Code puts a line with a hash of the whole request in front of its system prompt: no
-    prompt would ever continue another.
+    Claude Code puts a line with a hash of the whole request in front of it.
     """
     if not any(mark in text for mark in VOLATILE_LINES):
         return text

@@ -17,11 +17,7 @@ from areal_hpc.wire.trajectory import MAX_REWARD
 
 
 def find_rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:
-    """The interaction a reward is for: the named one, else the last completed.
-
-    Raises:
-        InvalidRewardError: There is none.
-    """
+    """The interaction a reward is for, or InvalidRewardError: the named one, else the last."""
     if interaction_id is None:
         try:
             return tree.last
@@ -36,11 +32,7 @@ def find_rewarded_interaction(tree: InteractionTree, interaction_id: str | None)
 
 
 def validate_reward(reward: object) -> float:
-    """The reward as a float: from a float, an int, a bool, or numpy's scalars of these.
-
-    Raises:
-        InvalidRewardError: It is something else, or not within the finite 32-bit floats.
-    """
+    """The reward, a number or numpy's scalar of one, as a finite float; else InvalidRewardError."""
     if isinstance(reward, np.ndarray | np.generic) and reward.size == 1:
         reward = reward.item()
     if not isinstance(reward, numbers.Real):
@@ -58,8 +50,5 @@ def validate_reward(reward: object) -> float:
 
 def get_final_reward(tree: InteractionTree) -> float | None:
     """The reward of the last interaction that has one."""
-    reward = None
-    for interaction in tree:
-        if interaction.reward is not None:
-            reward = interaction.reward
-    return reward
+    given = [one.reward for one in tree if one.reward is not None]
+    return given[-1] if given else None

@@ -26,10 +26,7 @@ class _Call(msgspec.Struct):
 
 
 class _Comparable(msgspec.Struct):
-    """Message in the form that the comparison of messages expects (`session.normalize.difference`).
-
-    Nothing more: `proxy.message_normalizer` may give content a form of the user's own.
-    """
+    """What `find_difference` expects of a message; content may have a form of the user's own."""
 
     role: str
     reasoning_content: str | None = None

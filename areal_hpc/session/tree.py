@@ -22,7 +22,7 @@ from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_difference
 
 PromptReuse = Literal["reused", "retokenized", "none"]
-"""`root`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
+"""`none`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""
@@ -42,7 +42,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     """One model call: what was new in its prompt, and what the model said.
 
     Token arrays are little-endian bytes (int32 ids, float32 log-probabilities), the form in
-    which they are journaled. The whole prompt is the parent's sequence plus `new_ids`.
+    which they are journaled. The whole prompt, of `prompt_tokens`, is the parent's sequence plus
+    `new_ids`; `new_messages` are those after the parent's reply.
     """
 
     interaction_id: str
@@ -51,10 +52,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     context: bytes
     """JSON of the tools and template variables the messages were rendered with."""
     new_messages: list[Message]
-    """Messages after the parent's reply; all of them without a parent."""
     reply: Message
     prompt_tokens: int
-    """Length of the whole prompt."""
     new_ids: bytes
     output_ids: bytes
     logprobs: bytes
@@ -161,11 +160,7 @@ class InteractionTree:
 
     @property
     def last(self) -> Interaction:
-        """The interaction completed last.
-
-        Raises:
-            LookupError: There is none.
-        """
+        """The interaction completed last; LookupError if there is none."""
         for entry in reversed(self._entries.values()):
             if entry.interaction.completed:
                 return entry.interaction
@@ -179,11 +174,7 @@ class InteractionTree:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> TreeTurn:
-        """Find what a conversation in normal form continues, and render what is new.
-
-        Raises:
-            ChatTemplateError: The template does not accept the messages.
-        """
+        """What a conversation in normal form continues, and the rendering of what is new."""
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._deepest(context, messages)
         if parent is not None:
@@ -243,27 +234,21 @@ class InteractionTree:
 
         Both this and what follows are the inside of a JSON array.
         """
-        parts = [then]
-        while interaction is not None:
-            entry = self._entries[interaction.interaction_id]
+        parts: list[bytes] = []
+        for one in self.path(interaction) if interaction else ():
+            entry = self._entries[one.interaction_id]
             if entry.own_json is None:
-                own = unpack_ids(interaction.new_ids + interaction.output_ids)
-                entry.own_json = encode_ids(own.tolist())
+                entry.own_json = encode_ids(unpack_ids(one.new_ids + one.output_ids).tolist())
             parts.append(entry.own_json)
-            interaction = self._parent(interaction)
-        return join_ids_json(*reversed(parts))
+        return join_ids_json(*parts, then)
 
     def path(self, interaction: Interaction) -> list[Interaction]:
         """The interactions whose sequences `interaction` extends, first to last, and itself."""
         path = [interaction]
-        while (parent := self._parent(path[-1])) is not None:
-            path.append(parent)
+        while (parent_id := path[-1].parent_id) is not None:
+            path.append(self[parent_id])
         path.reverse()
         return path
-
-    def _parent(self, interaction: Interaction) -> Interaction | None:
-        parent_id = interaction.parent_id
-        return None if parent_id is None else self._entries[parent_id].interaction
 
     def leaves(self) -> list[Interaction]:
         """Completed interactions that no other extends, in order of completion."""

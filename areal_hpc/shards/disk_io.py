@@ -19,15 +19,10 @@ _MAX_BUFFERS = 1024
 
 
 def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
-    """Write all buffers one after another; return their bytes.
+    """Write contiguous buffers one after another, at `offset` or where the file stands.
 
-    The kernel may take less than it is given (Linux takes at most 2 GiB at a time, a full disk
-    what still fits): the rest is then offered again.
-
-    Args:
-        descriptor: An open file.
-        buffers: Contiguous; empty ones are left out.
-        offset: Where in the file; None where the file stands, or at its end with O_APPEND.
+    Returns their bytes. The kernel may take less than it is given (Linux takes at most 2 GiB at a
+    time, a full disk what still fits): the rest is then offered again.
 
     Raises:
         OSError: The storage refused; some bytes may have been written.
@@ -54,11 +49,7 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
 
 
 def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
-    """Fill a contiguous array with the bytes at `offset`.
-
-    Raises:
-        OSError: The storage failed, or the file ends before.
-    """
+    """Fill a contiguous array with the bytes at `offset`; OSError if the file ends before."""
     waiting = array.view(np.uint8).data
     while waiting:
         taken_bytes = os.preadv(descriptor, [waiting], offset)

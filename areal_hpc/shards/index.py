@@ -7,7 +7,7 @@ counts as sealed when its line is there; the line is written last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,27 +51,22 @@ def group_tickets(
     ticket_ids: npt.NDArray[np.int64],
     attempts: npt.NDArray[np.int32],
     rewards: npt.NDArray[np.float32],
-    oldest_versions: npt.NDArray[np.int64],
+    versions: Sequence[npt.NDArray[np.int64]],
 ) -> list[ShardTicket]:
     """The tickets of a shard in order of first row. All arguments have one element per row."""
     rows_of: dict[tuple[int, int], list[int]] = {}
     for row, key in enumerate(zip(ticket_ids.tolist(), attempts.tolist(), strict=True)):
         rows_of.setdefault(key, []).append(row)
     return [
-        ShardTicket(
-            ticket_id,
-            attempt,
-            rows,
-            rewards[rows].tolist(),
-            get_oldest_version(oldest_versions[rows]),
-        )
+        ShardTicket(ticket_id, attempt, rows, rewards[rows].tolist(), _oldest(versions, rows))
         for (ticket_id, attempt), rows in rows_of.items()
     ]
 
 
-def get_oldest_version(versions: npt.NDArray[np.int64]) -> int:
-    """The oldest of packed weight versions; -1 (nothing was sampled) counts only if all are."""
-    sampled = versions[versions >= 0]
+def _oldest(versions: Sequence[npt.NDArray[np.int64]], rows: Sequence[int]) -> int:
+    """The oldest packed weight version of the rows; -1 (nothing was sampled) only if all are."""
+    found = np.concatenate([versions[row] for row in rows])
+    sampled = found[found >= 0]
     return int(sampled.min()) if len(sampled) else -1
 
 
@@ -121,19 +116,11 @@ def read_last_sequence(index_dir: Path, writer: str) -> int:
             stream.seek(start)
             tail = stream.read()
             # Unless it is the file's first, the line that the tail begins in is not whole.
-            lines = decode_lines(
-                tail if start == 0 else tail[tail.find(b"\n") + 1 :], _WriterPrefix
-            )
+            lines = decode_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], SealedShard)
             sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
             if sequences or start == 0:
                 return max(sequences, default=-1)
             tail_bytes *= 4
-
-
-class _WriterPrefix(msgspec.Struct):
-    """Part of a line that `read_last_sequence` needs."""
-
-    file: str
 
 
 def locate_tickets(
@@ -148,15 +135,3 @@ def locate_tickets(
         for ticket in shard.tickets:
             places.setdefault((ticket.ticket_id, ticket.attempt), (shard.file, ticket))
     return places
-
-
-def open_making_folders(path: Path, flags: int) -> int:
-    """Open a file, and make its folder only if there is none.
-
-    Asking first would cost the metadata server of a shared file system two calls a file.
-    """
-    try:
-        return os.open(path, flags, 0o644)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o644)

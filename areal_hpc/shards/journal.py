@@ -47,13 +47,14 @@ class JournalRecord:
     kind: int
     payload: bytes
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in the file."""
+        return _HEADER.size + len(self.payload)
+
 
 def encode_header(kind: int, payload: bytes) -> bytes:
-    """The header of a record; the payload follows it in the file.
-
-    Raises:
-        ValueError: `kind` is not an unsigned 32-bit number, or the payload is above 1 GiB.
-    """
+    """The header of a record, which the payload follows; ValueError if one of them is too large."""
     if not 0 <= kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
         raise ValueError(
             f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
@@ -63,34 +64,17 @@ def encode_header(kind: int, payload: bytes) -> bytes:
     return _HEADER.pack(_MAGIC, kind, len(payload), crc)
 
 
-class JournalReader:
-    """The whole records of a journal, in order, each time it is iterated.
-
-    `whole_bytes` and `torn_bytes` describe the last complete iteration: what the records take,
-    and what a crash left over behind them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.whole_bytes = 0
-        self.torn_bytes = 0
-
-    def __iter__(self) -> Iterator[JournalRecord]:
-        self.whole_bytes = self.torn_bytes = 0
-        with self.path.open("rb") as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            if not size_bytes:
-                return
-            with mmap.mmap(stream.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
-                while (record := _record_at(mapped, self.whole_bytes)) is not None:
-                    yield record
-                    self.whole_bytes += _HEADER.size + len(record.payload)
-        self.torn_bytes = size_bytes - self.whole_bytes
-
-
-def read_journal(path: Path) -> JournalReader:
-    """The journal's whole records; stops cleanly at a torn tail and counts its bytes."""
-    return JournalReader(path)
+def read_journal(path: Path) -> Iterator[JournalRecord]:
+    """The journal's whole records in order, up to a torn tail."""
+    with path.open("rb") as stream:
+        size_bytes = os.fstat(stream.fileno()).st_size
+        if not size_bytes:
+            return
+        offset = 0
+        with mmap.mmap(stream.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
+            while (record := _record_at(mapped, offset)) is not None:
+                yield record
+                offset += record.size_bytes
 
 
 def _record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
@@ -113,7 +97,7 @@ class JournalWriter:
     process at a time.
 
     Raises:
-        ClusterError: Another process holds the journal, or the disk refuses.
+        ClusterError: Another process holds the journal; by every method: the disk refuses.
     """
 
     def __init__(self, path: Path, sync_interval_s: float) -> None:
@@ -143,8 +127,7 @@ class JournalWriter:
     def append(self, kind: int, payload: bytes) -> None:
         """Write one record; on return it survives the death of this process.
 
-        Raises:
-            ClusterError: The disk refuses, now or at an earlier sync. The journal stays whole.
+        If the disk refuses, now or at an earlier sync, the journal stays whole.
         """
         header = encode_header(kind, payload)
         with self._appending:
@@ -152,23 +135,16 @@ class JournalWriter:
                 raise _disk_trouble(self.path, self._sync_error) from self._sync_error
             fault_point("journal.before_append")
             try:
-                record = header + payload
-                taken_bytes = os.write(self._descriptor, record)
-                if taken_bytes < len(record):
-                    write_all(self._descriptor, (memoryview(record)[taken_bytes:],))
+                record_bytes = write_all(self._descriptor, (header, payload))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
-            self._size_bytes += len(record)
+            self._size_bytes += record_bytes
         if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
             self._dirty.set()
 
     def sync(self) -> None:
-        """Make every record appended so far survive the death of the node.
-
-        Raises:
-            ClusterError: The disk refuses.
-        """
+        """Make every record appended so far survive the death of the node."""
         try:
             with self._syncing:
                 os.fdatasync(self._descriptor)
@@ -179,10 +155,7 @@ class JournalWriter:
         """Replace the journal by one that holds only the records still needed.
 
         Old records are sifted while other threads go on appending; what they append meanwhile
-        is kept. A crash leaves the old journal or the new one, whole.
-
-        Raises:
-            ClusterError: The disk refuses. The journal goes on, old or new.
+        is kept. A crash, or a disk that refuses, leaves the old journal or the new one, whole.
         """
         fresh_path = self.path.with_name(self.path.name + ".new")
         fresh = -1
@@ -207,11 +180,7 @@ class JournalWriter:
                 os.close(fresh)
 
     def close(self) -> None:
-        """Sync and close; the file stays. Closing again does nothing.
-
-        Raises:
-            ClusterError: The disk refuses.
-        """
+        """Sync and close; the file stays. Closing again does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -224,12 +193,12 @@ class JournalWriter:
 
     def _sift(self, target: int, is_needed: Callable[[JournalRecord], bool]) -> int:
         """Copy the needed records to `target`; return how many bytes of this journal were read."""
-        reading = read_journal(self.path)
-        for record in reading:
+        read_bytes = 0
+        for record in read_journal(self.path):
             if is_needed(record):
-                header = encode_header(record.kind, record.payload)
-                write_all(target, (header, record.payload))
-        return reading.whole_bytes
+                write_all(target, (encode_header(record.kind, record.payload), record.payload))
+            read_bytes += record.size_bytes
+        return read_bytes
 
     def _sync_loop(self) -> None:
         # `close` sets stop before dirty: whoever sees its dirty mark here also sees its stop.
@@ -262,15 +231,12 @@ def _open_exclusively(path: Path) -> int:
 
 def _cut_torn_tail(descriptor: int, path: Path) -> int:
     """Truncate the file behind its last whole record; return the size in bytes."""
-    reading = read_journal(path)
-    for _ in reading:
-        pass
-    if reading.torn_bytes:
-        _LOG.warning(
-            "%s: removed an incomplete record of %d bytes at the end", path, reading.torn_bytes
-        )
-        os.ftruncate(descriptor, reading.whole_bytes)
-    return reading.whole_bytes
+    whole_bytes = sum(record.size_bytes for record in read_journal(path))
+    torn_bytes = os.fstat(descriptor).st_size - whole_bytes
+    if torn_bytes:
+        _LOG.warning("%s: removed an incomplete record of %d bytes at the end", path, torn_bytes)
+        os.ftruncate(descriptor, whole_bytes)
+    return whole_bytes
 
 
 def _copy_range(source: int, offset: int, target: int) -> None:

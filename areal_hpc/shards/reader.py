@@ -81,11 +81,7 @@ class ShardReader:
         return self._places["input_ids"].length
 
     def column(self, name: str) -> NumpyArray:
-        """A whole dataset by its name (`schema.DATASETS`).
-
-        Raises:
-            ShardError: The storage failed.
-        """
+        """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
         return self._rows[name] if name in self._rows else self._read([name])[0]
 
     def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[Trajectory]:
@@ -191,13 +187,7 @@ def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> NumpyArr
 
 
 def _read_headers(path: Path) -> dict[str, _Place]:
-    """What HDF5 knows. By low-level calls: its File and Dataset objects take three times as long.
-
-    Raises:
-        OSError: There is no such file, or it is not HDF5.
-        KeyError: A dataset is missing.
-        ValueError: Not the format of the schema.
-    """
+    """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
     access.set_file_locking(False, True)

@@ -1,6 +1,6 @@
-"""Shard format v1 as a table: what every dataset holds, how long it is, and what may change.
+"""Shard format v1 as a table: every dataset, its type and its axis.
 
-`docs/shard-format-v1.md` explains the same table to people who write other readers.
+`docs/shard-format-v1.md` says what each holds, and what may change.
 """
 
 from __future__ import annotations
@@ -38,33 +38,22 @@ class DatasetSpec:
     name: str
     dtype: np.dtype[Any]
     axis: Axis
-    holds: str
 
 
 DATASETS = (
-    DatasetSpec("input_ids", np.dtype("<i4"), Axis.TOKEN, "token ids, all rows one after another"),
-    DatasetSpec(
-        "loss_mask", np.dtype("u1"), Axis.TOKEN, "1 where the model sampled the token, else 0"
-    ),
-    DatasetSpec(
-        "logprobs", np.dtype("<f4"), Axis.TOKEN, "log-probability of a sampled token, else 0"
-    ),
-    DatasetSpec("versions", np.dtype("<i8"), Axis.TOKEN, "packed weight version, else -1"),
-    DatasetSpec(
-        "offsets", np.dtype("<i8"), Axis.ROW_BOUND, "row r is tokens offsets[r]:offsets[r+1]"
-    ),
-    DatasetSpec("ticket_id", np.dtype("<i8"), Axis.ROW, "the ticket the row belongs to"),
-    DatasetSpec("attempt", np.dtype("<i4"), Axis.ROW, "which issue of the ticket"),
-    DatasetSpec("episode", np.dtype("<i4"), Axis.ROW, "which episode of the ticket, from 0"),
-    DatasetSpec("row", np.dtype("<i4"), Axis.ROW, "which row of the episode, from 0"),
-    DatasetSpec("reward", np.dtype("<f4"), Axis.ROW, "finite reward"),
-    DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW, "sampling temperature"),
-    DatasetSpec(
-        "meta", np.dtype("u1"), Axis.META_BYTE, "one UTF-8 JSON object a row, concatenated"
-    ),
-    DatasetSpec(
-        "meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND, "row r is meta[meta_offsets[r]:...[r+1]]"
-    ),
+    DatasetSpec("input_ids", np.dtype("<i4"), Axis.TOKEN),
+    DatasetSpec("loss_mask", np.dtype("u1"), Axis.TOKEN),  # 1: the model sampled the token
+    DatasetSpec("logprobs", np.dtype("<f4"), Axis.TOKEN),  # 0 where it did not
+    DatasetSpec("versions", np.dtype("<i8"), Axis.TOKEN),  # packed; -1 where it did not
+    DatasetSpec("offsets", np.dtype("<i8"), Axis.ROW_BOUND),  # row r: offsets[r]:offsets[r + 1]
+    DatasetSpec("ticket_id", np.dtype("<i8"), Axis.ROW),
+    DatasetSpec("attempt", np.dtype("<i4"), Axis.ROW),
+    DatasetSpec("episode", np.dtype("<i4"), Axis.ROW),
+    DatasetSpec("row", np.dtype("<i4"), Axis.ROW),  # of the episode
+    DatasetSpec("reward", np.dtype("<f4"), Axis.ROW),
+    DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW),
+    DatasetSpec("meta", np.dtype("u1"), Axis.META_BYTE),  # a UTF-8 JSON object a row
+    DatasetSpec("meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
 
@@ -72,11 +61,7 @@ _NAME = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 
 
 def format_shard_name(writer: str, sequence: int) -> str:
-    """The file name of a writer's n-th shard: `cell-0-000012.h5`.
-
-    Raises:
-        ValueError: The writer's name cannot be part of a file name.
-    """
+    """The file name of a writer's n-th shard: `cell-0-000012.h5`; ValueError for an odd writer."""
     name = f"{writer}-{sequence:06d}{SHARD_SUFFIX}"
     if not _NAME.fullmatch(name):
         raise ValueError(f"a writer is named by letters, digits, '_', '.' and '-', got {writer!r}")

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import (
-    SealedShard,
-    append_to_index,
-    get_oldest_version,
-    group_tickets,
-    read_index,
-)
+from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import PARTIAL_SUFFIX, SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.writer import format_digest
+
+log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
 _READERS = 4
@@ -42,18 +38,6 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class RepairReport:
-    """Changes that `repair` made."""
-
-    indexed: list[str] = field(default_factory=list)
-    """Whole shards that had no index line."""
-    removed: list[str] = field(default_factory=list)
-    """Shards that were still being written when their writer died."""
-    damaged: list[Problem] = field(default_factory=list)
-    """Shards without index line that cannot be read; left as they are."""
-
-
 def verify_run(
     layout: RunPaths, watch: ProgressCallback = lambda done, total: None
 ) -> VerifyReport:
@@ -64,16 +48,14 @@ def verify_run(
     """
     # Files first: a shard sealed in between is then in the index, and no false orphan.
     files = _shard_files(layout.shards_dir)
-    report = VerifyReport()
     shards = read_index(layout.index_dir)
+    report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
     paths = [layout.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(_READERS) as pool:
         # Reading and CRC release the interpreter lock.
         checked = pool.map(check_shard, paths, shards)
         for path, shard, complaints in zip(paths, shards, checked, strict=True):
-            report.shards += 1
-            report.rows += shard.rows
             report.problems += [
                 Problem(complaint, str(path), hint="restore the file from a copy")
                 for complaint in complaints
@@ -106,7 +88,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
     if digest != shard.digest:
         return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
     try:
-        actual = _describe(ShardReader(path), size_bytes, digest)
+        actual = _describe(path, size_bytes, digest)
     except ShardError as error:
         return [error.problems[0].message]
     return [
@@ -117,11 +99,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
 
 
 def digest_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest of a whole file, read once from start to end.
-
-    Raises:
-        OSError: The storage failed.
-    """
+    """Size in bytes and digest of a whole file, read once from start to end."""
     size_bytes = crc = 0
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as stream:
@@ -133,20 +111,14 @@ def digest_file(path: Path) -> tuple[int, str]:
 
 
 def describe_shard(path: Path) -> SealedShard:
-    """The index line that belongs to a whole shard.
+    """The index line that belongs to a whole shard; ShardError if it is none."""
+    return _describe(path, *digest_file(path))
 
-    Raises:
-        ShardError: The file is not a whole shard.
-    """
+
+def _describe(path: Path, size_bytes: int, digest: str) -> SealedShard:
     reader = ShardReader(path)
-    return _describe(reader, *digest_file(path))
-
-
-def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
-    versions, bounds = reader.column("versions"), pairwise(reader.column("offsets").tolist())
-    oldest_versions = [get_oldest_version(versions[begin:end]) for begin, end in bounds]
     return SealedShard(
-        file=reader.path.name,
+        file=path.name,
         bytes=size_bytes,
         digest=digest,
         rows=reader.num_rows,
@@ -155,31 +127,27 @@ def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
             reader.column("ticket_id"),
             reader.column("attempt"),
             reader.column("reward"),
-            np.array(oldest_versions, np.int64),
+            np.split(reader.column("versions"), reader.column("offsets")[1:-1]),
         ),
     )
 
 
-def repair(layout: RunPaths, writer: str | None = None) -> RepairReport:
+def repair(layout: RunPaths, writer: str | None = None) -> None:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next
     incarnation, for all of them when the run has stopped. Repairing again changes nothing.
     """
-    report = RepairReport()
     known = {shard.file for shard in read_index(layout.index_dir, writer)}
     for path in _shard_files(layout.shards_dir, writer):
         if path.name in known:
             continue
         try:
             append_to_index(layout.index_dir, describe_shard(path))
-            report.indexed.append(path.name)
         except ShardError as error:
-            report.damaged += error.problems
+            log.warning("left without an index line: %s", error)
     for path in _shard_files(layout.shards_dir, writer, PARTIAL_SUFFIX):
         path.unlink()
-        report.removed.append(path.name)
-    return report
 
 
 def _shard_files(

@@ -23,24 +23,9 @@ from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.shards import schema
 from areal_hpc.shards.disk_io import write_all
-from areal_hpc.shards.index import (
-    SealedShard,
-    append_to_index,
-    get_oldest_version,
-    group_tickets,
-    open_making_folders,
-    read_last_sequence,
-)
-from areal_hpc.shards.schema import (
-    ALIGNMENT_BYTES,
-    DATASETS,
-    FORMAT,
-    FORMAT_VERSION,
-    PARTIAL_SUFFIX,
-    Axis,
-    format_shard_name,
-)
+from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_last_sequence
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 
@@ -88,7 +73,7 @@ def seal_shard(
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
-                np.array([get_oldest_version(piece) for piece in pieces["versions"]], np.int64),
+                pieces["versions"],
             ),
         )
         fault_point("shard.before_index")
@@ -116,18 +101,18 @@ def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
         "meta_offsets": [len(meta) for meta in metas],
     }
     pieces: dict[str, list[NumpyArray]] = {"meta": list(metas)}
-    for dataset in DATASETS:
+    for dataset in schema.DATASETS:
         name, dtype = dataset.name, dataset.dtype
-        if dataset.axis is Axis.TOKEN:
+        if dataset.axis is schema.Axis.TOKEN:
             arrays = (getattr(trajectory, f"{name}_T") for trajectory in trajectories)
             pieces[name] = [
                 np.ascontiguousarray(array.astype(dtype, casting="same_kind", copy=False))
                 for array in arrays
             ]
-        elif dataset.axis is Axis.ROW:
+        elif dataset.axis is schema.Axis.ROW:
             values = [getattr(trajectory, name) for trajectory in trajectories]
             pieces[name] = [np.array(values, dtype)]
-        elif dataset.axis is Axis.ROW_BOUND:
+        elif dataset.axis is schema.Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
     return pieces
 
@@ -141,15 +126,27 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     sequence = read_last_sequence(index_dir, writer)
     while True:
         sequence += 1
-        path = shards_dir / format_shard_name(writer, sequence)
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        path = shards_dir / schema.format_shard_name(writer, sequence)
+        partial = path.with_name(path.name + schema.PARTIAL_SUFFIX)
         try:
-            os.close(open_making_folders(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            _create(partial)
         except FileExistsError:
             continue
         if not path.exists():
             return partial
         partial.unlink()
+
+
+def _create(path: Path) -> None:
+    """Create an empty file, exclusively.
+
+    To ask for its folder first would cost the metadata server of a shared file system two calls.
+    """
+    try:
+        path.touch(0o644, exist_ok=False)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o644, exist_ok=False)
 
 
 def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
@@ -161,13 +158,13 @@ def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     offsets = {}
     # Default libver: files of `libver="latest"` cannot be opened after kill -9.
     with h5py.File(
-        path, "w", alignment_threshold=1, alignment_interval=ALIGNMENT_BYTES, locking=False
+        path, "w", alignment_threshold=1, alignment_interval=schema.ALIGNMENT_BYTES, locking=False
     ) as file:
-        file.attrs["format"] = FORMAT
-        file.attrs["version"] = FORMAT_VERSION
+        file.attrs["format"] = schema.FORMAT
+        file.attrs["version"] = schema.FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        for dataset in DATASETS:
+        for dataset in schema.DATASETS:
             length = sum(len(piece) for piece in pieces[dataset.name])
             created = h5d.create(
                 file.id,

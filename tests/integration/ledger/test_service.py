@@ -217,6 +217,8 @@ def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
         ledger.batch(2)
+    with pytest.raises(HttpStatusError, match="step 1 does not exist"):
+        ledger.publish(1)
 
 
 def test_status_counts_what_is_where(ledger: LedgerProcess) -> None:

@@ -1,34 +1,34 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import StalenessCheck, find_stale_tickets, form_next_batch
+from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DroppedTicket
-from areal_hpc.wire.ledger import (
-    NO_VERSION,
-    BatchCounts,
-    BatchManifest,
-    SettledTicket,
-    StaleGroups,
-    TicketRef,
-)
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.wire.ledger import BatchCounts, BatchManifest, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.unit.ledger.ticket_world import rebuilt, settled
 
 
 def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> TicketTable:
     return TicketTable(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
 
 
-def settled(ref: TicketRef, version: WeightVersion | None) -> SettledTicket:
-    oldest = version.packed if version else NO_VERSION
-    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
+def too_old(
+    tickets: TicketTable, generation: int = 1, forks: Sequence[GenerationFork] = ()
+) -> list[DroppedTicket]:
+    return StalenessCheck().too_old(tickets, generation, forks)
+
+
+def batch_of(tickets: TicketTable) -> BatchManifest:
+    manifest = form_next_batch(tickets, generation=1)
+    assert manifest is not None
+    return manifest
 
 
 def train(tickets: TicketTable, steps: int) -> None:
@@ -38,8 +38,7 @@ def train(tickets: TicketTable, steps: int) -> None:
         assert len(refs) == 2
         for ref in refs:
             tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-        manifest = form_next_batch(tickets, generation=1)
-        assert manifest is not None
+        manifest = batch_of(tickets)
         assert manifest.counts == BatchCounts()
         tickets.record_batch(manifest)
         tickets.publish(manifest.step)
@@ -57,30 +56,25 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 def fill(tickets: TicketTable) -> BatchManifest:
     for ref in tickets.lease("b", 2 - tickets.settled, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-    manifest = form_next_batch(tickets, generation=1)
-    assert manifest is not None
-    return manifest
+    return batch_of(tickets)
 
 
-def test_a_group_within_the_bound_is_trained_and_not_counted() -> None:
-    tickets, ref = overtaken("drop", steps=1)
-    assert find_stale_tickets(tickets, 1, []) == []
+@pytest.mark.parametrize(
+    ("policy", "steps", "stale"), [("drop", 1, 0), ("train_with_correction", 2, 1)]
+)
+def test_a_group_within_the_bound_or_that_the_recipe_corrects_for_is_trained(
+    policy: StaleGroups, steps: int, stale: int
+) -> None:
+    tickets, ref = overtaken(policy, steps)
+    assert too_old(tickets) == []
     manifest = fill(tickets)
     assert manifest.tickets[0].ref == ref
-    assert manifest.counts == BatchCounts()
-
-
-def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise() -> None:
-    tickets, ref = overtaken("train_with_correction", steps=2)
-    assert find_stale_tickets(tickets, 1, []) == []
-    manifest = fill(tickets)
-    assert manifest.tickets[0].ref == ref
-    assert manifest.counts == BatchCounts(stale_trained=1)
+    assert manifest.counts == BatchCounts(stale_trained=stale)
 
 
 def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
-    (drop,) = find_stale_tickets(tickets, 1, [])
+    (drop,) = too_old(tickets)
     assert drop == DroppedTicket(ref, "sampled 2 steps ago; the limit is 1", "stale")
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
@@ -91,7 +85,7 @@ def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
 
 def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("requeue", steps=2)
-    (drop,) = find_stale_tickets(tickets, 1, [])
+    (drop,) = too_old(tickets)
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "waiting"
     assert tickets.lease("b", 1, 0.0) == [TicketRef(ref.ticket_id, ref.attempt + 1)]
@@ -104,7 +98,7 @@ def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() 
 def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
     """Its proxy may settle again; its driver reports finished tickets for a long time."""
     tickets, ref = overtaken("requeue", steps=2)
-    tickets.set_aside(find_stale_tickets(tickets, 1, [])[0])
+    tickets.set_aside(too_old(tickets)[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
     tickets.report("a", [], [ref], 1.0)
     assert tickets.state_of(ref.ticket_id) == "waiting"
@@ -124,23 +118,14 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
-@pytest.mark.parametrize("kind", ["requeued", "stale"])
-def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "state"), [("requeued", "waiting"), ("stale", "dropped")])
+def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str) -> None:
     ref = TicketRef(0, 1)
-    drop = msgspec.convert(
-        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, DroppedTicket
-    )
-    tickets = TicketTable.rebuilt(
-        tickets_of().policy,
-        incarnation=2,
-        version_step=0,
-        manifests=[],
-        dropped=[drop],
-        settled=[settled(ref, WeightVersion(1, 0))],
-        grants_from_s=0.0,
-    )
+    sealed = settled(ref, WeightVersion(1, 0))
+    drop = DroppedTicket(ref, "", kind)
+    tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
     assert tickets.settled == 0
-    assert tickets.state_of(0) == ("waiting" if kind == "requeued" else "dropped")
+    assert tickets.state_of(0) == state
     assert tickets.drop_stats.counts(0).stale_requeued == (kind == "requeued")
 
 
@@ -149,30 +134,27 @@ def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_bo
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)
     tickets.settle(settled(ref, WeightVersion(1, 2)))
-    assert find_stale_tickets(tickets, 1, [GenerationFork(1, 0)]) == []
-    assert len(find_stale_tickets(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
+    assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
+    assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
 def test_a_group_of_unknown_age_is_not_stale() -> None:
     tickets = tickets_of("drop", bound=0)
-    tickets.settle(settled(tickets.lease("a", 1, 0.0)[0], None))
-    assert find_stale_tickets(tickets, 1, []) == []
+    tickets.settle(settled(tickets.lease("a", 1, 0.0)[0]))
+    assert too_old(tickets) == []
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [("filtered", "filtered out"), ("stale", "as stale"), ("requeued", "as stale")],
 )
-def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: str) -> None:
+def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, said: str) -> None:
     tickets = tickets_of()
     for number in range(100):
         assert tickets.drop_stats.find_problem() == ""
-        drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
-        tickets.drop_stats.note(msgspec.convert(drop, DroppedTicket))
+        tickets.drop_stats.note(DroppedTicket(TicketRef(number, 1), "all 0.0", kind))
     trouble = tickets.drop_stats.find_problem()
-    assert said in trouble
-    assert "rollout." in trouble
-    assert "all 0.0" in trouble
+    assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
 
 
 def test_a_filtered_ticket_gives_its_place_to_another() -> None:
@@ -199,19 +181,14 @@ class CountedForks(tuple[GenerationFork, ...]):
 
 def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     """A trainer asks after every event: thousands of times a second in a large run."""
-    tickets, ages, forks = (
-        tickets_of("drop", bound=9),
-        StalenessCheck(),
-        CountedForks([GenerationFork(1, 0)]),
-    )
+    tickets, ages = tickets_of("drop", bound=9), StalenessCheck()
+    forks = CountedForks([GenerationFork(1, 0)])
     for ref in tickets.lease("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
             assert ages.too_old(tickets, 1, forks) == []
     assert forks.looks == 20
-    manifest = form_next_batch(tickets, 1)
-    assert manifest is not None
-    tickets.record_batch(manifest)
+    tickets.record_batch(batch_of(tickets))
     ages.too_old(tickets, 1, forks)
     assert forks.looks == 20 + 18
     ages.too_old(tickets, 2, forks)
@@ -225,12 +202,8 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
 def test_looking_once_finds_what_looking_always_does(
     events: list[str], policy: StaleGroups
 ) -> None:
-    tickets, ages, generation, forks = (
-        tickets_of(policy, bound=2),
-        StalenessCheck(),
-        1,
-        [GenerationFork(1, 0)],
-    )
+    tickets, ages = tickets_of(policy, bound=2), StalenessCheck()
+    generation, forks = 1, [GenerationFork(1, 0)]
     for event in events:
         if event in ("fresh", "old"):
             step = tickets.formed_steps if event == "fresh" else 0
@@ -239,7 +212,7 @@ def test_looking_once_finds_what_looking_always_does(
         elif event == "generation":
             generation += 1
             forks.append(GenerationFork(generation, max(0, tickets.version_step - 1)))
-        found = find_stale_tickets(tickets, generation, forks)
+        found = too_old(tickets, generation, forks)
         if event in ("look", "batch"):
             assert ages.too_old(tickets, generation, forks) == found
             for drop in found:
@@ -267,15 +240,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
         while manifest := form_next_batch(living, generation=1):
             living.record_batch(manifest)
             formed.append([ticket.ref for ticket in manifest.tickets])
-    replayed = TicketTable.rebuilt(
-        policy,
-        incarnation=2,
-        version_step=0,
-        manifests=[],
-        dropped=drops,
-        settled=arrivals,
-        grants_from_s=0.0,
-    )
+    replayed = rebuilt(policy, dropped=drops, settled=arrivals)
     again = []
     while manifest := form_next_batch(replayed, generation=1):
         replayed.record_batch(manifest)

@@ -11,17 +11,14 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.drops import DroppedTicket
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, TicketRef
+from tests.unit.ledger.ticket_world import rebuilt, settled
 
 
 def policy(
     batch_size: int = 2, offpolicyness: int = 0, concurrent: int = 100, total_steps: int = 10
 ) -> TicketPolicy:
     return TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, cell_timeout_s=30.0)
-
-
-def settled(ref: TicketRef) -> SettledTicket:
-    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION)
 
 
 def form_batch(tickets: TicketTable) -> BatchManifest:
@@ -166,40 +163,25 @@ def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
         fill_batch(tickets)
         tickets.publish(step)
     tickets.publish(1)
-    assert tickets.unconsumed == 4
+    assert tickets.batched == 4
     assert tickets.lease("a", 9, 0.0) == []
     tickets.publish(3)
     assert tickets.capacity() == 4
 
 
-def test_a_step_without_a_batch_cannot_be_published() -> None:
-    with pytest.raises(ValueError, match="step 1 cannot be served"):
-        TicketTable(policy()).publish(1)
-
-
-def rebuilt(
-    manifests: list[BatchManifest], index: list[SettledTicket], version_step: int = 0
-) -> TicketTable:
-    return TicketTable.rebuilt(
-        policy(offpolicyness=4),
-        incarnation=2,
-        version_step=version_step,
-        manifests=manifests,
-        dropped=[],
-        settled=index,
-        grants_from_s=10.0,
-    )
+AHEAD = policy(offpolicyness=4)
 
 
 def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used_it() -> None:
     first, again = settled(TicketRef(0, 1)), settled(TicketRef(0, 2))
     manifest = BatchManifest(1, 1, [again, settled(TicketRef(1, 1))])
-    tickets = rebuilt([manifest], [first, again, settled(TicketRef(2, 1))])
+    index = [first, again, settled(TicketRef(2, 1))]
+    tickets = rebuilt(AHEAD, manifests=[manifest], settled=index)
     assert [tickets.state_of(i) for i in range(3)] == ["batched", "batched", "settled"]
 
 
 def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> None:
-    tickets = rebuilt([], [settled(TicketRef(2, 1))])
+    tickets = rebuilt(AHEAD, settled=[settled(TicketRef(2, 1))], grants_from_s=10.0)
     assert tickets.lease("a", 9, 9.9) == []
     tickets.report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
     assert [ref.ticket_id for ref in tickets.lease("a", 3, 10.0)] == [1, 3, 5]
@@ -207,7 +189,7 @@ def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> N
 
 
 def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
-    tickets = rebuilt([], [])
+    tickets = rebuilt(AHEAD)
     assert tickets.settle(settled(TicketRef(3, 1)))
     assert [tickets.state_of(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
 
@@ -224,13 +206,13 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
 def test_manifests_with_a_gap_are_refused(steps: list[int]) -> None:
     batches = [BatchManifest(step, 1, [settled(TicketRef(i, 1))]) for i, step in enumerate(steps)]
     with pytest.raises(ClusterError, match=f"the manifest of step {len(steps)} is missing"):
-        rebuilt(batches, [])
+        rebuilt(AHEAD, manifests=batches)
 
 
 def test_a_ticket_in_two_batches_is_refused() -> None:
     batches = [BatchManifest(step, 1, [settled(TicketRef(0, 1))]) for step in (1, 2)]
     with pytest.raises(ClusterError, match="batches of steps 1 and 2"):
-        rebuilt(batches, [])
+        rebuilt(AHEAD, manifests=batches)
 
 
 def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_success() -> None:

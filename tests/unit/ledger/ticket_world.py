@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.view.audit.records import TicketRecords
 from areal_hpc.view.audit.ticket_status import AuditReport, classify_tickets
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.weight_version import WeightVersion
+
+SHARD_BYTES = 100
+
+
+def settled(ref: TicketRef, version: WeightVersion | None = None) -> SettledTicket:
+    oldest = version.packed if version else NO_VERSION
+    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
+
+
+def rebuilt(
+    policy: TicketPolicy,
+    *,
+    manifests: Iterable[BatchManifest] = (),
+    dropped: Iterable[DroppedTicket] = (),
+    settled: Iterable[SettledTicket] = (),
+    grants_from_s: float = 0.0,
+) -> TicketTable:
+    """The table of a ledger's second start."""
+    return TicketTable.rebuilt(
+        policy,
+        incarnation=2,
+        version_step=0,
+        manifests=manifests,
+        dropped=dropped,
+        settled=settled,
+        grants_from_s=grants_from_s,
+    )
 
 
 @dataclass
@@ -36,28 +67,12 @@ class Disk:
 
     def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> AuditReport:
         """What `areal-hpc audit` would say: it sees the disk alone."""
-        files = sorted({ticket.shard for ticket in self.index})
-        rows = {file: [one for one in self.index if one.shard == file] for file in files}
-        shards = [
-            SealedShard(
-                file,
-                bytes=100,
-                digest="",
-                rows=len(rows[file]),
-                tokens=0,
-                tickets=[
-                    ShardTicket(
-                        one.ref.ticket_id,
-                        one.ref.attempt,
-                        one.rows,
-                        one.rewards,
-                        one.oldest_version,
-                    )
-                    for one in rows[file]
-                ],
+        tickets: dict[str, list[ShardTicket]] = defaultdict(list)
+        for one in self.index:
+            id_and_attempt = one.ref.ticket_id, one.ref.attempt
+            tickets[one.shard].append(
+                ShardTicket(*id_and_attempt, one.rows, one.rewards, one.oldest_version)
             )
-            for file in files
-        ]
         return classify_tickets(
             TicketRecords(
                 checkpoint=TrainerState(
@@ -70,8 +85,11 @@ class Disk:
                 drops=self.given_up("failed", "stale"),
                 filtered=self.given_up("filtered"),
                 requeued={(one.ticket_id, one.attempt) for one in self.requeued},
-                shards=shards,
-                file_bytes=dict.fromkeys(files, 100),
+                shards=[
+                    SealedShard(file, SHARD_BYTES, "", len(held), 0, held)
+                    for file, held in sorted(tickets.items())
+                ],
+                file_bytes=dict.fromkeys(tickets, SHARD_BYTES),
                 is_finished=is_finished,
                 total_steps=policy.total_steps,
                 batch_size=policy.batch_size,

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
+from areal_hpc.session.tree import Interaction, InteractionTree, TreeTurn, VersionSpan, pack_ids
 from tests.support.chatml import CHATML, byte_level_tokenizer
 
 ENCODER = TokenEncoder(byte_level_tokenizer())
@@ -27,13 +27,40 @@ def assistant(text: str) -> Message:
     return normalize_chat_message({"role": "assistant", "content": text})
 
 
-def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
-    """The whole prompt of an interaction."""
-    path = tree.path(interaction)
-    ids = [
-        i for one in path[:-1] for part in (one.new_ids, one.output_ids) for i in unpack_ids(part)
-    ]
-    return [int(i) for i in (*ids, *unpack_ids(interaction.new_ids))]
+def answer(
+    tree: InteractionTree,
+    turn: TreeTurn,
+    new_ids: Sequence[int],
+    reply: Message,
+    output_ids: Sequence[int],
+    *,
+    closed: bool = True,
+    temperature: float = 1.0,
+    version: int = 7,
+    during: tuple[float, float] = (0.0, 0.0),
+) -> Interaction:
+    """Add what the model says in a turn to the tree."""
+    prior = turn.parent.sequence_tokens if turn.parent else 0
+    interaction = Interaction(
+        interaction_id=f"chatcmpl-{next(_numbers)}",
+        parent_id=turn.parent.interaction_id if turn.parent else None,
+        reuse=turn.reuse,
+        context=turn.context,
+        new_messages=turn.new_messages,
+        reply=reply,
+        prompt_tokens=prior + len(new_ids),
+        new_ids=pack_ids(new_ids),
+        output_ids=pack_ids(output_ids),
+        logprobs=np.linspace(-1, -0.5, len(output_ids), dtype="<f4").tobytes(),
+        spans=[VersionSpan(version, 0, len(output_ids))],
+        finish_reason="stop" if closed else "length",
+        closed=closed,
+        temperature=temperature,
+        asked_at=during[0],
+        answered_at=during[1],
+    )
+    tree.add(interaction)
+    return interaction
 
 
 def say(
@@ -44,33 +71,24 @@ def say(
     ids: Sequence[int] | None = None,
     closed: bool = True,
     template: ChatTemplate = TEMPLATE,
-    temperature: float = 1.0,
-    version: int = 7,
-    during: tuple[float, float] = (0.0, 0.0),
+    tools: list[dict[str, Any]] | None = None,
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = tree.open_turn(messages, template, **how)
+    turn = tree.open_turn(messages, template, tools=tools)
+    output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
     new_ids = turn.new_ids(ENCODER.encode(turn.text))
-    output = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
-    prior = turn.parent.sequence_tokens if turn.parent else 0
-    interaction = Interaction(
-        interaction_id=f"chatcmpl-{next(_numbers)}",
-        parent_id=turn.parent.interaction_id if turn.parent else None,
-        reuse=turn.reuse,
-        context=turn.context,
-        new_messages=turn.new_messages,
-        reply=assistant(text),
-        prompt_tokens=prior + len(new_ids),
-        new_ids=np.asarray(new_ids, "<i4").tobytes(),
-        output_ids=np.asarray(output, "<i4").tobytes(),
-        logprobs=np.linspace(-1, -0.5, len(output), dtype="<f4").tobytes(),
-        spans=[VersionSpan(version, 0, len(output))],
-        finish_reason="stop" if closed else "length",
-        closed=closed,
-        temperature=temperature,
-        asked_at=during[0],
-        answered_at=during[1],
-    )
-    tree.add(interaction)
-    return interaction
+    return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)
+
+
+def branches(left: float | None, right: float | None) -> tuple[InteractionTree, list[Interaction]]:
+    """A reply that two others extend, one after the other, with their rewards."""
+    tree = InteractionTree()
+    history = [user("a"), assistant("one")]
+    said = [
+        say(tree, [user("a")], "one", during=(0, 1)),
+        say(tree, [*history, user("b")], "left", during=(1, 2)),
+        say(tree, [*history, user("c")], "right", during=(2, 3)),
+    ]
+    said[1].reward, said[2].reward = left, right
+    return tree, said

@@ -1,9 +1,7 @@
 """Prompts of text or token ids continue what they begin with, token by token, and nothing else."""
 
 from functools import cache
-from itertools import count
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,12 +9,11 @@ from tokenizers.processors import TemplateProcessing
 
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
+from areal_hpc.session.tree import Interaction, InteractionTree
 from tests.support.chatml import byte_level_tokenizer
-from tests.support.prompt_audit import audit_prompt
-from tests.unit.session.model_stub import TEMPLATE, prompt_ids, say, user
+from tests.support.prompt_audit import audit_prompt, prompt_ids
+from tests.unit.session.model_stub import TEMPLATE, answer, say, user
 
-numbers = count()
 SLOW = settings(deadline=None)  # it is the machine that is slow now and then
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 
@@ -49,25 +46,8 @@ def complete(
         turn, new_ids = match_ids_prompt(tree, prompt, encoder)
     output = [i for letter in reply for i in encoder.encode(letter)]
     output += encoder.encode("<|im_end|>") * closed
-    prior = turn.parent.sequence_tokens if turn.parent else 0
-    interaction = Interaction(
-        interaction_id=f"cmpl-{next(numbers)}",
-        parent_id=turn.parent.interaction_id if turn.parent else None,
-        reuse=turn.reuse,
-        context=turn.context,
-        new_messages=turn.new_messages,
-        reply={"role": "assistant", "content": reply},
-        prompt_tokens=prior + len(new_ids),
-        new_ids=np.asarray(new_ids, "<i4").tobytes(),
-        output_ids=np.asarray(output, "<i4").tobytes(),
-        logprobs=bytes(4 * len(output)),
-        spans=[VersionSpan(7, 0, len(output))],
-        finish_reason="stop" if closed else "length",
-        closed=closed,
-        temperature=1.0,
-    )
-    tree.add(interaction)
-    return interaction, output
+    told = {"role": "assistant", "content": reply}
+    return answer(tree, turn, new_ids, told, output, closed=closed), output
 
 
 @pytest.mark.parametrize("leads", [False, True])

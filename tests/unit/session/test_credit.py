@@ -12,7 +12,7 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
-from tests.unit.session.model_stub import assistant, say, user
+from tests.unit.session.model_stub import assistant, branches, say, user
 
 discounts = st.floats(0, 1)
 rewards = st.one_of(st.none(), st.floats(-10, 10))
@@ -24,13 +24,9 @@ def totals(
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
 ) -> list[float | None]:
-    return [
-        earnings.total
-        for _, earnings in sorted(
-            assign_credit(tree, turn_discount, rule, left_out).items(),
-            key=lambda item: [one.interaction_id for one in tree].index(item[0]),
-        )
-    ]
+    earned = assign_credit(tree, turn_discount, rule, left_out)
+    assert [*earned] == [one.interaction_id for one in tree if one.interaction_id in earned]
+    return [earnings.total for earnings in earned.values()]
 
 
 def one_conversation(given: Sequence[float | None]) -> InteractionTree:
@@ -59,30 +55,19 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
     expected = [last]
     for reward in reversed(earlier):
         expected.insert(0, (reward or 0.0) + discount * expected[0])
-    chain = one_conversation(given_rewards)
-    hand_overs = conversations_in_turn(given_rewards)
-    assert totals(chain, discount) == pytest.approx(expected)
-    assert totals(chain, discount, "chronological") == pytest.approx(expected)
-    assert totals(hand_overs, discount) == pytest.approx(expected)
-    assert totals(hand_overs, discount, "chronological") == pytest.approx(expected)
+    for tree in (one_conversation(given_rewards), conversations_in_turn(given_rewards)):
+        assert totals(tree, discount) == pytest.approx(expected)
+        assert totals(tree, discount, "chronological") == pytest.approx(expected)
 
 
 def test_several_children_pass_on_their_mean() -> None:
-    tree = InteractionTree()
-    say(tree, [user("a")], "one", during=(0, 1))
-    history = [user("a"), assistant("one")]
-    say(tree, [*history, user("b")], "left", during=(1, 2)).reward = 1.0
-    say(tree, [*history, user("c")], "right", during=(2, 3)).reward = 0.0
+    tree, _ = branches(1.0, 0.0)
     assert totals(tree) == [0.25, 1.0, 0.0]
     assert totals(tree, rule="chronological") == [0.5, 1.0, 0.0]
 
 
 def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
-    tree = InteractionTree()
-    say(tree, [user("a")], "one", during=(0, 1))
-    history = [user("a"), assistant("one")]
-    say(tree, [*history, user("b")], "left", during=(1, 2))
-    say(tree, [*history, user("c")], "right", during=(2, 3)).reward = 1.0
+    tree, _ = branches(None, 1.0)
     assert totals(tree) == [0.5, None, 1.0]
 
 
@@ -115,11 +100,7 @@ def test_who_divides_the_work_and_who_joins_it_share_the_reward() -> None:
 
 
 def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch() -> None:
-    tree = InteractionTree()
-    say(tree, [user("a")], "one", during=(0, 1))
-    history = [user("a"), assistant("one")]
-    say(tree, [*history, user("b")], "forgotten", during=(1, 2))
-    say(tree, [*history, user("c")], "handing over", during=(2, 3))
+    tree, _ = branches(None, None)
     say(tree, [user("other agent")], "x", during=(3, 4)).reward = 1.0
     assert totals(tree) == [0.25, None, 0.5, 1.0]
 
@@ -149,11 +130,13 @@ def test_a_discount_is_finite(discount: float) -> None:
         assign_credit(InteractionTree(), discount)
 
 
-def test_a_reply_whose_request_was_sent_again_is_an_orphan() -> None:
+def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3))
     assert find_retry_orphans(tree) == {lost.interaction_id}
+    tree.last.reward = 1.0
+    assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]
 
 
 def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
@@ -170,10 +153,3 @@ def test_replies_sampled_side_by_side_are_no_orphans() -> None:
     for text in ("one", "two"):
         say(tree, [user("a")], text, during=(0, 1))
     assert find_retry_orphans(tree) == frozenset()
-
-
-def test_an_orphan_left_out_shares_nothing() -> None:
-    tree = InteractionTree()
-    say(tree, [user("a")], "lost", during=(0, 1))
-    say(tree, [user("a")], "kept", during=(2, 3)).reward = 1.0
-    assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]

@@ -11,7 +11,8 @@ from areal_hpc.session.export import EpisodeKey, ExportStyle, export_rows, plan_
 from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
-from tests.unit.session.model_stub import assistant, prompt_ids, say, user
+from tests.support.prompt_audit import prompt_ids
+from tests.unit.session.model_stub import assistant, branches, say, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
 
@@ -43,11 +44,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
 
 
 def test_a_shared_reply_is_trained_in_one_row_only() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("a")], "one")
-    history = [user("a"), assistant("one")]
-    say(tree, [*history, user("b")], "left").reward = 0.0
-    say(tree, [*history, user("c")], "right").reward = 1.0
+    tree, (first, *_) = branches(0.0, 1.0)
     left, right = export_rows(tree, KEY)
     shared = slice(first.prompt_tokens, first.sequence_tokens)
     assert left.loss_mask_T[shared].all()
@@ -90,22 +87,14 @@ def test_a_row_of_a_single_turn_has_its_discounted_share() -> None:
 
 
 def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("a")], "one")
-    history = [user("a"), assistant("one")]
-    left = say(tree, [*history, user("b")], "left")
-    right = say(tree, [*history, user("c")], "right")
-    right.reward = 1.0
+    tree, (first, left, right) = branches(None, 1.0)
     (row,) = export_rows(tree, KEY)
     assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
     assert row.loss_mask_T.sum() == first.output_tokens + right.output_tokens
-    trained = [plan.trained for plan in plan_rows(tree, ExportSettings("individual"))]
-    assert trained == [{first.interaction_id}, {right.interaction_id}]
-    trained = [
-        plan.trained
-        for plan in plan_rows(tree, ExportSettings("individual", credit="chronological"))
-    ]
-    assert {left.interaction_id} in trained
+    plans = plan_rows(tree, ExportSettings("individual"))
+    assert [plan.trained for plan in plans] == [{first.interaction_id}, {right.interaction_id}]
+    plans = plan_rows(tree, ExportSettings("individual", credit="chronological"))
+    assert {left.interaction_id} in [plan.trained for plan in plans]
 
 
 def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
@@ -164,27 +153,25 @@ def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() 
     assert [row.temperature for row in export_rows(tree, KEY)] == [1.0]
 
 
-def test_a_session_without_reward_is_refused() -> None:
+def test_a_session_without_reward_is_refused_and_an_empty_one_has_no_rows() -> None:
     tree = InteractionTree()
+    assert plan_rows(tree) == []
+    assert export_rows(tree, KEY) == []
     chain(tree, "one")
     with pytest.raises(ValueError, match="without rewards"):
         export_rows(tree, KEY)
 
 
-def test_an_empty_session_has_no_rows() -> None:
-    assert plan_rows(InteractionTree()) == []
-    assert export_rows(InteractionTree(), KEY) == []
-
-
-def test_the_last_completed_interaction_is_rewarded_by_default() -> None:
+def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() -> None:
     tree = InteractionTree()
-    said = chain(tree, "one", "two")
-    assert find_rewarded_interaction(tree, None) is said[-1]
-    assert find_rewarded_interaction(tree, said[0].interaction_id) is said[0]
-    with pytest.raises(InvalidRewardError, match=said[0].interaction_id):
-        find_rewarded_interaction(tree, "chatcmpl-unknown")
     with pytest.raises(InvalidRewardError, match="no completed interaction"):
-        find_rewarded_interaction(InteractionTree(), None)
+        find_rewarded_interaction(tree, None)
+    first, second = chain(tree, "one", "two")
+    assert find_rewarded_interaction(tree, None) is second
+    assert find_rewarded_interaction(tree, first.interaction_id) is first
+    known = f"{first.interaction_id}, {second.interaction_id}"
+    with pytest.raises(InvalidRewardError, match=f"no interaction 'resp-1' .*it has: {known}"):
+        find_rewarded_interaction(tree, "resp-1")
 
 
 @pytest.mark.parametrize(
@@ -199,15 +186,6 @@ def test_rewards_are_finite_numbers(reward: object) -> None:
 def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert validate_reward(reward) == 1.0
     assert type(validate_reward(reward)) is float
-
-
-def test_a_reward_for_an_unknown_id_names_those_that_there_are() -> None:
-    tree = InteractionTree()
-    first, second = chain(tree, "one", "two")
-    assert find_rewarded_interaction(tree, first.interaction_id) is first
-    known = f"{first.interaction_id}, {second.interaction_id}"
-    with pytest.raises(InvalidRewardError, match=f"no interaction 'resp-1' .*it has: {known}"):
-        find_rewarded_interaction(tree, "resp-1")
 
 
 def test_the_final_reward_is_the_last_one_given() -> None:

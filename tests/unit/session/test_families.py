@@ -6,16 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
+from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from tests.support.prompt_audit import audit_prompt, prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, MARKS, Family
+from tests.unit.session.model_stub import answer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 texts = st.text(
@@ -89,25 +89,8 @@ def speak(
     output = [i for piece in pieces for i in ENCODER.encode(piece)]
     if reply.closed:
         output += ENCODER.encode(family.end_of_turn)
-    prior = turn.parent.sequence_tokens if turn.parent else 0
-    interaction = Interaction(
-        interaction_id=f"chatcmpl-{len(tree)}",
-        parent_id=turn.parent.interaction_id if turn.parent else None,
-        reuse=turn.reuse,
-        context=turn.context,
-        new_messages=turn.new_messages,
-        reply=normalize_chat_message(message(family, reply, len(tree))),
-        prompt_tokens=prior + len(new_ids),
-        new_ids=np.asarray(new_ids, "<i4").tobytes(),
-        output_ids=np.asarray(output, "<i4").tobytes(),
-        logprobs=np.zeros(len(output), "<f4").tobytes(),
-        spans=[VersionSpan(1, 0, len(output))],
-        finish_reason="stop" if reply.closed else "length",
-        closed=reply.closed,
-        temperature=1.0,
-    )
-    tree.add(interaction)
-    return interaction
+    told = normalize_chat_message(message(family, reply, len(tree)))
+    return answer(tree, turn, new_ids, told, output, closed=reply.closed)
 
 
 def converse(family: Family, conversation: list[tuple[str, Reply]]) -> InteractionTree:

@@ -1,7 +1,7 @@
 """Encoding word by word gives what the tokenizer gives, or is not offered."""
 
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +33,11 @@ def byte_level(*, use_regex: bool = True) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
+def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+
+
 @cache
 def tokenizer(name: str) -> Tokenizer:
     made = Tokenizer(models.BPE())
@@ -40,8 +45,7 @@ def tokenizer(name: str) -> Tokenizer:
         made.pre_tokenizer = byte_level()
     else:
         made.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+        made.pre_tokenizer = split_by(SPLITS[name])
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -107,58 +111,26 @@ def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
     assert "x" * 1000 not in by_words
 
 
-def without_prefix(made: Tokenizer) -> None:
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-
-
-def with_lower_case(made: Tokenizer) -> None:
-    made.normalizer = normalizers.Lowercase()
-
-
-def with_stripping(made: Tokenizer) -> None:
-    made.add_tokens([AddedToken("<left>", lstrip=True, normalized=False)])
-
-
-def in_two_passes(made: Tokenizer) -> None:
-    made.add_tokens([AddedToken("<normal>", normalized=True)])
-
-
-def with_anchors(made: Tokenizer) -> None:
-    split = pre_tokenizers.Split(Regex(r"^\p{L}+|\p{L}+|[^\p{L}]+"), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
-
-
-def with_unknown_classes(made: Tokenizer) -> None:
-    split = pre_tokenizers.Split(Regex(r"\p{Greek}+|[^\p{Greek}]+"), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
-
-
-def by_spaces(made: Tokenizer) -> None:
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("part", "changed"),
     [
-        without_prefix,
-        with_lower_case,
-        with_stripping,
-        in_two_passes,
-        with_anchors,
-        with_unknown_classes,
-        by_spaces,
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        ("pre_tokenizer", pre_tokenizers.Metaspace()),
+        ("pre_tokenizer", split_by(r"^\p{L}+|\p{L}+|[^\p{L}]+")),
+        ("pre_tokenizer", split_by(r"\p{Greek}+|[^\p{Greek}]+")),
+        ("pre_tokenizer", split_by(r"\p{L}+")),
+        ("normalizer", normalizers.Lowercase()),
+        ("added", AddedToken("<left>", lstrip=True, normalized=False)),
+        ("added", AddedToken("<normal>", normalized=True)),
     ],
+    ids=["prefix", "spaces", "anchors", "classes", "gaps", "lower case", "stripping", "two passes"],
 )
-def test_other_tokenizers_are_left_to_themselves(change: Callable[[Tokenizer], None]) -> None:
+def test_other_tokenizers_are_left_to_themselves(part: str, changed: Any) -> None:
     made = Tokenizer.from_str(tokenizer("qwen").to_str())
-    change(made)
+    if part == "added":
+        made.add_tokens([changed])
+    else:
+        setattr(made, part, changed)
     assert WordEncoder.of(made) is None
     text = "Hello World <normal> <left>  x"
     assert TokenEncoder(made).encode(text) == made.encode(text, add_special_tokens=False).ids
-
-
-def test_a_pattern_that_leaves_gaps_is_noticed() -> None:
-    made = Tokenizer.from_str(tokenizer("qwen").to_str())
-    split = pre_tokenizers.Split(Regex(r"\p{L}+"), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
-    assert WordEncoder.of(made) is None

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.tree import REPLY_PLACEHOLDER, InteractionTree, unpack_ids
 from tests.support.chatml import CHATML
-from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
+from tests.support.prompt_audit import prompt_ids
+from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, say, user
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\u241f"),
@@ -15,40 +16,11 @@ texts = st.text(
 ).filter(lambda text: "<|" not in text)
 
 
+HISTORY_OF_HELLO = [user("a"), assistant("hello"), user("b")]
+
+
 def rendered_ids(messages: list[Message]) -> list[int]:
     return ENCODER.encode(TEMPLATE.render(messages))
-
-
-@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_splicing_canonical_replies_equals_the_full_rendering(
-    turns: list[tuple[str, str]],
-) -> None:
-    tree = InteractionTree()
-    messages: list[Message] = []
-    for question, reply in turns:
-        messages.append(user(question))
-        interaction = say(tree, messages, reply)
-        assert prompt_ids(tree, interaction) == rendered_ids(messages)
-        messages.append(assistant(reply))
-
-
-@given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=2, max_size=5))
-def test_the_models_own_tokens_stay_verbatim_however_it_split_them(
-    turns: list[tuple[str, str, bool]],
-) -> None:
-    tree = InteractionTree()
-    messages: list[Message] = []
-    read: list[int] = []
-    for question, reply, closed in turns:
-        messages.append(user(question))
-        letters = [i for letter in reply for i in ENCODER.encode(letter)]
-        interaction = say(tree, messages, reply, ids=letters, closed=closed)
-        prompt = prompt_ids(tree, interaction)
-        assert prompt[: len(read)] == read
-        assert ENCODER.decode(prompt) == TEMPLATE.render(messages)
-        read = prompt + unpack_ids(interaction.output_ids).tolist()
-        messages.append(assistant(reply))
-    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
@@ -70,20 +42,18 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
 def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", closed=False)
-    second = say(tree, [user("a"), assistant("hello"), user("b")], "x")
-    sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
-    added = prompt_ids(tree, second)[len(sequence) :]
+    second = say(tree, HISTORY_OF_HELLO, "x")
+    added = prompt_ids(tree, second)[first.sequence_tokens :]
     assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
 
 
 def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> None:
     tree = InteractionTree()
-    first = say(tree, [user("a")], "3 + 4", ids=ENCODER.encode("3 + 4 STOP"), closed=False)
-    second = say(tree, [user("a"), assistant("3 + 4"), user("b")], "x")
-    assert second.reuse == "reused"
+    first = say(tree, [user("a")], "hello", ids=ENCODER.encode("hello STOP"), closed=False)
+    second = say(tree, HISTORY_OF_HELLO, "x")
+    assert (second.reuse, second.parent_id) == ("reused", first.interaction_id)
     text = ENCODER.decode(prompt_ids(tree, second))
-    assert "3 + 4 STOP<|im_end|>\n<|im_start|>user\nb" in text
-    assert second.parent_id == first.interaction_id
+    assert "hello STOP<|im_end|>\n<|im_start|>user\nb" in text
 
 
 def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
@@ -113,17 +83,16 @@ def test_unrelated_conversations_are_roots() -> None:
 def test_other_tools_make_another_prompt() -> None:
     tree = InteractionTree()
     tools = [{"type": "function", "function": {"name": "add"}}]
-    say(tree, [user("a")], "one")
-    history = [user("a"), assistant("one"), user("b")]
-    assert say(tree, history, "two", tools=tools).reuse == "none"
-    assert say(tree, history, "two").reuse == "reused"
+    say(tree, [user("a")], "hello")
+    assert say(tree, HISTORY_OF_HELLO, "two", tools=tools).reuse == "none"
+    assert say(tree, HISTORY_OF_HELLO, "two").reuse == "reused"
 
 
 def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
     hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
     tree = InteractionTree()
-    say(tree, [user("a")], "one", template=hiding)
-    second = say(tree, [user("a"), assistant("one"), user("b")], "two", template=hiding)
+    say(tree, [user("a")], "hello", template=hiding)
+    second = say(tree, HISTORY_OF_HELLO, "two", template=hiding)
     assert (second.reuse, second.parent_id) == ("retokenized", None)
 
 

@@ -29,12 +29,15 @@ def layout(tmp_path: Path) -> RunPaths:
 @pytest.fixture
 def ten_rows(layout: RunPaths) -> ShardReader:
     """Row n has n tokens."""
-    shard = seal_in(layout, [trajectory(number, tokens=number) for number in range(10)])
-    return ShardReader(layout.shards_dir / shard.file)
+    return reader_of(layout, [trajectory(number, tokens=number) for number in range(10)])
 
 
 def seal_in(layout: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
     return seal_shard(rows, layout.shards_dir, layout.index_dir, writer)
+
+
+def reader_of(layout: RunPaths, rows: list[Trajectory]) -> ShardReader:
+    return ShardReader(layout.shards_dir / seal_in(layout, rows).file)
 
 
 @settings(max_examples=40)
@@ -42,43 +45,32 @@ def seal_in(layout: RunPaths, rows: list[Trajectory], writer: str = "cell-0") ->
 def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         layout = RunPaths(Path(folder))
-        shard = seal_in(layout, rows)
-        reader = ShardReader(layout.shards_dir / shard.file)
+        reader = reader_of(layout, rows)
         read = reader.read_rows(range(len(rows)))
         assert [fields(row) for row in read] == [fields(row) for row in rows]
+        (shard,) = read_index(layout.index_dir)
         assert (reader.num_rows, reader.num_tokens) == (shard.rows, shard.tokens)
-        assert read_index(layout.index_dir) == [shard]
 
 
 def test_more_rows_than_one_system_call_takes_are_written(layout: RunPaths) -> None:
     rows = [trajectory(number, tokens=3) for number in range(2500)]
-    shard = seal_in(layout, rows)
-    (last,) = ShardReader(layout.shards_dir / shard.file).read_rows([2499])
+    (last,) = reader_of(layout, rows).read_rows([2499])
     assert fields(last) == fields(rows[-1])
 
 
-def test_rows_come_in_the_order_asked_for(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory(number) for number in range(4)])
-    read = ShardReader(layout.shards_dir / shard.file).read_rows([3, 0, 3])
-    assert [row.ticket_id for row in read] == [3, 0, 3]
-
-
 def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory(number, tokens=7) for number in range(3)])
-    path = layout.shards_dir / shard.file
-    (row,) = ShardReader(path).read_rows([1])
-    os.truncate(path, 0)
-    path.unlink()
+    reader = reader_of(layout, [trajectory(number, tokens=7) for number in range(3)])
+    (row,) = reader.read_rows([1])
+    os.truncate(reader.path, 0)
+    reader.path.unlink()
     for array in (row.input_ids_T, row.logprobs_T, row.versions_T):
         assert array.flags.aligned
     assert fields(row) == fields(trajectory(1, tokens=7))
 
 
 def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory(number, tokens=5000) for number in range(4)])
-    path = layout.shards_dir / shard.file
-    reader = ShardReader(path)
-    os.truncate(path, shard.bytes // 2)
+    reader = reader_of(layout, [trajectory(number, tokens=5000) for number in range(4)])
+    os.truncate(reader.path, reader.path.stat().st_size // 2)
     with pytest.raises(ShardError, match="cannot be read: the file is"):
         reader.read_rows([0, 1, 2, 3], with_meta=False)
 
@@ -94,16 +86,14 @@ def test_any_choice_of_rows_is_read_as_it_was_sealed(
     ]
 
 
-def test_metadata_is_left_out_on_request(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory()])
-    (row,) = ShardReader(layout.shards_dir / shard.file).read_rows([0], with_meta=False)
+def test_metadata_is_left_out_on_request(ten_rows: ShardReader) -> None:
+    (row,) = ten_rows.read_rows([0], with_meta=False)
     assert row.meta == {}
 
 
-def test_a_row_outside_the_shard_is_an_error(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory()])
-    with pytest.raises(IndexError, match=r"rows 0\.\.0, got 1"):
-        ShardReader(layout.shards_dir / shard.file).read_rows([1])
+def test_a_row_outside_the_shard_is_an_error(ten_rows: ShardReader) -> None:
+    with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
+        ten_rows.read_rows([10])
 
 
 def test_tickets_are_found_by_shard_and_rows(layout: RunPaths) -> None:
@@ -123,9 +113,9 @@ def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunPaths) -> Non
 
 
 def test_rewards_of_the_index_are_the_stored_ones(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory(reward=0.1)])
-    stored = ShardReader(layout.shards_dir / shard.file).column("reward")
-    assert shard.tickets[0].rewards == stored.tolist()
+    reader = reader_of(layout, [trajectory(reward=0.1)])
+    (shard,) = read_index(layout.index_dir)
+    assert shard.tickets[0].rewards == reader.column("reward").tolist()
 
 
 def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
@@ -138,18 +128,13 @@ def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
-def test_every_writer_numbers_its_own_shards(layout: RunPaths) -> None:
-    names = [
-        seal_in(layout, [trajectory()], writer).file for writer in ("cell-0", "cell-1", "cell-0")
-    ]
+def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(layout: RunPaths) -> None:
+    writers = ("cell-0", "cell-1", "cell-0")
+    names = [seal_in(layout, [trajectory()], writer).file for writer in writers]
     assert names == ["cell-0-000000.h5", "cell-1-000000.h5", "cell-0-000001.h5"]
-
-
-def test_a_number_is_never_used_twice(layout: RunPaths) -> None:
-    deleted = seal_in(layout, [trajectory()])
-    (layout.shards_dir / deleted.file).unlink()
-    (layout.shards_dir / "cell-0-000001.h5.tmp").touch()
-    assert seal_in(layout, [trajectory()]).file == "cell-0-000002.h5"
+    (layout.shards_dir / "cell-0-000001.h5").unlink()
+    (layout.shards_dir / "cell-0-000002.h5.tmp").touch()
+    assert seal_in(layout, [trajectory()]).file == "cell-0-000003.h5"
 
 
 def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunPaths) -> None:
@@ -238,9 +223,8 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         layout = RunPaths(Path(folder))
-        shard = seal_in(layout, ticket(1))
-        path = layout.shards_dir / shard.file
-        os.truncate(path, int(shard.bytes * fraction))
+        path = reader_of(layout, ticket(1)).path
+        os.truncate(path, int(path.stat().st_size * fraction))
         with pytest.raises(ShardError, match=r"incomplete shard|cut short"):
             ShardReader(path)
 
@@ -254,8 +238,7 @@ def test_a_file_that_is_no_shard_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunPaths) -> None:
-    shard = seal_in(layout, [trajectory()])
-    path = layout.shards_dir / shard.file
+    path = reader_of(layout, [trajectory()]).path
     with h5py.File(path, "r+") as file:
         file["added_later"] = np.arange(3)
         file.attrs["also_later"] = 1
@@ -280,8 +263,7 @@ def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunPaths) 
 def test_columns_that_contradict_one_another_are_an_error(
     layout: RunPaths, name: str, content: np.ndarray, complaint: str
 ) -> None:
-    shard = seal_in(layout, ticket(1))
-    path = layout.shards_dir / shard.file
+    path = reader_of(layout, ticket(1)).path
     with h5py.File(path, "r+") as file:
         del file[name]
         file[name] = content
