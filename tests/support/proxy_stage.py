@@ -43,7 +43,10 @@ PATIENCE_S = 60.0
 
 
 class Stage:
-    """A run directory with relay, ledger, one scripted SGLang and a proxy process."""
+    """A run directory with relay, ledger, one scripted SGLang and a proxy process.
+
+    `config` is more of the proxy's own.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Stage:
                 "model_path": str(self.model_dir),
                 "model_name": "tiny",
                 "context_tokens": context_tokens,
-                "proxy": config.get("proxy", {}),
+                **config,
                 "shards": {**shards, **config.get("shards", {})},
             }
         )

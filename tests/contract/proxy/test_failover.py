@@ -9,9 +9,11 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.session.tree import unpack_ids
 from areal_hpc.wire.replicas import ReplicaView
+from tests.contract.proxy.talk import counted
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
+FAILOVERS = "failovers_total"
 BEGINNING, END = "hello world the quick", " brown fox jumps"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 Pair = tuple[ScriptedSGLang, ScriptedSGLang]
@@ -58,13 +60,6 @@ def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, l
     return text, error, logprobs
 
 
-def resumptions(stage: Stage) -> int:
-    """How many the proxy counted."""
-    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
-    (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_failovers_total "))
-    return int(float(line.split()[1]))
-
-
 def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
     return lambda request: Script(BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2)
 
@@ -79,10 +74,10 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     other.script = lambda request: Script(END, piece_tokens=2)
     both_serve(stage, home, other)
     home.requests.clear()
-    before = resumptions(stage)
+    before = counted(stage, FAILOVERS)
     text, error, logprobs = speak(stage, key, logprobs=True, max_tokens=50)
     assert error is None
-    assert resumptions(stage) == before + 1
+    assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = second["input_ids"][len(first["input_ids"]) :]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
@@ -132,10 +127,10 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
     both_serve(stage, home, other)
-    before = resumptions(stage)
+    before = counted(stage, FAILOVERS)
     answer = stage.chat(key, ASK, max_tokens=50)
     assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
-    assert resumptions(stage) == before + 1
+    assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
     assert second["input_ids"] == first["input_ids"] + said

@@ -6,16 +6,16 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic, BadRequestError
+from anthropic import Anthropic
 from anthropic.types import MessageParam, TextBlock
 
 from areal_hpc.session.chat_template import Message
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import events_of
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
-TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
 
 def ask(
@@ -26,18 +26,6 @@ def ask(
 
 def sdk(stage: Stage, key: str) -> Anthropic:
     return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The decoded events of a stream, each under the name that it has."""
-    assert answer.headers["content-type"] == "text/event-stream"
-    events = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert event["type"] == name.removeprefix("event: ")
-        events.append(event)
-    return events
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -81,6 +69,8 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
             messages=QUESTION,
             extra_body={"top_k": 7, "top_p": 0.5},
         )
+        (model,) = client.models.list()
+    assert (model.id, model.display_name, model.type) == ("tiny", "tiny", "model")
     (block,) = message.content
     assert isinstance(block, TextBlock)
     assert block.text == "hello world"
@@ -107,20 +97,6 @@ def test_a_stream_tells_the_same_message_as_a_whole_reply(stage: Stage, incremen
     assert streamed.pop("id") != whole.pop("id")
     assert streamed == whole
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
-
-
-def test_the_sdk_reads_a_stream(stage: Stage) -> None:
-    _, key = stage.open_session()
-    with (
-        sdk(stage, key) as client,
-        client.messages.stream(model="m", max_tokens=50, messages=QUESTION) as stream,
-    ):
-        text = "".join(stream.text_stream)
-        message = stream.get_final_message()
-    block = message.content[0]
-    assert isinstance(block, TextBlock)
-    assert text == block.text == "hello world"
-    assert message.usage.output_tokens == len(stage.tokenizer.encode("hello world").ids) + 1
 
 
 def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
@@ -154,11 +130,13 @@ def without_clock(message: Message) -> Message:
     return {**message, "content": message["content"].split(" It is ")[0]}
 
 
+NORMALIZER = f"{without_clock.__module__}:{without_clock.__name__}"
+
+
+@pytest.mark.parametrize(
+    "own_stage", [{"proxy": {"message_normalizer": NORMALIZER}}], indirect=True
+)
 def test_a_users_own_normalizer_lets_conversations_go_on(own_stage: Stage) -> None:
-    own_stage.stop_proxy()
-    normalizer = f"{without_clock.__module__}:{without_clock.__name__}"
-    own_stage.configure({**own_stage.config, "proxy": {"message_normalizer": normalizer}})
-    own_stage.start_proxy()
     _, key = own_stage.open_session()
     reply = {"role": "assistant", "content": "hello world"}
     messages: list[Mapping[str, object]] = [*QUESTION, reply, {"role": "user", "content": "and 1?"}]
@@ -222,48 +200,6 @@ def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "3 +"}]}, "messages[1]"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_k": "many"}, "top_k"),
-        ({"tools": [TOOL]}, "tools"),
-        ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
-        ({"tool_choice": {"type": "often"}}, "tool_choice.type"),
-        ({"mcp_servers": [{"type": "url", "name": "m", "url": "http://m"}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-    ],
-)
-def test_what_cannot_be_honored_is_refused_by_name(
-    stage: Stage, body: dict[str, Any], param: str
-) -> None:
-    _, key = stage.open_session()
-    answer = ask(stage, key, **{"max_tokens": 64, **body})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()
-    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-    assert error["error"]["message"].startswith(f"{param}: ")
-    assert stage.sglang.requests == []
-
-
 @pytest.mark.parametrize("route", ["/v1/messages", "/messages/count_tokens"])
 def test_every_error_has_anthropics_shape(stage: Stage, route: str) -> None:
     def refused(expected: int, **request: Any) -> str:
@@ -281,21 +217,3 @@ def test_every_error_has_anthropics_shape(stage: Stage, route: str) -> None:
     stage.post("/rl/end_session", {}, key)
     body = {"messages": QUESTION}
     assert refused(403, json=body, **keyed) == "permission_error"
-
-
-def test_the_sdk_raises_its_own_errors(stage: Stage) -> None:
-    _, key = stage.open_session()
-    stage.sglang.script = lambda request: Script(fault="400")
-    with sdk(stage, key) as client:
-        with pytest.raises(BadRequestError, match="too warm") as caught:
-            client.messages.create(model="m", max_tokens=9, messages=QUESTION)
-        assert caught.value.type == "invalid_request_error"
-        with pytest.raises(BadRequestError, match="too warm"):
-            client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True)
-
-
-def test_the_anthropic_sdk_lists_the_model(stage: Stage) -> None:
-    _, key = stage.open_session()
-    with sdk(stage, key) as client:
-        (model,) = client.models.list()
-    assert (model.id, model.display_name, model.type) == ("tiny", "tiny", "model")
