@@ -26,18 +26,6 @@ def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in data]
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The decoded events of another stream, each under the name that it has."""
-    assert answer.headers["content-type"] == "text/event-stream"
-    events = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert event["type"] == name.removeprefix("event: ")
-        events.append(event)
-    return events
-
-
 def counted(stage: Stage, name: str) -> int:
     """A counter of the proxy's; 0 if it has none of this name and labels."""
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()

@@ -81,6 +81,49 @@ def test_a_limit_beyond_the_context_is_the_room_that_is_left(
     assert request["sampling_params"]["max_new_tokens"] == 2048 - len(request["input_ids"])
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+SCHEMA_JSON = '{"type":"object","properties":{"x":{"type":"integer"}}}'
+FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "sent"),
+    [
+        (
+            "/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": FORM}},
+            {"json_schema": SCHEMA_JSON},
+        ),
+        (
+            "/chat/completions",
+            {"response_format": {"type": "json_object"}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ("/chat/completions", {"response_format": {"type": "text"}}, {}),
+        ("/chat/completions", {"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ("/chat/completions", {"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ("/chat/completions", {"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
+        ("/messages", {"output_config": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
+        ("/responses", {"text": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
+        (
+            "/responses",
+            {"text": {"format": {"type": "json_object"}}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ("/responses", {"text": {"format": {"type": "text"}}}, {}),
+    ],
+)
+def test_grammars_and_biases_reach_the_engine(
+    stage: Stage, route: str, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    _, key = stage.open_session()
+    answer = stage.post(f"/v1{route}", {**LEAST[route], **asked}, key)
+    assert answer.status_code == 200, answer.text
+    params = stage.sglang.requests[-1]["sampling_params"]
+    names = {"json_schema", "regex", "ebnf", "logit_bias"}
+    assert {name: params[name] for name in names & params.keys()} == sent
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", LEAST)
 def test_what_the_server_refuses_is_the_requests_fault(

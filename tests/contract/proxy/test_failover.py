@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from areal_hpc.session.tree import unpack_ids
+from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.wire.replicas import ReplicaView
 from tests.contract.proxy.talk import counted
 from tests.support.proxy_stage import Stage
@@ -60,6 +60,10 @@ def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, l
     return text, error, logprobs
 
 
+def spans_of(recorded: Interaction) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in recorded.spans]
+
+
 def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
     return lambda request: Script(BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2)
 
@@ -89,8 +93,7 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     end_ids = stage.tokenizer.encode(END, add_special_tokens=False).ids
     assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
     assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
+    assert spans_of(recorded) == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
     expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids) + 1)]]
     assert logprobs == pytest.approx(expected)
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
@@ -112,8 +115,7 @@ def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named
     assert text == "hello world" + END
     (recorded,) = stage.journaled(key)
     count = recorded.output_tokens
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
+    assert spans_of(recorded) == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
 
 
 def breaks_off(said: str) -> Callable[[dict[str, Any]], Script]:
@@ -135,8 +137,10 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
     assert second["input_ids"] == first["input_ids"] + said
     (recorded,) = stage.journaled(key)
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(1 << 32, 0, len(said)), (1 << 32 | 1, len(said), recorded.output_tokens)]
+    assert spans_of(recorded) == [
+        (1 << 32, 0, len(said)),
+        (1 << 32 | 1, len(said), recorded.output_tokens),
+    ]
 
 
 def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair: Pair) -> None:

@@ -1,6 +1,5 @@
 """What agents see of Anthropic's dialect: the anthropic SDK and raw HTTP against a real proxy."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from anthropic.types import MessageParam, TextBlock
 
 from areal_hpc.session.chat_template import Message
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import events_of
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -26,37 +24,6 @@ def ask(
 
 def sdk(stage: Stage, key: str) -> Anthropic:
     return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
-
-
-def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells, as Anthropic's documentation puts it together."""
-    message: dict[str, Any] = {}
-    for event in events:
-        match event["type"]:
-            case "message_start":
-                message = event["message"]
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append({**event["content_block"], "json": ""})
-            case "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
-                match delta["type"]:
-                    case "text_delta":
-                        block["text"] += delta["text"]
-                    case "thinking_delta":
-                        block["thinking"] += delta["thinking"]
-                    case "signature_delta":
-                        block["signature"] = delta["signature"]
-                    case "input_json_delta":
-                        block["json"] += delta["partial_json"]
-            case "content_block_stop":
-                block = message["content"][event["index"]]
-                if text := block.pop("json"):
-                    block["input"] = json.loads(text)
-            case "message_delta":
-                message |= event["delta"] | {"usage": event["usage"]}
-    assert events[-1] == {"type": "message_stop"}
-    return message
 
 
 def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
@@ -87,15 +54,34 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_tells_the_same_message_as_a_whole_reply(stage: Stage, incremental: bool) -> None:
+@pytest.mark.parametrize(
+    ("script", "end", "stop"),
+    [
+        (Script(), "end_turn", None),
+        (Script("hello worldSTOP", finish="stop:STOP"), "stop_sequence", "STOP"),
+        (Script("hello world", finish="length"), "max_tokens", None),
+    ],
+    ids=["end of turn", "stop sequence", "full"],
+)
+def test_a_stream_tells_the_same_message_as_a_whole_reply(
+    stage: Stage, script: Script, end: str, stop: str | None, incremental: bool
+) -> None:
     stage.sglang.incremental = incremental
+    stage.sglang.script = lambda request: script
     _, key = stage.open_session(TicketRef(1, 0))
-    whole = ask(stage, key).json()
-    answer = ask(stage, key, stream=True)
-    streamed = put_together(events_of(answer))
-    assert len(answer.text.split("content_block_delta")) > 4
-    assert streamed.pop("id") != whole.pop("id")
-    assert streamed == whole
+    asked: Any = {"model": "m", "max_tokens": 64, "messages": QUESTION}
+    asked["stop_sequences"] = ["STOP", "HALT"]
+    with sdk(stage, key) as client:
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            assert sum(event.type == "content_block_delta" for event in stream) > 3
+            streamed = stream.get_final_message()
+    assert streamed.id != whole.id
+    one, other = (message.to_dict(exclude_unset=False) for message in (streamed, whole))
+    assert {**one, "id": ""} == {**other, "id": ""}
+    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "hello world"}]
+    assert (whole.stop_reason, whole.stop_sequence) == (end, stop)
+    assert stage.sglang.requests[-1]["sampling_params"]["stop"] == ["STOP", "HALT"]
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
@@ -147,19 +133,6 @@ def test_a_users_own_normalizer_lets_conversations_go_on(own_stage: Stage) -> No
     assert "o'clock" not in own_stage.prompt_of(own_stage.sglang.requests[1])
 
 
-def test_a_stop_sequence_is_told_and_a_full_reply_too(stage: Stage) -> None:
-    _, key = stage.open_session()
-    stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
-    for stream in (False, True):
-        answer = ask(stage, key, stop_sequences=["STOP", "HALT"], stream=stream)
-        message = put_together(events_of(answer)) if stream else answer.json()
-        assert message["content"] == [{"type": "text", "text": "3 + 4 "}]
-        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
-        assert stage.sglang.requests[-1]["sampling_params"]["stop"] == ["STOP", "HALT"]
-    stage.sglang.script = lambda request: Script("3 +", finish="length")
-    assert ask(stage, key).json()["stop_reason"] == "max_tokens"
-
-
 def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage) -> None:
     _, key = stage.open_session()
     body = {"messages": QUESTION, "model": "m", "system": "Be brief."}
@@ -170,13 +143,6 @@ def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage) -> None:
         again = client.messages.count_tokens(model="m", messages=QUESTION, system="Be brief.")
     assert again.input_tokens == counted
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 1
-
-
-def test_a_schema_for_the_output_becomes_a_grammar(stage: Stage) -> None:
-    _, key = stage.open_session()
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    assert ask(stage, key, output_config={"format": form}).status_code == 200
-    assert stage.sglang.requests[0]["sampling_params"]["json_schema"] == '{"type":"object"}'
 
 
 def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:

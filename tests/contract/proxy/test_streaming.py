@@ -1,6 +1,5 @@
 """Tokens leave as the model says them; what has been shown is recorded, whatever breaks off."""
 
-import json
 import threading
 from typing import Any
 
@@ -148,22 +147,3 @@ def test_a_stream_lost_before_it_speaks_is_repeated(stage: Stage, fault: str) ->
     _, key = stage.open_session(TicketRef(1, 0))
     assert text_of(events(stage, key)) == "hello world"
     assert len(stage.sglang.requests) == 2
-
-
-def test_grammars_and_biases_reach_the_engine(stage: Stage) -> None:
-    _, key = stage.open_session(TicketRef(1, 0))
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"response_format": form}, {"json_schema": json.dumps(schema, separators=(",", ":"))}),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
-        ({"response_format": {"type": "text"}}, {}),
-        ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
-        ({"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
-        ({"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
-    ]
-    for asked, sent in cases:
-        assert stage.chat(key, QUESTION, **asked).status_code == 200
-        params = stage.sglang.requests[-1]["sampling_params"]
-        names = {"json_schema", "regex", "ebnf", "logit_bias"}
-        assert {name: params[name] for name in names & params.keys()} == sent
