@@ -192,16 +192,21 @@ def anthropic(stage: Stage, key: str) -> Anthropic:
     return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
+SAID = pytest.mark.parametrize(
     ("said", "kinds"),
     [
-        (CALL, ["tool_use"]),
-        (f"I add. {CALL}\n{CALL}", ["text", "tool_use", "tool_use"]),
-        (f"{THOUGHT}{CALL}", ["thinking", "tool_use"]),
-        (f"{THOUGHT}Seven.", ["thinking", "text"]),
+        (CALL, ["call"]),
+        (f"I add. {CALL}\n{CALL}", ["text", "call", "call"]),
+        (f"{THOUGHT}{CALL}", ["reasoning", "call"]),
+        (f"{THOUGHT}Seven.", ["reasoning", "text"]),
     ],
 )
+BLOCKS = {"tool_use": "call", "thinking": "reasoning", "text": "text"}
+ITEMS = {"function_call": "call", "reasoning": "reasoning", "message": "text"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@SAID
 def test_anthropics_blocks_come_back_as_the_models_own_tokens(
     parsing_stage: Stage, said: str, kinds: list[str], streams: bool
 ) -> None:
@@ -214,14 +219,13 @@ def test_anthropics_blocks_come_back_as_the_models_own_tokens(
                 message = stream.get_final_message()
         else:
             message = client.messages.create(messages=QUESTION, **asked)
-        assert [block.type for block in message.content] == kinds
+        assert [BLOCKS[block.type] for block in message.content] == kinds
         calls = [block for block in message.content if block.type == "tool_use"]
         assert [call.input for call in calls] == [{"x": 3, "y": 4}] * len(calls)
         assert message.stop_reason == ("tool_use" if calls else "end_turn")
         reply: Any = {"role": "assistant", "content": message.content}
-        results: Any = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls
-        ]
+        result = {"type": "tool_result", "content": "7"}
+        results = [{**result, "tool_use_id": call.id} for call in calls]
         answer: Any = {"role": "user", "content": results or "Sure?"}
         client.messages.create(messages=[*QUESTION, reply, answer], **asked)
     tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
@@ -229,15 +233,7 @@ def test_anthropics_blocks_come_back_as_the_models_own_tokens(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
-    ("said", "kinds"),
-    [
-        (CALL, ["function_call"]),
-        (f"I add. {CALL}\n{CALL}", ["message", "function_call", "function_call"]),
-        (f"{THOUGHT}{CALL}", ["reasoning", "function_call"]),
-        (f"{THOUGHT}Seven.", ["reasoning", "message"]),
-    ],
-)
+@SAID
 def test_openais_items_come_back_as_the_models_own_tokens(
     parsing_stage: Stage, said: str, kinds: list[str], streams: bool
 ) -> None:
@@ -249,15 +245,13 @@ def test_openais_items_come_back_as_the_models_own_tokens(
                 response: Any = stream.get_final_response()
         else:
             response = client.responses.create(model="m", input=QUESTION, tools=[FUNCTION])
-        assert [item.type for item in response.output] == kinds
+        assert [ITEMS[item.type] for item in response.output] == kinds
         calls = [item for item in response.output if item.type == "function_call"]
         assert [json.loads(call.arguments) for call in calls] == [{"x": 3, "y": 4}] * len(calls)
         # Agents hand items back as they came.
         items: list[Any] = [item.to_dict() for item in response.output]
-        results = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
-            for call in calls
-        ]
+        result = {"type": "function_call_output", "output": "7"}
+        results = [{**result, "call_id": call.call_id} for call in calls]
         asked = results or [{"role": "user", "content": "Sure?"}]
         history: Any = [*QUESTION, *items, *asked]
         client.responses.create(model="m", input=history, tools=[FUNCTION])
