@@ -135,6 +135,10 @@ class Stage:
     def route_to(self, *urls: str, state: ReplicaState = "serving") -> None:
         """Let the relay show these replicas; returns when the proxy has seen it."""
         self.relay.show(*urls, state=state)
+        self.await_polls()
+
+    def await_polls(self) -> None:
+        """Return when the proxy has seen what the relay shows."""
         polls = self.relay.polls
         while self.relay.polls < polls + 2:
             time.sleep(0.01)
