@@ -1,10 +1,12 @@
 """What a route cannot honor is refused by the name of the parameter, and never reaches a model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.contract.proxy.talk import LEAST, QUESTION
+from tests.support.chatml import write_model_dir
 from tests.support.proxy_stage import Stage
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -173,12 +175,11 @@ def test_a_body_that_is_not_json_is_the_requests_fault(stage: Stage) -> None:
         assert answer.status_code == 400, answer.text
 
 
-def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage: Stage) -> None:
-    own_stage.stop_proxy()
-    (own_stage.model_dir / "config.json").write_text('{"vocab_size": 300}')
-    own_stage.start_proxy()
-    _, key = own_stage.open_session()
-    answer = own_stage.ask(key, "hello")  # merged tokens have the highest ids
+def test_a_token_outside_the_vocabulary_never_reaches_the_engine(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, model_dir=write_model_dir(tmp_path / "model", vocab_size=300))
+    _, key = stage.open_session()
+    answer = stage.ask(key, "hello")  # merged tokens have the highest ids
+    stage.close()
     assert answer.status_code == 400
     assert "vocabulary of 300" in answer.json()["error"]["message"]
-    assert own_stage.sglang.requests == []
+    assert stage.sglang.requests == []
