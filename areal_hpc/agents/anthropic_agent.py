@@ -10,13 +10,7 @@ from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 
 
 class AnthropicMathAgent:
-    """Asks once.
-
-    Args:
-        reward_fn_path: Dotted path of the reward function.
-        max_tokens: Longest reply; the SDK insists on it.
-        request: What else goes into the model call, such as `temperature`.
-    """
+    """Asks once. `request` is what else goes into the model call, such as `temperature`."""
 
     def __init__(
         self, reward_fn_path: str = GSM8K_REWARD, max_tokens: int = 1024, **request: Any

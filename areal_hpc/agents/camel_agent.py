@@ -13,14 +13,10 @@ from areal_hpc.client.camel import SessionTokenCounter
 
 
 class CamelMathAgent:
-    """Asks once.
+    """Asks once. `request` is what goes into the model call, such as `temperature`.
 
-    Args:
-        tokenizer: Directory of the model, or its `owner/name` in the hub's cache: CAMEL counts
-            tokens, and would download OpenAI's tokenizer for a model that it does not know.
-        system_message: Of the agent.
-        reward_fn_path: Dotted path of the reward function.
-        request: What goes into the model call, such as `temperature`.
+    `tokenizer` is the model's directory, or its `owner/name` in the hub's cache: CAMEL counts
+    tokens, and would download OpenAI's tokenizer for a model that it does not know.
     """
 
     def __init__(

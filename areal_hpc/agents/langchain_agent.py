@@ -30,12 +30,7 @@ CALCULATOR_TOOL = StructuredTool.from_function(
 
 
 class LangChainMathAgent:
-    """Asks once.
-
-    Args:
-        reward_fn_path: Dotted path of the reward function.
-        model: What else `ChatOpenAI` takes, such as `temperature` and `max_tokens`.
-    """
+    """Asks once. `model` is what else `ChatOpenAI` takes, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = GSM8K_REWARD, **model: Any) -> None:
         self.reward = AnswerReward(reward_fn_path)
@@ -59,12 +54,7 @@ class LangChainMathAgent:
 
 
 class LangGraphMathAgent(LangChainMathAgent):
-    """May use a calculator before it answers.
-
-    Args:
-        middleware: Of LangChain's agent.
-        others: See `LangChainMathAgent`.
-    """
+    """May use a calculator before it answers; `middleware` is that of LangChain's agent."""
 
     def __init__(self, middleware: Sequence[Any] = (), **others: Any) -> None:
         super().__init__(**others)

@@ -34,11 +34,7 @@ def calculate(expression: str) -> str:
 
 
 def call_calculator(arguments: str) -> str:
-    """The same for a call's arguments as the model wrote them, which need not be what they should.
-
-    Args:
-        arguments: JSON, if the model wrote any.
-    """
+    """The same for a call's arguments as the model wrote them: JSON, if all is well."""
     try:
         given = json.loads(arguments)["expression"]
     except (ValueError, TypeError, KeyError):
@@ -47,10 +43,7 @@ def call_calculator(arguments: str) -> str:
 
 
 class AnswerReward:
-    """A reward function of AReaL's signature, in processes of its own.
-
-    Args:
-        reward_fn_path: Its dotted path, `package.module.function`.
+    """A reward function of AReaL's signature (`package.module.function`), in processes of its own.
 
     Raises:
         ImportError: There is no such function.

@@ -31,12 +31,7 @@ RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the
 
 
 class OpenAIMathAgent:
-    """Asks once.
-
-    Args:
-        reward_fn_path: Dotted path of the reward function.
-        request: What else goes into the model call, such as `temperature`.
-    """
+    """Asks once. `request` is what else goes into the model call, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = GSM8K_REWARD, **request: Any) -> None:
         self.reward = AnswerReward(reward_fn_path)
@@ -82,12 +77,9 @@ class MultiTurnMathAgent(OpenAIMathAgent):
 
 
 class OpenAIMathToolAgent(OpenAIMathAgent):
-    """May use a calculator before it answers.
+    """May use a calculator before it answers; without an answer in `max_turns` calls it has none.
 
-    Args:
-        max_turns: Model calls at most; without an answer by then the reward is that of none.
-        first_request: What goes into the first model call alone, such as `parse_tool_choice`.
-        others: See `OpenAIMathAgent`.
+    `first_request` is what goes into the first model call alone, such as `tool_choice`.
     """
 
     def __init__(

@@ -15,11 +15,7 @@ from areal_hpc.errors import RecipeError
 
 
 class OpenHandsMathAgent:
-    """A conversation with OpenHands' agent.
-
-    Args:
-        reward_fn_path: Dotted path of the reward function.
-        llm: What else OpenHands' `LLM` takes, such as `temperature`.
+    """A conversation with OpenHands' agent; `llm` is what else its `LLM` takes.
 
     Raises:
         RecipeError: OpenHands is not installed.

@@ -72,11 +72,6 @@ def get_shared_parsers(
 
     Their process starts with the first reply that has to be parsed, which then takes some seconds
     longer, and ends with this one.
-
-    Args:
-        tool_call_parser: SGLang's name of the tool-call format.
-        reasoning_parser: SGLang's name of the reasoning format.
-        serve_python: Interpreter of SGLang's environment, or `auto`.
     """
     if not tool_call_parser and not reasoning_parser:
         return None

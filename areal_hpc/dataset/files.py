@@ -14,11 +14,7 @@ ROWS_PER_READ = 1024
 
 
 def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file or of a saved folder.
-
-    Args:
-        path: Its name tells the form: `*.parquet`, a folder, else JSON lines.
-        key: Its place in the recipe, for errors.
+    """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines.
 
     Raises:
         RecipeError: It is not of that form.

@@ -21,16 +21,13 @@ def materialize(
 ) -> list[int]:
     """Write data sets one after another as JSON lines, visible whole or not at all.
 
-    Args:
-        parts: Each with its place in the recipe.
-        out: The file.
-        check: Raises RecipeError for a row that is of no use.
+    Each part has its place in the recipe; `check` raises RecipeError for a row that is of no use.
 
     Returns:
         The number of rows of each.
 
     Raises:
-        RecipeError: As `rows` and `check`, or a data set is empty.
+        RecipeError: As `iterate_rows` and `check`, or a data set is empty.
     """
     counts = []
     with open_temporary(out) as stream:

@@ -17,11 +17,7 @@ TaskRow = dict[str, Any]
 
 
 def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    """The data set, row by row, as the agent gets them.
-
-    Args:
-        config: Where it comes from.
-        key: Its place in the recipe, for errors.
+    """The data set that stands under a key of the recipe, row by row, as the agent gets them.
 
     Raises:
         RecipeError: A file is missing or cannot be read, a row is no object, or the generator or

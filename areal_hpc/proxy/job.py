@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
-from areal_hpc.proxy.completion.model import load_served_model, start_parsers
 from areal_hpc.proxy.config import ProxyJobConfig
+from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import CellReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
@@ -48,21 +48,20 @@ def run(config: dict[str, Any]) -> None:
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     layout = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    model = load_served_model(
+    model = ServedModel.load(
         job.model_name,
         job.model_path,
         job.context_tokens,
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    parsers = start_parsers(model, job.serve_python)
     journal = get_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
     source = CellReplicaSource(layout.rendezvous_dir, job.cell, admin_key)
     service = ProxyService(
-        job.proxy, model, admin_key, recorder, source, sealer, parsers, online=job.online
+        job.proxy, model, job.serve_python, admin_key, recorder, source, sealer, online=job.online
     )
     name = rendezvous.format_proxy_name(job.cell)
     listener = _listen(layout.rendezvous_dir, name)

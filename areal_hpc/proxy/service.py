@@ -48,11 +48,11 @@ class ProxyService:
         self,
         limits: ProxyConfig,
         model: ServedModel,
+        serve_python: str,
         admin_key: str,
         recorder: JournaledRecorder,
         source: ReplicaSource,
         sealer: Sealer | None = None,
-        parsers: ToolParsers | None = None,
         *,
         online: bool = False,
     ) -> None:
@@ -65,6 +65,9 @@ class ProxyService:
         self._router = Router(source)
         self._upstream = SGLangClient()
         self._sealer = sealer
+        parsers = None
+        if model.tool_call_parser or model.reasoning_parser:
+            parsers = ToolParsers(serve_python, model.tool_call_parser, model.reasoning_parser)
         self._parsers = parsers
         self._app = ProxyApp(
             admin_key=admin_key,

@@ -12,7 +12,7 @@ from pydantic import field_validator
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import raise_file_limit
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.proxy.completion.model import load_served_model, start_parsers
+from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
@@ -71,14 +71,13 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
 async def _serve(
     config: StandaloneProxyConfig, stop: StopRequest, say: Callable[[str], None]
 ) -> None:
-    model = load_served_model(
+    model = ServedModel.load(
         config.tokenizer.resolve().name,
         config.tokenizer,
         config.context_length,
         config.tool_call_parser,
         config.reasoning_parser,
     )
-    parsers = start_parsers(model, config.serve_python)
     admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
     vocab_size = model.encoder.vocab_size
     recorder: JournaledRecorder = MemoryRecorder(vocab_size)
@@ -87,7 +86,7 @@ async def _serve(
         sync_interval_s = ShardConfig().sync_interval_s
         recorder = JournaledRecorder(config.journal / "journal", sync_interval_s, vocab_size)
     source = StaticReplicaSource(config.upstreams)
-    service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
+    service = ProxyService(config.proxy, model, config.serve_python, admin_key, recorder, source)
     try:
         listener = _listen(config.host, config.port)
         say(_welcome(config, listener.getsockname()[1]))

@@ -20,15 +20,9 @@ def code_reward(
 ) -> float:
     """1.0 if the last fenced block of Python passes every test, else 0.0.
 
-    Args:
-        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
-        completions: What the model said.
-        prompt_ids: Tokens of the prompt.
-        completion_ids: Tokens of the reply.
-        tests: `{"program": source}` runs after the answer and must end without an error;
-            `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
-            `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
-        task: The rest of the task, not looked at.
+    Of `tests`, `{"program": source}` runs after the answer and must end without an error;
+    `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
+    `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
     """
     source = extract_code(completions)
     if source is None:

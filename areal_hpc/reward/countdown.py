@@ -33,15 +33,6 @@ def countdown_reward(
 
     The expression is what the last `<answer>...</answer>` or `\boxed{...}` holds; of an equation,
     what is left of the `=`. Arithmetic is exact, in fractions.
-
-    Args:
-        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
-        completions: What the model said.
-        prompt_ids: Tokens of the prompt.
-        completion_ids: Tokens of the reply.
-        target: The number to reach.
-        numbers: The numbers to use.
-        task: The rest of the task, not looked at.
     """
     text = extract_tagged(completions) or extract_boxed(completions)
     if text is None:

@@ -17,15 +17,7 @@ def gsm8k_reward_fn(
     r"""1.0 if the number given is the right one, else 0.0.
 
     It is the last number of the last `\boxed{...}`, else of what follows the last `####`, else of
-    the whole reply.
-
-    Args:
-        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
-        completions: What the model said.
-        prompt_ids: Tokens of the prompt.
-        completion_ids: Tokens of the reply.
-        answer: The right number, or GSM8K's own solution, which ends in `#### 1,234`.
-        task: The rest of the task, not looked at.
+    the whole reply. `answer` is the right number, or GSM8K's solution, which ends in `#### 1,234`.
     """
     right = _last_number(answer.rpartition("####")[2])
     if right is None:

@@ -41,15 +41,8 @@ def math_reward(
     cannot be compared within `MATH_TIMEOUT_S`, such as a tower of powers, is worth 0.0: the
     comparison is made in a process of its own, which is killed then, from whatever thread this is
     called. The call blocks meanwhile, and a second longer while such a process starts, so an event
-    loop that must go on calls it through `AsyncRewardWrapper`.
-
-    Args:
-        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
-        completions: What the model said.
-        prompt_ids: Tokens of the prompt.
-        completion_ids: Tokens of the reply.
-        answer: The right answer, LaTeX without dollar signs.
-        task: The rest of the task, not looked at.
+    loop that must go on calls it through `AsyncRewardWrapper`. The task's `answer` is LaTeX without
+    dollar signs.
 
     Raises:
         RecipeError: The task's own answer is no mathematics.

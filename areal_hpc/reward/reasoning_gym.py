@@ -18,13 +18,7 @@ def reasoning_gym_reward(
 ) -> float:
     r"""The score, 0.0 to 1.0, of the last `<answer>...</answer>` or `\boxed{...}`, else of all.
 
-    Args:
-        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
-        completions: What the model said.
-        prompt_ids: Tokens of the prompt.
-        completion_ids: Tokens of the reply.
-        metadata: The task's, as the source `reasoning_gym` gives it.
-        task: The rest of the task: `question` and `answer`.
+    The task is as the source `reasoning_gym` gives it: `metadata`, `question` and `answer`.
     """
     import reasoning_gym
 

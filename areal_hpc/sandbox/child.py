@@ -16,7 +16,6 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
@@ -89,18 +88,15 @@ def set_limits(limits: dict[str, float]) -> None:
 
 
 def count_threads(user: int) -> int:
-    """Threads that a user has now, which is what RLIMIT_NPROC counts."""
-    return sum(threads for owner, threads in _processes() if owner == user)
-
-
-def _processes() -> Iterator[tuple[int, int]]:
-    """The real user and the number of threads of every process that is to be seen."""
+    """Threads that a (real) user has now, which is what RLIMIT_NPROC counts."""
+    count = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = dict(
-                line.split(":", 1) for line in status.read_text().splitlines() if ":" in line
-            )
-            yield int(fields["Uid"].split()[0]), int(fields["Threads"])
+            lines = status.read_text().splitlines()
+            fields = dict(line.split(":", 1) for line in lines if ":" in line)
+            if int(fields["Uid"].split()[0]) == user:
+                count += int(fields["Threads"])
+    return count
 
 
 if __name__ == "__main__":

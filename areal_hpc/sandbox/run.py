@@ -7,13 +7,14 @@ may read. A cluster that wants more runs the agents' role in a container of its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -55,11 +56,6 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
     When it returns no process of the program is left, where namespaces are allowed; else none that
     stayed in its process group.
 
-    Args:
-        source: The program.
-        stdin: What it can read.
-        limits: What it may use.
-
     Raises:
         ClusterError: It could not be started at all.
     """
@@ -77,13 +73,7 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
 
 def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> ProgramResult:
     reading, writing = os.pipe()
-    request = {
-        "time_s": limits.time_s,
-        "memory_bytes": limits.memory_bytes,
-        "output_bytes": limits.output_bytes,
-        "processes": limits.processes,
-        "report_fd": writing,
-    }
+    request = {**asdict(limits), "report_fd": writing}
     child = Path(__file__).with_name("child.py")
     out, err = folder / "stdout", folder / "stderr"
     with (
@@ -121,16 +111,14 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Wait for a program, and end what is left of it. True if it took too long."""
+    timed_out = False
     try:
         process.wait(timeout_s)
-        timed_out = False
     except subprocess.TimeoutExpired:
         timed_out = True
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return timed_out
-    process.wait()
+        process.wait()
     return timed_out
 
 

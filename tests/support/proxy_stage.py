@@ -43,7 +43,10 @@ PATIENCE_S = 60.0
 
 
 class Stage:
-    """A run directory with relay, ledger, one scripted SGLang and a proxy process."""
+    """A run directory with relay, ledger, one scripted SGLang and a proxy process.
+
+    `config` is more of the proxy's own.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Stage:
                 "model_path": str(self.model_dir),
                 "model_name": "tiny",
                 "context_tokens": context_tokens,
-                "proxy": config.get("proxy", {}),
+                **config,
                 "shards": {**shards, **config.get("shards", {})},
             }
         )
@@ -132,6 +135,10 @@ class Stage:
     def route_to(self, *urls: str, state: ReplicaState = "serving") -> None:
         """Let the relay show these replicas; returns when the proxy has seen it."""
         self.relay.show(*urls, state=state)
+        self.await_polls()
+
+    def await_polls(self) -> None:
+        """Return when the proxy has seen what the relay shows."""
         polls = self.relay.polls
         while self.relay.polls < polls + 2:
             time.sleep(0.01)

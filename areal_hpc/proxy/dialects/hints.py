@@ -2,8 +2,7 @@
 
 Clients add hints with every release: how hard to think, what to cache, which tier to bill. A hint
 changes neither how the model samples nor what is said, so it is accepted whatever its value, and
-counted. A dialect declares each as a field of type `Hint`; any other parameter that cannot be
-honored is refused by name.
+counted. A dialect declares each as a field of type `Hint`.
 """
 
 from __future__ import annotations

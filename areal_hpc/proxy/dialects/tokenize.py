@@ -38,7 +38,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def tokenize(
-    request: TokenizeRequest, session: Session, prompts: PromptBuilder, model: ServedModel
+    prompts: PromptBuilder, model: ServedModel, session: Session, request: TokenizeRequest
 ) -> bytes:
     """The reply to a tokenize request.
 
@@ -70,7 +70,7 @@ async def tokenize(
     return msgspec.json.encode(reply)
 
 
-def detokenize(request: DetokenizeRequest, model: ServedModel) -> bytes:
+def detokenize(model: ServedModel, session: Session, request: DetokenizeRequest) -> bytes:
     """The reply to a detokenize request.
 
     Raises:

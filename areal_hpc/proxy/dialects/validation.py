@@ -104,17 +104,13 @@ def parse_tool_choice(
     *,
     parallel: bool,
 ) -> ToolChoice:
-    """Tool choice of a request.
+    """Tool choice of a request that offers `tools`.
 
-    Args:
-        model: A reply whose calls nobody can tell from its text would be wrong.
-        tools: Those it offers.
-        mode: `none`, `auto` or `required`; None is `auto`.
-        name: The tool that must be called.
-        parallel: A reply may hold several calls.
+    Its mode is `none`, `auto` or `required`, None is `auto`; `name` is a tool that must be called.
 
     Raises:
-        RequestError: 400, naming `tool_choice` or `tools`.
+        RequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls of
+            this model's replies from their text.
     """
     if name is not None and all(tool["function"]["name"] != name for tool in tools):
         raise RequestError(400, f"there is no tool {name!r}", key="tool_choice")
@@ -143,10 +139,14 @@ def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> 
     return msgspec.json.encode(schema).decode()
 
 
-def effort_variables(effort: object, model: ServedModel) -> dict[str, Any] | None:
-    """How the chat template is told how hard to think; None when it cannot be told."""
+def effort_variables(
+    effort: object, model: ServedModel, key: str, ignored: list[str]
+) -> dict[str, Any]:
+    """How the chat template is told how hard to think. `ignored` gets the key if it cannot be."""
     if effort == "none" and model.reasoning_parser is not None:
         return {"enable_thinking": False, "thinking": False}
     if model.reasoning_parser == "gpt-oss" and effort in ("low", "medium", "high"):
         return {"reasoning_effort": effort}
-    return None
+    if effort is not None:
+        ignored.append(key)
+    return {}

@@ -41,15 +41,10 @@ class ReplyFailover:
     def on_lost(
         self, partial: Generation | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
-        """A replica was lost after it had said `partial`.
+        """A replica, as it was when it was asked, was lost after it had said `partial`.
 
-        A token that came while the replica still had the version of when it was asked was sampled
-        from that one: versions only grow.
-
-        Args:
-            partial: None if the stream was not sound.
-            replica: As it was when it was asked.
-            request: What it was asked.
+        That is None if the stream was not sound. A token that came while the replica still had the
+        version of when it was asked was sampled from that one: versions only grow.
         """
         if partial is None:
             self.is_possible = False

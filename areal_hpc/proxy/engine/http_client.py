@@ -65,12 +65,8 @@ class _TimeLimits:
 class ConnectionPool:
     """Kept connections to one server; as many as there are calls at a time.
 
-    To be made inside the event loop.
-
-    Args:
-        url: Scheme, host and port, and what all paths begin with; no user, no password.
-        headers: Lines that every request has.
-        connect_timeout_s: How long a server may take to accept.
+    To be made inside the event loop. The URL is scheme, host and port, and what all paths begin
+    with: no user, no password. `headers` are lines that every request has.
     """
 
     def __init__(self, url: str, headers: str, connect_timeout_s: float) -> None:

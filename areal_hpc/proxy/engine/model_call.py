@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import NormalizeMessage
@@ -62,6 +64,46 @@ class ServedModel:
     normalize: NormalizeMessage | None = None
     """The user's own normalizer (`proxy.message_normalizer`)."""
 
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        model_dir: Path,
+        context_tokens: int | None,
+        tool_call_parser: str | None,
+        reasoning_parser: str | None,
+    ) -> ServedModel:
+        """A model in Hugging Face format; its own context limit when None is given.
+
+        Raises:
+            RecipeError: The directory lacks a tokenizer, a chat template, or the limit.
+        """
+        return cls(
+            name,
+            ChatTemplate.from_model_dir(model_dir),
+            TokenEncoder.from_model_dir(model_dir),
+            context_tokens or read_context_tokens(model_dir),
+            tool_call_parser,
+            reasoning_parser,
+        )
+
     def must_parse(self, call: ModelCall) -> bool:
         """True if a reply may hold more than text."""
         return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))
+
+
+def read_context_tokens(model_path: Path) -> int:
+    """The longest sequence that the model's configuration allows.
+
+    Raises:
+        RecipeError: The configuration does not say.
+    """
+    config = msgspec.json.decode((model_path / "config.json").read_bytes())
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        raise RecipeError(
+            f"{model_path / 'config.json'} does not say max_position_embeddings",
+            key="inference.context_length",
+            hint="set inference.context_length to the longest prompt plus reply",
+        )
+    return limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -50,12 +51,13 @@ class ReplyDelta(Struct):
                 "content": self.text,
                 "reasoning_content": self.reasoning or None,
                 "tool_calls": [
-                    {
-                        "id": call.call_id,
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in self.calls
+                    format_tool_call(call.call_id, call.name, call.arguments) for call in self.calls
                 ],
             }
         )
+
+
+def format_tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """A call as chat messages have it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}

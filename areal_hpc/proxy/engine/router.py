@@ -79,13 +79,10 @@ class Router:
     ) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
 
-        Args:
-            session_id: Whose call it is.
-            give_up_at: `time.monotonic()` value after which waiting ends.
-            avoid: Indices of replicas that lost the call before; asked only if no other serves.
+        Replicas to avoid, by index, have lost the call before: they are asked if no other serves.
 
         Raises:
-            RequestError: No replica served in time (503).
+            RequestError: 503, no replica served by `give_up_at` of the monotonic clock.
         """
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()

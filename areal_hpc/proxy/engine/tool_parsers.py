@@ -30,14 +30,9 @@ PROMPT_END_CHARS = 200
 
 
 class ToolParsers:
-    """The parsers of one model's formats, shared by all replies.
+    """The parsers of one model's formats, by SGLang's names, shared by all replies.
 
-    The process starts with the first request, or by `start`.
-
-    Args:
-        python: Interpreter of SGLang's environment.
-        tool_parser: SGLang's name of the tool-call format.
-        reasoning_parser: SGLang's name of the reasoning format.
+    Their process, of SGLang's Python, starts with the first request, or by `start`.
     """
 
     def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:

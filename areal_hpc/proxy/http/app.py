@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -95,8 +96,10 @@ class ProxyApp:
             yield replace(said, refused=dialect.refused, streams=True)
         path, refused = "/messages/count_tokens", MESSAGES.refused
         yield Route("POST", path, "session", self._count_tokens, MESSAGES.request, refused)
-        yield Route("POST", "/tokenize", "session", self._tokenize, tokenize.TokenizeRequest)
-        yield Route("POST", "/detokenize", "session", self._detokenize, tokenize.DetokenizeRequest)
+        answer: Callable[..., Any] = partial(tokenize.tokenize, self._caller.prompts, self._model)
+        yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
+        answer = partial(tokenize.detokenize, self._model)
+        yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
         yield Route("GET", "/models", "session", self._models, when_ended=True)
         yield Route("GET", "/responses/{response_id}", "session", responses.retrieve_response)
         yield Route("DELETE", "/responses/{response_id}", "session", responses.delete_response)
@@ -219,12 +222,6 @@ class ProxyApp:
         _, count = await self._caller.prompts.prompt_json(session, call)
         return msgspec.json.encode({"input_tokens": count})
 
-    async def _tokenize(self, session: Session, request: tokenize.TokenizeRequest) -> bytes:
-        return await tokenize.tokenize(request, session, self._caller.prompts, self._model)
-
-    def _detokenize(self, session: Session, request: tokenize.DetokenizeRequest) -> bytes:
-        return tokenize.detokenize(request, self._model)
-
     def _speaking(
         self, path: str, dialect: Dialect
     ) -> Callable[[Session, msgspec.Struct], Coroutine[Any, Any, RouteResult]]:
@@ -245,7 +242,6 @@ def _routes_of_drivers(control: DriverApi) -> tuple[Route, ...]:
     def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
         return Route("POST", path, "admin", answer, request)
 
-    ended = Route("POST", "/rl/end_session", "session", control.end_session, when_ended=True)
     return (
         admin("/rl/start_session", control.start_session, wire.StartSessionRequest),
         admin("/rl/offer_episode", control.offer_episode, wire.OfferEpisodeRequest),
@@ -256,7 +252,7 @@ def _routes_of_drivers(control: DriverApi) -> tuple[Route, ...]:
         admin("/grant_capacity", control.grant_capacity),
         Route("POST", "/rl/set_reward", "session", control.set_reward, wire.SetRewardRequest),
         Route("POST", "/rl/record", "session", control.record, wire.RecordRequest),
-        ended,
+        Route("POST", "/rl/end_session", "session", control.end_session, when_ended=True),
     )
 
 

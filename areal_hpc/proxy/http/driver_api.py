@@ -44,14 +44,9 @@ class _EpisodeSlot:
 
 
 class DriverApi:
-    """Answers drivers.
+    """Answers drivers. Without a sealer the proxy serves no run: then there are no tickets.
 
-    Args:
-        recorder: Of the sessions.
-        router: Its replicas count for `health`.
-        sealer: None when the proxy serves no run: then there are no tickets.
-        max_sessions: Open at once.
-        online: Sessions that programs open are episodes of the run's tickets.
+    `online`: sessions that programs open are episodes of the run's tickets.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ def stage(shared_stage: Stage) -> Stage:
 
 
 @pytest.fixture
-def own_stage(tmp_path: Path) -> Iterator[Stage]:
-    """A stage that the test may break."""
-    stage = Stage(tmp_path)
+def own_stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
+    """A stage that the test may break. Its parameter is more of the proxy's configuration."""
+    stage = Stage(tmp_path, **getattr(request, "param", {}))
     yield stage
     stage.close()

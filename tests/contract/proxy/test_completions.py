@@ -1,34 +1,21 @@
 """Plain prompts: OpenAI's legacy completions, and tokens as SGLang's own routes give them."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
-from openai import APIError
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import chunks_of, counted
 from tests.support.proxy_stage import Stage
-from tests.support.scripted_sglang import TALKATIVE, Script
+from tests.support.scripted_sglang import Script
 
 PROMPT = "What is 3 + 4?"
+REUSED = 'prompts_total{reuse="reused"}'
 
 
 def ask(stage: Stage, key: str, prompt: object = PROMPT, **more: Any) -> httpx.Response:
     return stage.post("/v1/completions", {"prompt": prompt, **more}, key)
-
-
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.headers["content-type"] == "text/event-stream"
-    *blocks, done = answer.text.strip().split("\n\n")
-    assert done == "data: [DONE]"
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
-
-
-def spliced(stage: Stage) -> int:
-    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
-    (line,) = [one for one in lines if 'prompts_total{reuse="reused"}' in one]
-    return int(float(line.rsplit(" ", 1)[1]))
 
 
 def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:
@@ -63,7 +50,7 @@ def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
     letters = [i for c in said for i in stage.tokenizer.encode(c).ids]
     finish = f"stop:{stop}" if stop else "length"
     stage.sglang.script = lambda request: Script(said, finish=finish, output_ids=letters)
-    before = spliced(stage)
+    before = counted(stage, REUSED)
     _, key = stage.open_session(TicketRef(1, 0))
     prompt = PROMPT
     for turn in range(3):
@@ -78,7 +65,7 @@ def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
     assert stage.tokenizer.decode(stage.sglang.requests[-1]["input_ids"]) == PROMPT + 2 * (
         said + " 42\n"
     )
-    assert spliced(stage) - before == 2
+    assert counted(stage, REUSED) - before == 2
     one, two, three = stage.journaled(key)
     assert (two.parent_id, three.parent_id) == (one.interaction_id, two.interaction_id)
 
@@ -149,91 +136,3 @@ def test_n_choices_are_n_interactions(stage: Stage) -> None:
     choices = ask(stage, key, n=3, best_of=3).json()["choices"]
     assert sorted(choice["text"] for choice in choices) == ["one", "three", "two"]
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": 3}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
-        ({"prompt": [1, "b"]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": [512]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [2**70]}, "prompt"),
-        ({"prompt": "x y " * 2000}, "prompt"),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "seed": 2**70}, "seed"),
-        ({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
-        ({"prompt": "a", "stream_options": {}}, "stream_options"),
-        ({"prompt": "a", "messages": []}, "messages"),
-    ],
-)
-def test_what_cannot_be_honored_is_refused_by_name(
-    stage: Stage, body: dict[str, Any], param: str
-) -> None:
-    _, key = stage.open_session()
-    answer = stage.post("/v1/completions", body, key)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert stage.sglang.requests == []
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
-        (
-            "/tokenize",
-            {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
-            "add_special_tokens",
-        ),
-        ("/detokenize", {"tokens": [512]}, "tokens"),
-        ("/detokenize", {"tokens": "5"}, "tokens"),
-    ],
-)
-def test_tokens_that_cannot_be_are_refused_by_name(
-    stage: Stage, route: str, body: dict[str, Any], param: str
-) -> None:
-    _, key = stage.open_session()
-    answer = stage.post(route, body, key)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
-    faults = iter(["late_hang_up:1"])
-    odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
-    stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
-    _, key = stage.open_session(TicketRef(1, 0))
-    with stage.client(key) as client, pytest.raises(APIError, match="lost"):
-        list(client.completions.create(model="m", prompt="hi", stream=True))
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
-
-
-def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
-    stage.sglang.script = lambda request: TALKATIVE
-    _, key = stage.open_session(TicketRef(1, 0))
-    shown = ""
-    with (
-        stage.client(key) as client,
-        client.completions.create(model="m", prompt="hi", stream=True) as stream,
-    ):
-        for chunk in stream:
-            shown += chunk.choices[0].text
-            if len(shown) > 20:
-                break
-    (interaction,) = stage.await_journaled(key)
-    assert interaction.finish_reason == "abort"
-    assert interaction.reply["content"].startswith(shown)

@@ -7,15 +7,9 @@ import pytest
 
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest, SessionLimits, StartSessionRequest
+from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-
-QUESTION = [{"role": "user", "content": "hi"}]
-CALLS = {
-    "/v1/chat/completions": {"messages": QUESTION},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": QUESTION, "max_tokens": 64},
-}
 
 
 def open_limited(stage: Stage, ref: TicketRef | None = None, **limits: int) -> tuple[str, str]:
@@ -25,12 +19,12 @@ def open_limited(stage: Stage, ref: TicketRef | None = None, **limits: int) -> t
     return reply["session_id"], reply["api_key"]
 
 
-@pytest.mark.parametrize("route", CALLS)
+@pytest.mark.parametrize("route", LEAST)
 def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(
     stage: Stage, route: str
 ) -> None:
     _, key = open_limited(stage, max_turns=2)
-    answers = [stage.post(route, CALLS[route], key) for _ in range(3)]
+    answers = [stage.post(route, LEAST[route], key) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 400]
     error = answers[-1].json()["error"]
     assert error["type"] == "invalid_request_error"

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from anthropic import APIStatusError, AsyncAnthropic
 from openai import APIError, AsyncOpenAI
-from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
-QUESTION = "What is 3 + 4?"
-MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
 Reader = Callable[[Stage, str], AsyncIterator[str]]
 
 
@@ -23,11 +21,11 @@ Reader = Callable[[Stage, str], AsyncIterator[str]]
 @pytest.mark.parametrize(
     ("route", "body"),
     [
-        ("/chat/completions", {"messages": MESSAGES}),
-        ("/completions", {"prompt": "hi"}),
-        ("/messages?beta=true", {"messages": MESSAGES}),
-        ("/messages/count_tokens?beta=true", {"messages": MESSAGES}),
-        ("/responses", {"input": "hi"}),
+        ("/chat/completions", LEAST["/chat/completions"]),
+        ("/completions", LEAST["/completions"]),
+        ("/messages?beta=true", LEAST["/messages"]),
+        ("/messages/count_tokens?beta=true", LEAST["/messages"]),
+        ("/responses", LEAST["/responses"]),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [5]}),
     ],
@@ -46,8 +44,8 @@ def test_both_prefixes_and_both_kinds_of_key_open_a_session(
 def test_a_conversation_may_change_its_dialect(stage: Stage, middle: str) -> None:
     letters = stage.speak_in_letters()
     _, key = stage.open_session()
-    first = stage.chat(key, MESSAGES).json()
-    history = [*MESSAGES, {"role": "assistant", "content": "hello"}]
+    first = stage.chat(key, QUESTION).json()
+    history = [*QUESTION, {"role": "assistant", "content": "hello"}]
     history.append({"role": "user", "content": "and 1?"})
     if middle == "messages":
         body = {"messages": history, "max_tokens": 64}
@@ -62,19 +60,100 @@ def test_a_conversation_may_change_its_dialect(stage: Stage, middle: str) -> Non
         stage.sglang.requests.pop()
 
 
+@pytest.mark.parametrize(
+    ("route", "limit"),
+    [
+        ("/chat/completions", {"max_tokens": 2040}),
+        ("/chat/completions", {"max_completion_tokens": 2048}),
+        ("/completions", {"max_tokens": 2048}),
+        ("/messages", {"max_tokens": 32000}),
+        ("/responses", {"max_output_tokens": 2048}),
+        ("/chat/completions", {}),
+    ],
+)
+def test_a_limit_beyond_the_context_is_the_room_that_is_left(
+    stage: Stage, route: str, limit: dict[str, Any]
+) -> None:
+    _, key = stage.open_session(max_new_tokens=2048)
+    answer = stage.post(f"/v1{route}", {**LEAST[route], **limit}, key)
+    assert answer.status_code == 200, answer.text
+    (request,) = stage.sglang.requests
+    assert request["sampling_params"]["max_new_tokens"] == 2048 - len(request["input_ids"])
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+SCHEMA_JSON = '{"type":"object","properties":{"x":{"type":"integer"}}}'
+FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "sent"),
+    [
+        (
+            "/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": FORM}},
+            {"json_schema": SCHEMA_JSON},
+        ),
+        (
+            "/chat/completions",
+            {"response_format": {"type": "json_object"}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ("/chat/completions", {"response_format": {"type": "text"}}, {}),
+        ("/chat/completions", {"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ("/chat/completions", {"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ("/chat/completions", {"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
+        ("/messages", {"output_config": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
+        ("/responses", {"text": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
+        (
+            "/responses",
+            {"text": {"format": {"type": "json_object"}}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ("/responses", {"text": {"format": {"type": "text"}}}, {}),
+    ],
+)
+def test_grammars_and_biases_reach_the_engine(
+    stage: Stage, route: str, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    _, key = stage.open_session()
+    answer = stage.post(f"/v1{route}", {**LEAST[route], **asked}, key)
+    assert answer.status_code == 200, answer.text
+    params = stage.sglang.requests[-1]["sampling_params"]
+    names = {"json_schema", "regex", "ebnf", "logit_bias"}
+    assert {name: params[name] for name in names & params.keys()} == sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", LEAST)
+def test_what_the_server_refuses_is_the_requests_fault(
+    stage: Stage, route: str, stream: bool
+) -> None:
+    stage.sglang.script = lambda request: Script(fault="400")
+    _, key = stage.open_session(TicketRef(1, 0))
+    answer = stage.post(f"/v1{route}", {**LEAST[route], "stream": stream}, key)
+    assert answer.status_code == 400
+    assert "too warm" in answer.json()["error"]["message"]
+
+
 async def read_chat(stage: Stage, key: str) -> AsyncIterator[str]:
     async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         async for chunk in stream:
             yield chunk.choices[0].delta.content or ""
+
+
+async def read_completion(stage: Stage, key: str) -> AsyncIterator[str]:
+    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
+        stream = await client.completions.create(model="m", prompt="hi", stream=True)
+        async for chunk in stream:
+            yield chunk.choices[0].text
 
 
 async def read_messages(stage: Stage, key: str) -> AsyncIterator[str]:
     async with (
         AsyncAnthropic(base_url=stage.url, api_key=key) as client,
-        client.messages.stream(
-            model="m", max_tokens=900, messages=[{"role": "user", "content": QUESTION}]
-        ) as stream,
+        client.messages.stream(model="m", max_tokens=900, messages=QUESTION) as stream,
     ):
         async for text in stream.text_stream:
             yield text
@@ -87,7 +166,26 @@ async def read_response(stage: Stage, key: str) -> AsyncIterator[str]:
             yield event.delta if event.type == "response.output_text.delta" else ""
 
 
-READERS = pytest.mark.parametrize("read", [read_chat, read_messages, read_response])
+READERS = pytest.mark.parametrize(
+    "read", [read_chat, read_completion, read_messages, read_response]
+)
+
+
+async def text_of(read: AsyncIterator[str], least_chars: int = MUCH_CHARS) -> str:
+    """What was shown when so much had been, or at the end of the stream."""
+    shown = ""
+    async for text in read:
+        shown += text
+        if len(shown) > least_chars:
+            break
+    await read.aclose()  # type: ignore[attr-defined]
+    return shown
+
+
+@READERS
+def test_the_sdk_reads_a_stream(stage: Stage, read: Reader) -> None:
+    _, key = stage.open_session()
+    assert asyncio.run(text_of(read(stage, key))) == "hello world"
 
 
 @READERS
@@ -96,17 +194,7 @@ def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
 ) -> None:
     stage.sglang.script = lambda request: TALKATIVE
     _, key = stage.open_session(TicketRef(1, 0))
-
-    async def read_a_little() -> str:
-        shown = ""
-        async for text in (stream := read(stage, key)):
-            shown += text
-            if len(shown) > 20:
-                break
-        await stream.aclose()  # type: ignore[attr-defined]
-        return shown
-
-    shown = asyncio.run(read_a_little())
+    shown = asyncio.run(text_of(read(stage, key), least_chars=20))
     (request,) = stage.sglang.requests
     (interaction,) = stage.await_journaled(key)
     assert stage.sglang.aborted == [request["rid"]]
@@ -121,11 +209,6 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, read: Re
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
     _, key = stage.open_session(TicketRef(1, 0))
-
-    async def read_all() -> None:
-        async for _ in read(stage, key):
-            pass
-
     with pytest.raises((APIError, APIStatusError), match="lost"):
-        asyncio.run(read_all())
+        asyncio.run(text_of(read(stage, key)))
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0

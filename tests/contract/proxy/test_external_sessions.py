@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,18 +41,9 @@ def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Sta
     for name, one in interactions.items():
         assert one["interaction_id"] == name
         row = {key: np.array(value) for key, value in one["tensor_dict"].items()}
-        assert row.keys() == {
-            "input_ids",
-            "loss_mask",
-            "logprobs",
-            "versions",
-            "turn_ids",
-            "attention_mask",
-            "rewards",
-        }
-        assert {value.shape for key, value in row.items() if key != "rewards"} == {
-            row["input_ids"].shape
-        }
+        per_token = {"input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask"}
+        assert row.keys() == {*per_token, "rewards"}
+        assert {row[name].shape for name in per_token} == {row["input_ids"].shape}
         assert row["loss_mask"].sum() == 5
         assert row["rewards"].tolist() == [one["reward"]]
     assert export(stage, opened["session_id"]).status_code == 404
@@ -129,18 +119,16 @@ def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:
     assert export(stage, "outside-0").status_code == 404
 
 
-def test_sessions_are_limited_and_the_limit_can_be_raised(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, proxy={"max_sessions": 2})
-    try:
-        keys = [start(stage).json()["api_key"] for _ in range(2)]
-        assert start(stage).status_code == 429
-        stage.post("/rl/end_session", {}, keys[0])
-        assert start(stage).status_code == 200
-        assert start(stage).status_code == 429
-        assert stage.post("/grant_capacity", {}).json() == {"capacity": 3}
-        assert start(stage).status_code == 200
-    finally:
-        stage.close()
+@pytest.mark.parametrize("own_stage", [{"proxy": {"max_sessions": 2}}], indirect=True)
+def test_sessions_are_limited_and_the_limit_can_be_raised(own_stage: Stage) -> None:
+    stage = own_stage
+    keys = [start(stage).json()["api_key"] for _ in range(2)]
+    assert start(stage).status_code == 429
+    stage.post("/rl/end_session", {}, keys[0])
+    assert start(stage).status_code == 200
+    assert start(stage).status_code == 429
+    assert stage.post("/grant_capacity", {}).json() == {"capacity": 3}
+    assert start(stage).status_code == 200
 
 
 @pytest.mark.parametrize("style", ["tree", 3])

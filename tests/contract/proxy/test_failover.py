@@ -1,44 +1,63 @@
 """Replicas die while they speak: another goes on, and what is recorded is what was sampled."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from areal_hpc.session.tree import unpack_ids
+from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.wire.replicas import ReplicaView
+from tests.contract.proxy.talk import counted
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
+from tests.support.waiting import wait_for
 
+FAILOVERS = "failovers_total"
 BEGINNING, END = "hello world the quick", " brown fox jumps"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 Pair = tuple[ScriptedSGLang, ScriptedSGLang]
 
 
-@pytest.fixture
-def pair(stage: Stage) -> Iterator[Pair]:
-    """The stage's server, which has the session, and another one."""
-    other = ScriptedSGLang(stage.tokenizer, version="1.1")
-    stage.loop.run(other.start())
-    stage.route_to(stage.sglang.url)
-    yield stage.sglang, other
-    stage.route_to(stage.sglang.url)
-    stage.loop.run(other.stop())
+def serve_both(stage: Stage, other: ScriptedSGLang, version: str = "1.0") -> None:
+    """Let the proxy know of both servers, of the first one under that version.
 
-
-def both_serve(
-    stage: Stage, home: ScriptedSGLang, other: ScriptedSGLang, version: str = "1.0"
-) -> None:
-    """`home` dies soon, so the relay calls it failed from then on."""
+    The relay goes on to call the first one a server when it dies, so the proxy tries it again.
+    """
     stage.relay.replicas = [
-        ReplicaView(0, 1, "serving", home.url, version),
+        ReplicaView(0, 1, "serving", stage.sglang.url, version),
         ReplicaView(1, 1, "serving", other.url, "1.1"),
     ]
-    polls = stage.relay.polls
-    while stage.relay.polls < polls + 2:
-        time.sleep(0.01)
+    stage.await_polls()
+
+
+@pytest.fixture(scope="module")
+def other(shared_stage: Stage) -> Iterator[ScriptedSGLang]:
+    """A second server, which gets a session when the first one has lost it."""
+    other = ScriptedSGLang(shared_stage.tokenizer, version="1.1")
+    shared_stage.loop.run(other.start())
+    serve_both(shared_stage, other)
+    yield other
+    shared_stage.route_to(shared_stage.sglang.url)
+    shared_stage.loop.run(other.stop())
+
+
+@pytest.fixture
+def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
+    """The shared stage, where both servers are asked from the beginning."""
+    for server in (shared_stage.sglang, other):
+        server.script = lambda request: Script()
+        server.requests.clear()
+        server.incremental = False
+    health = f"{shared_stage.url}/healthz"  # the first one may have died in the test before
+    wait_for(lambda: shared_stage.http.get(health).json()["replicas_serving"] == 2)
+    return shared_stage
+
+
+@pytest.fixture
+def pair(stage: Stage, other: ScriptedSGLang) -> Pair:
+    """The server that has every session, and the other one."""
+    return stage.sglang, other
 
 
 def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, list[float]]:
@@ -58,11 +77,8 @@ def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, l
     return text, error, logprobs
 
 
-def resumptions(stage: Stage) -> int:
-    """How many the proxy counted."""
-    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
-    (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_failovers_total "))
-    return int(float(line.split()[1]))
+def spans_of(recorded: Interaction) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in recorded.spans]
 
 
 def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
@@ -77,12 +93,11 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     assert stage.chat(key, ASK).status_code == 200
     home.script = dies_after(3)
     other.script = lambda request: Script(END, piece_tokens=2)
-    both_serve(stage, home, other)
     home.requests.clear()
-    before = resumptions(stage)
+    before = counted(stage, FAILOVERS)
     text, error, logprobs = speak(stage, key, logprobs=True, max_tokens=50)
     assert error is None
-    assert resumptions(stage) == before + 1
+    assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = second["input_ids"][len(first["input_ids"]) :]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
@@ -94,8 +109,7 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     end_ids = stage.tokenizer.encode(END, add_special_tokens=False).ids
     assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
     assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
+    assert spans_of(recorded) == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
     expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids) + 1)]]
     assert logprobs == pytest.approx(expected)
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
@@ -111,14 +125,12 @@ def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named
         "hello world", fault="abort", finish="length", versions=versions
     )
     other.script = lambda request: Script(END)
-    both_serve(stage, home, other)
     text, error, _ = speak(stage, key)
     assert error is None
     assert text == "hello world" + END
     (recorded,) = stage.journaled(key)
     count = recorded.output_tokens
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
+    assert spans_of(recorded) == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
 
 
 def breaks_off(said: str) -> Callable[[dict[str, Any]], Script]:
@@ -131,24 +143,24 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     home, other = pair
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
-    both_serve(stage, home, other)
-    before = resumptions(stage)
+    before = counted(stage, FAILOVERS)
     answer = stage.chat(key, ASK, max_tokens=50)
     assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
-    assert resumptions(stage) == before + 1
+    assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
     assert second["input_ids"] == first["input_ids"] + said
     (recorded,) = stage.journaled(key)
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(1 << 32, 0, len(said)), (1 << 32 | 1, len(said), recorded.output_tokens)]
+    assert spans_of(recorded) == [
+        (1 << 32, 0, len(said)),
+        (1 << 32 | 1, len(said), recorded.output_tokens),
+    ]
 
 
 def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair: Pair) -> None:
     home, other = pair
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
-    both_serve(stage, home, other)
     answer = stage.chat(key, ASK, frequency_penalty=0.5)
     assert answer.json()["choices"][0]["message"]["content"] == END
     assert [one["input_ids"] for one in home.requests] == [
@@ -171,7 +183,6 @@ def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
     _, key = stage.open_session()
     count = len(stage.tokenizer.encode(BEGINNING, add_special_tokens=False).ids)
     home.script = dies_after((count + 1) // 2)
-    both_serve(stage, home, other)
     text, error, _ = speak(stage, key, **more)
     assert text
     assert "was lost" in str(error)
@@ -183,8 +194,9 @@ def test_tokens_of_an_unknown_version_are_not_gone_on_with(stage: Stage, pair: P
     home, other = pair
     _, key = stage.open_session()
     home.script = dies_after(2)
-    both_serve(stage, home, other, version="0.9")  # the server says 1.0 by now
+    serve_both(stage, other, version="0.9")  # the server says 1.0 by now
     text, error, _ = speak(stage, key)
+    serve_both(stage, other)
     assert text
     assert "was lost" in str(error)
     assert other.requests == []

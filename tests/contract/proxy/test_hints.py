@@ -9,21 +9,12 @@ import pytest
 
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.http.app import DIALECT_BY_ROUTE
+from tests.contract.proxy.talk import LEAST
 from tests.support.proxy_stage import Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
-QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
-LEAST: dict[str, dict[str, Any]] = {
-    "/chat/completions": {"messages": QUESTION},
-    "/completions": {"prompt": "hello"},
-    "/messages": {"messages": QUESTION},
-    "/responses": {"input": "hello"},
-}
-"""What a request must have."""
-UNCALLED: dict[str, Any] = {"/messages": {"type": "none"}, "/responses": "none"}
-"""The tools of a request are not for this model, which has no tool-call parser."""
 HINTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {
         "metadata": {"a": "b"},
@@ -81,7 +72,12 @@ def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
         return {**LEAST[route], outer: {inner: value} if inner else value}
     tool = TOOL if route == "/messages" else ADD
     tools = [{**tool, inner: value}] if inner else [tool, value]
-    return {**LEAST[route], "tools": tools, "tool_choice": UNCALLED[route]}
+    return {**LEAST[route], **with_tool(route, *tools)}
+
+
+def with_tool(route: str, *tools: Mapping[str, Any]) -> dict[str, Any]:
+    """Tools that are not for this model, which has no tool-call parser."""
+    return {"tools": tools, "tool_choice": {"type": "none"} if route == "/messages" else "none"}
 
 
 def ignored(stage: Stage) -> dict[tuple[str, str], int]:
@@ -131,26 +127,15 @@ def test_null_is_absence_whatever_is_null(stage: Stage, route: str) -> None:
     [
         ("/messages", {"thinking": {"type": "disabled", "display": None, "sparkle": None}}),
         ("/messages", {"output_config": {"format": None, "effort": None, "sparkle": None}}),
-        (
-            "/messages",
-            {
-                "tools": [{**TOOL, "strict": None, "sparkle": None}],
-                "tool_choice": UNCALLED["/messages"],
-            },
-        ),
+        ("/messages", with_tool("/messages", {**TOOL, "strict": None, "sparkle": None})),
         ("/messages", {"tool_choice": {"type": "none", "name": None, "sparkle": None}}),
         ("/messages", {"mcp_servers": []}),
         ("/responses", {"text": {"format": None, "verbosity": None, "sparkle": None}}),
         ("/responses", {"reasoning": {"effort": None, "summary": None, "sparkle": None}}),
-        (
-            "/responses",
-            {"tools": [{**ADD, "strict": None, "sparkle": None}], "tool_choice": "none"},
-        ),
+        ("/responses", with_tool("/responses", {**ADD, "strict": None, "sparkle": None})),
         ("/responses", {"input": [{"type": None, "role": "user", "content": "hi", "id": None}]}),
-        (
-            "/chat/completions",
-            {"stream": True, "stream_options": {"include_usage": None, "sparkle": None}},
-        ),
+        ("/chat/completions", {"stream": True, "stream_options": {"sparkle": None}}),
+        ("/chat/completions", {"stream": True, "stream_options": {"include_usage": None}}),
         ("/chat/completions", {"modalities": ["text"]}),
     ],
 )

@@ -60,3 +60,9 @@ def test_what_is_no_request_is_refused_and_hung_up_on(client: socket.socket) -> 
     client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
     assert client.recv(1) == b""
+
+
+def test_a_wrong_key_is_refused_before_the_body_is_sent(client: socket.socket) -> None:
+    headers = ("authorization: Bearer sk-guess", "content-length: 90000")
+    client.sendall(request("POST /v1/chat/completions", *headers))
+    assert client.recv(64).startswith(b"HTTP/1.1 401")

@@ -12,7 +12,7 @@ from areal_hpc.proxy.engine import sglang_client
 from areal_hpc.proxy.engine.http_client import ConnectionPool
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
 
-Script = tuple[bytes, bool]
+pytestmark = pytest.mark.asyncio
 PATIENCE_S = 30.0
 """What does not happen in such a time never will."""
 
@@ -24,10 +24,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class ScriptedServer:
-    """Answers each request with the next script: the bytes to send, and whether to hang up."""
+    """Answers each request with the next script, and may hang up after it."""
 
-    def __init__(self, *scripts: Script) -> None:
+    def __init__(self, *scripts: bytes, hangs_up: bool = False) -> None:
         self._scripts = iter(scripts)
+        self._hangs_up = hangs_up
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
         self.accepted = 0
@@ -57,10 +58,9 @@ class ScriptedServer:
                 self.heads.append(head)
                 length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
                 self.bodies.append(await reader.readexactly(length))
-                data, hangs_up = next(self._scripts)
-                writer.write(data)
+                writer.write(next(self._scripts))
                 await writer.drain()
-                if hangs_up:
+                if self._hangs_up:
                     break
         self.left += 1
         writer.close()
@@ -75,204 +75,163 @@ def answer(body: bytes, *, extra: bytes = b"", status: bytes = b"200 OK") -> byt
     return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, extra, len(body), body)
 
 
-def test_one_connection_carries_calls_that_come_after_one_another() -> None:
-    async def run() -> None:
-        scripts = [(answer(b"one"), False), (answer(b"two", status=b"503 Busy"), False)]
-        async with ScriptedServer(*scripts) as server:
-            assert await server.ask(b'{"a":1}') == (200, b"one")
-            assert await server.ask(b"x" * 300_000) == (503, b"two")
-            assert server.accepted == 1
-            assert server.bodies == [b'{"a":1}', b"x" * 300_000]
-            path, host, mark, *_ = server.heads[0].split("\r\n")
-            assert path == "post /sub/generate http/1.1"
-            assert host.startswith("host: 127.0.0.1:")
-            assert mark == "x-mark: 1"
-
-    asyncio.run(run())
+HALF = answer(b"x" * 100)[:-50]
+TWO = answer(b"two")
 
 
-def test_calls_at_the_same_time_have_a_connection_each() -> None:
-    async def run() -> None:
-        scripts = [(answer(b"%d" % number), False) for number in range(6)]
-        async with ScriptedServer(*scripts) as server:
+async def test_one_connection_carries_calls_that_come_after_one_another() -> None:
+    async with ScriptedServer(answer(b"one"), answer(b"two", status=b"503 Busy")) as server:
+        assert await server.ask(b'{"a":1}') == (200, b"one")
+        assert await server.ask(b"x" * 300_000) == (503, b"two")
+        assert server.accepted == 1
+        assert server.bodies == [b'{"a":1}', b"x" * 300_000]
+        path, host, mark, *_ = server.heads[0].split("\r\n")
+        assert path == "post /sub/generate http/1.1"
+        assert host.startswith("host: 127.0.0.1:")
+        assert mark == "x-mark: 1"
+
+
+async def test_calls_at_the_same_time_have_a_connection_each() -> None:
+    async with ScriptedServer(*[TWO] * 6) as server:
+        for _ in range(2):
             assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
-            assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
-            assert server.accepted == 3
-
-    asyncio.run(run())
+        assert server.accepted == 3
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "hangs_up"),
     [
         (answer(b"one", extra=b"connection: close\r\n"), False),
         (answer(b"one"), True),
         (answer(b"one") + answer(b"nobody asked"), False),
     ],
+    ids=["said to close", "hung up", "says more"],
 )
-def test_a_connection_that_is_not_sound_is_not_used_again(script: Script) -> None:
-    async def run() -> None:
-        async with ScriptedServer(script, (answer(b"two"), False)) as server:
-            assert await server.ask() == (200, b"one")
-            await asyncio.sleep(0.05)
-            assert await server.ask() == (200, b"two")
-            assert server.accepted == 2
-
-    asyncio.run(run())
-
-
-def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
-    async def run() -> None:
-        parts = answer(b"x" * 100)[:-50]
-        async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
-            async with server.connections.post("/generate", b"{}") as half:
-                assert await half.part() == b"x" * 50
-            assert await server.ask() == (200, b"two")
-            assert server.accepted == 2
-
-    asyncio.run(run())
+async def test_a_connection_that_is_not_sound_is_not_used_again(
+    script: bytes, hangs_up: bool
+) -> None:
+    async with ScriptedServer(script, TWO, hangs_up=hangs_up) as server:
+        assert await server.ask() == (200, b"one")
+        await asyncio.sleep(0.05)
+        assert await server.ask() == (200, b"two")
+        assert server.accepted == 2
 
 
-def test_a_call_that_is_cancelled_closes_its_connection() -> None:
-    async def run() -> None:
-        async with ScriptedServer((b"", False), (answer(b"two"), False)) as server:
-            asked = asyncio.ensure_future(server.ask())
-            await until(lambda: len(server.bodies) == 1)
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            assert await server.ask() == (200, b"two")
-            assert server.accepted == 2
-
-    asyncio.run(run())
+async def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
+    async with ScriptedServer(HALF, TWO) as server:
+        async with server.connections.post("/generate", b"{}") as half:
+            assert await half.part() == b"x" * 50
+        assert await server.ask() == (200, b"two")
+        assert server.accepted == 2
 
 
-def test_a_preliminary_answer_is_not_the_answer() -> None:
-    async def run() -> None:
-        early = b"HTTP/1.1 103 Early Hints\r\n\r\n"
-        async with ScriptedServer((early + answer(b"one"), False)) as server:
-            assert await server.ask() == (200, b"one")
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
-def test_a_server_that_leaves_is_a_connection_error(script: Script) -> None:
-    async def run() -> None:
-        async with ScriptedServer(script) as server:
-            with pytest.raises(ConnectionError):
-                await server.ask()
-
-    asyncio.run(run())
+async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+    async with ScriptedServer(b"", TWO) as server:
+        asked = asyncio.ensure_future(server.ask())
+        await until(lambda: len(server.bodies) == 1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await server.ask() == (200, b"two")
+        assert server.accepted == 2
 
 
-def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
-    async def run() -> None:
-        half = answer(b"x" * 100)[:-50]
-        scripts = [(answer(b"one"), False), (half, False), (answer(b"two"), False)]
-        async with ScriptedServer(*scripts) as server:
-            assert await server.ask() == (200, b"one")  # so that there is a connection
-            with pytest.raises(TimeoutError):
-                await server.connections.ask("/generate", b"{}", 0.1)
-            assert await server.ask() == (200, b"two")
-            assert server.accepted == 2
-
-    asyncio.run(run())
+async def test_a_preliminary_answer_is_not_the_answer() -> None:
+    async with ScriptedServer(b"HTTP/1.1 103 Early Hints\r\n\r\n" + TWO) as server:
+        assert await server.ask() == (200, b"two")
 
 
-def test_each_call_has_a_time_limit_of_its_own() -> None:
-    async def run() -> None:
-        async def waits_s(server: ScriptedServer, timeout_s: float) -> float:
-            began = time.monotonic()
-            with pytest.raises(TimeoutError):
-                await server.connections.ask("/generate", b"{}", timeout_s)
-            return time.monotonic() - began
-
-        limits_s = [60.0, 0.4, 60.0, 0.2]
-        async with ScriptedServer(*[(b"", False)] * 4) as server:
-            calls = [asyncio.ensure_future(waits_s(server, one)) for one in limits_s]
-            assert await calls[3] >= 0.2
-            assert await calls[1] >= 0.4
-            for patient in (calls[0], calls[2]):
-                assert not patient.done()
-                patient.cancel()
-
-    asyncio.run(run())
+@pytest.mark.parametrize("script", [b"", HALF], ids=["at once", "half way"])
+async def test_a_server_that_leaves_is_a_connection_error(script: bytes) -> None:
+    async with ScriptedServer(script, hangs_up=True) as server:
+        with pytest.raises(ConnectionError):
+            await server.ask()
 
 
-def test_what_is_not_http_is_a_connection_error() -> None:
-    async def run() -> None:
-        async with ScriptedServer(
-            (b"SSH-2.0-OpenSSH_9.6\r\n", False), (answer(b"two"), False)
-        ) as server:
-            with pytest.raises(ConnectionError, match="does not speak HTTP"):
-                await server.ask()
-            assert await server.ask() == (200, b"two")
-
-    asyncio.run(run())
+async def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
+    async with ScriptedServer(answer(b"one"), HALF, TWO) as server:
+        assert await server.ask() == (200, b"one")  # so that there is a connection
+        with pytest.raises(TimeoutError):
+            await server.connections.ask("/generate", b"{}", 0.1)
+        assert await server.ask() == (200, b"two")
+        assert server.accepted == 2
 
 
-def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None:
-    async def run() -> None:
-        body = b"x" * 3_000_000  # more than is held unread
-        script = (answer(body, status=b"500 Broken"), False)
-        async with (
-            ScriptedServer(script) as server,
-            server.connections.post("/generate", b"{}") as failed,
-        ):
-            await asyncio.sleep(0.1)
-            assert failed.status == 500
-            assert await asyncio.wait_for(failed.whole(), PATIENCE_S) == body
+async def test_each_call_has_a_time_limit_of_its_own() -> None:
+    async def waits_s(server: ScriptedServer, timeout_s: float) -> float:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await server.connections.ask("/generate", b"{}", timeout_s)
+        return time.monotonic() - began
 
-    asyncio.run(run())
-
-
-def test_a_long_answer_read_in_parts_comes_whole() -> None:
-    async def run() -> None:
-        body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
-        chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
-        coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
-        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-        async with ScriptedServer((head + coded, False), (answer(b"two"), False)) as server:
-            read = b""
-            async with server.connections.post("/generate", b"{}") as long:
-                assert long.status == 200
-                while part := await long.part():
-                    read += part
-                    await asyncio.sleep(0.001)
-            assert read == body
-            assert await server.ask() == (200, b"two")
-            assert server.accepted == 1
-
-    asyncio.run(run())
+    async with ScriptedServer(*[b""] * 4) as server:
+        calls = [asyncio.ensure_future(waits_s(server, one)) for one in (60.0, 0.4, 60.0, 0.2)]
+        assert await calls[3] >= 0.2
+        assert await calls[1] >= 0.4
+        for patient in (calls[0], calls[2]):
+            assert not patient.done()
+            patient.cancel()
 
 
-def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        scripts = [(answer(b"one"), False)] * 2
-        async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
-            calls = SGLangClient()
-            assert await calls.forward(old.url, "1", b"{}", PATIENCE_S) == b"one"
-            assert await calls.forward(new.url, "2", b"{}", PATIENCE_S) == b"one"
-            assert old.left == 0
-            monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
-            async with ScriptedServer(*scripts) as third:
-                assert await calls.forward(third.url, "3", b"{}", PATIENCE_S) == b"one"
-                await until(lambda: (old.left, new.left) == (1, 1))
-                # as if it were new
-                assert await calls.forward(new.url, "4", b"{}", PATIENCE_S) == b"one"
-                await calls.close()
-
-    asyncio.run(run())
+async def test_what_is_not_http_is_a_connection_error() -> None:
+    async with ScriptedServer(b"SSH-2.0-OpenSSH_9.6\r\n", TWO) as server:
+        with pytest.raises(ConnectionError, match="does not speak HTTP"):
+            await server.ask()
+        assert await server.ask() == (200, b"two")
 
 
-def test_a_call_under_way_outlives_the_closing_of_the_others() -> None:
-    async def run() -> None:
-        async with ScriptedServer((answer(b"one"), False)) as server:
-            asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
-            await asyncio.sleep(0)
-            server.connections.close()
-            assert await asked == (200, b"one")
-            await until(lambda: server.left == 1)
+async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None:
+    body = b"x" * 3_000_000  # more than is held unread
+    async with (
+        ScriptedServer(answer(body, status=b"500 Broken")) as server,
+        server.connections.post("/generate", b"{}") as failed,
+    ):
+        await asyncio.sleep(0.1)
+        assert failed.status == 500
+        assert await asyncio.wait_for(failed.whole(), PATIENCE_S) == body
 
-    asyncio.run(run())
+
+async def test_a_long_answer_read_in_parts_comes_whole() -> None:
+    body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
+    chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
+    coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with ScriptedServer(head + coded, TWO) as server:
+        read = b""
+        async with server.connections.post("/generate", b"{}") as long:
+            assert long.status == 200
+            while part := await long.part():
+                read += part
+                await asyncio.sleep(0.001)
+        assert read == body
+        assert await server.ask() == (200, b"two")
+        assert server.accepted == 1
+
+
+async def test_a_server_that_is_not_called_any_more_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = SGLangClient()
+
+    async def forward(server: ScriptedServer) -> None:
+        assert await calls.forward(server.url, "rid", b"{}", PATIENCE_S) == b"two"
+
+    async with ScriptedServer(TWO) as old, ScriptedServer(TWO, TWO) as new:
+        await forward(old)
+        await forward(new)
+        assert old.left == 0
+        monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
+        async with ScriptedServer(TWO) as third:
+            await forward(third)
+            await until(lambda: (old.left, new.left) == (1, 1))
+            await forward(new)  # as if it were new
+            await calls.close()
+
+
+async def test_a_call_under_way_outlives_the_closing_of_the_others() -> None:
+    async with ScriptedServer(answer(b"one")) as server:
+        asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
+        await asyncio.sleep(0)
+        server.connections.close()
+        assert await asked == (200, b"one")
+        await until(lambda: server.left == 1)

@@ -25,10 +25,7 @@ TASK = {"question": "What is 1 + 2?"}
 
 @pytest.fixture(scope="module")
 def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("online"))
-    stage.stop_proxy()
-    stage.configure({**stage.config, "online": True})
-    stage.start_proxy()
+    stage = Stage(tmp_path_factory.mktemp("online"), online=True)
     yield stage
     stage.close()
 

@@ -1,6 +1,5 @@
 """Tokens leave as the model says them; what has been shown is recorded, whatever breaks off."""
 
-import json
 import threading
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import chunks_of
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import TALKATIVE, Script
 
@@ -15,13 +15,7 @@ QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What 
 
 
 def events(stage: Stage, key: str, **request: Any) -> list[dict[str, Any]]:
-    """The decoded chunks of a streamed reply."""
-    answer = stage.chat(key, QUESTION, stream=True, **request)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "text/event-stream"
-    *data, done, rest = answer.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in data]
+    return chunks_of(stage.chat(key, QUESTION, stream=True, **request))
 
 
 def text_of(chunks: list[dict[str, Any]], choice: int = 0) -> str:
@@ -153,32 +147,3 @@ def test_a_stream_lost_before_it_speaks_is_repeated(stage: Stage, fault: str) ->
     _, key = stage.open_session(TicketRef(1, 0))
     assert text_of(events(stage, key)) == "hello world"
     assert len(stage.sglang.requests) == 2
-
-
-def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage: Stage) -> None:
-    stage.sglang.script = lambda request: Script(fault="400")
-    _, key = stage.open_session(TicketRef(1, 0))
-    answer = stage.chat(key, QUESTION, stream=True)
-    assert answer.status_code == 400
-    assert "too warm" in answer.json()["error"]["message"]
-    answer = stage.chat(key, QUESTION, stream_options={"include_usage": True})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
-
-
-def test_grammars_and_biases_reach_the_engine(stage: Stage) -> None:
-    _, key = stage.open_session(TicketRef(1, 0))
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"response_format": form}, {"json_schema": json.dumps(schema, separators=(",", ":"))}),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
-        ({"response_format": {"type": "text"}}, {}),
-        ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
-        ({"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
-        ({"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
-    ]
-    for asked, sent in cases:
-        assert stage.chat(key, QUESTION, **asked).status_code == 200
-        params = stage.sglang.requests[-1]["sampling_params"]
-        names = {"json_schema", "regex", "ebnf", "logit_bias"}
-        assert {name: params[name] for name in names & params.keys()} == sent

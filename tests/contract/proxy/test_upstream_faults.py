@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.job import get_journal_path
+from areal_hpc.wire.replicas import ReplicaView
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
@@ -40,14 +42,6 @@ def test_a_reply_without_sound_versions_is_not_recorded(stage: Stage, script: Sc
     assert len(stage.sglang.requests) == 2
 
 
-def test_what_the_server_refuses_is_the_requests_fault(stage: Stage) -> None:
-    stage.sglang.script = lambda request: Script(fault="400")
-    _, key = stage.open_session()
-    answer = stage.ask(key, "hi")
-    assert answer.status_code == 400
-    assert "too warm" in answer.json()["error"]["message"]
-
-
 def test_requests_wait_while_no_replica_serves(stage: Stage) -> None:
     stage.route_to(stage.sglang.url, state="ready")
     _, key = stage.open_session()
@@ -61,13 +55,9 @@ def test_requests_wait_while_no_replica_serves(stage: Stage) -> None:
     assert stage.relay.polls - polls <= 2, "answered as soon as the proxy knows"
 
 
+@pytest.mark.parametrize("own_stage", [{"proxy": {"request_timeout_s": 0.5}}], indirect=True)
 def test_without_any_replica_the_wait_ends_with_503(own_stage: Stage) -> None:
-    own_stage.stop_proxy()
-    config = own_stage.config
-    config["proxy"] = {"request_timeout_s": 0.5}
-    own_stage.configure(config)
-    own_stage.relay.replicas = []
-    own_stage.start_proxy()
+    own_stage.route_to()
     _, key = own_stage.open_session()
     answer = own_stage.ask(key, "hi")
     assert answer.status_code == 503
@@ -93,27 +83,18 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
     (home,) = homes
     other = second if home is stage.sglang else stage.sglang
     home.script = lambda request: Script(fault="hang_up")
-    stage.relay.show(other.url)
-    stage.relay.replicas = [
-        type(view)(0 if other is stage.sglang else 1, 1, "serving", other.url, "1.0")
-        for view in stage.relay.replicas
-    ]
+    index = 0 if other is stage.sglang else 1
+    stage.relay.replicas = [ReplicaView(index, 1, "serving", other.url, "1.0")]
     assert stage.ask(key, "after").status_code == 200
     assert len(other.requests) == 1
     stage.loop.run(second.stop())
 
 
-def test_the_journal_is_private(stage: Stage) -> None:
-    from areal_hpc.proxy.config import ProxyJobConfig
-
-    path = get_journal_path(ProxyJobConfig.model_validate(stage.config), stage.admin_key)
+def test_the_journal_is_private_and_a_run_that_starts_anew_at_the_same_path_has_another(
+    stage: Stage,
+) -> None:
+    job = ProxyJobConfig.model_validate(stage.config)
+    path = get_journal_path(job, stage.admin_key)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_run_that_starts_anew_at_the_same_path_has_a_journal_of_its_own(stage: Stage) -> None:
-    from areal_hpc.proxy.config import ProxyJobConfig
-
-    job = ProxyJobConfig.model_validate(stage.config)
-    assert get_journal_path(job, stage.admin_key) == get_journal_path(job, stage.admin_key)
-    assert get_journal_path(job, stage.admin_key) != get_journal_path(job, "the next run's secret")
+    assert get_journal_path(job, "the next run's secret") != path

@@ -47,11 +47,8 @@ def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     url = _open.enter_context(
         serving(model_dir, log_path, "--weight-version", VERSION, context_tokens=CONTEXT_TOKENS)
     )
-    stage = Stage(mktemp("stage"), model_dir=model_dir, context_tokens=CONTEXT_TOKENS)
-    _open.callback(stage.close)
-    stage.stop_proxy()
     formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
-    stage.configure({**stage.config, **formats})
-    stage.start_proxy()
+    stage = Stage(mktemp("stage"), model_dir=model_dir, context_tokens=CONTEXT_TOKENS, **formats)
+    _open.callback(stage.close)
     stage.route_to(url)
     return Theatre(stage, url)

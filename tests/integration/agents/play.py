@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.service_client import ServiceClient
@@ -38,12 +38,17 @@ class Episode(msgspec.Struct):
     export: ExportSettings = ExportSettings()
 
 
-class Order(msgspec.Struct):
-    """Episodes to run side by side."""
+class Place(msgspec.Struct):
+    """Where the proxy is found."""
 
     run_dir: str
     cell: str
     admin_key: str
+
+
+class Order(Place):
+    """Episodes to run side by side."""
+
     episodes: list[Episode]
 
 
@@ -58,19 +63,27 @@ class Played(msgspec.Struct):
     """What the agent took for the model's last words."""
 
 
-async def play(order: Order) -> list[Played]:
-    peer = ServiceClient(
-        RunPaths(Path(order.run_dir)).rendezvous_dir, f"proxy-{order.cell}", order.admin_key
-    )
+async def play(
+    place: Place, agent: Agent, session: StartSessionRequest, data: Any
+) -> EpisodeOutcome:
+    """One episode, as a driver runs it; closes the agent."""
+    layout = RunPaths(Path(place.run_dir))
+    peer = ServiceClient(layout.rendezvous_dir, f"proxy-{place.cell}", place.admin_key)
     http_client = make_http_client(TIMEOUT_S)
     try:
-        return await asyncio.gather(*(_play_one(one, peer, http_client) for one in order.episodes))
+        return await run_episode(EpisodeSpec(session, data, TIMEOUT_S), agent, peer, http_client)
     finally:
         await http_client.aclose()
         await peer.close()
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
 
 
-async def _play_one(episode: Episode, peer: ServiceClient, http_client: Any) -> Played:
+async def play_all(order: Order) -> list[Played]:
+    return await asyncio.gather(*(_play_one(order, one) for one in order.episodes))
+
+
+async def _play_one(place: Place, episode: Episode) -> Played:
     heard: list[str] = []
     session = StartSessionRequest(
         episode.workflow,
@@ -79,18 +92,13 @@ async def _play_one(episode: Episode, peer: ServiceClient, http_client: Any) -> 
         seed=7,
         export=episode.export,
     )
-    spec = EpisodeSpec(session, episode.data, TIMEOUT_S)
     agent: Agent
     if episode.subproc:
         agent = SubprocessAgent(episode.workflow, episode.kwargs, 1)
     else:
         agent = load_agent(episode.workflow, episode.kwargs)
         _listen(agent, heard)
-    try:
-        outcome = await run_episode(spec, agent, peer, http_client)
-    finally:
-        if isinstance(agent, SubprocessAgent):
-            agent.close()
+    outcome = await play(place, agent, session, episode.data)
     return Played(outcome.status, outcome.reason, outcome.session_id, outcome.reward, heard)
 
 
@@ -106,5 +114,5 @@ def _listen(agent: Any, heard: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    done = asyncio.run(play(msgspec.json.decode(sys.stdin.buffer.read(), type=Order)))
+    done = asyncio.run(play_all(msgspec.json.decode(sys.stdin.buffer.read(), type=Order)))
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(done))

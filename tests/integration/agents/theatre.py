@@ -86,30 +86,35 @@ class Theatre:
         for episode in episodes:
             self._tickets += 1
             orders.append({"ticket_id": self._tickets, "data": TASK, **episode})
-        order = {
-            "run_dir": str(self.stage.layout.root),
-            "cell": CELL,
-            "admin_key": self.stage.admin_key,
-            "episodes": orders,
-        }
-        report = self.stage.layout.root / "played.json"
-        done = subprocess.run(
-            [python_of(environment), FOLDER / "play.py", report],
-            cwd=CHECKOUT,
-            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-            input=msgspec.json.encode(order),
-            capture_output=True,
-            timeout=110,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        played = msgspec.json.decode(report.read_bytes())
+        played = self.report(environment, FOLDER / "play.py", {"episodes": orders}, 110)
         for one in played:
             assert one["status"] == "ok", one["reason"]
         book = self._book()
         return [
             Scene(one["heard"], book.sessions[one["session_id"]], self.encoder) for one in played
         ]
+
+    def report(
+        self, environment: str, script: Path, order: dict[str, Any], timeout_s: float
+    ) -> Any:
+        """What a script of these tests reports of an order, run by an environment's Python."""
+        place = {
+            "run_dir": str(self.stage.layout.root),
+            "cell": CELL,
+            "admin_key": self.stage.admin_key,
+        }
+        report = self.stage.layout.root / f"{script.stem}_{environment}.json"
+        done = subprocess.run(
+            [python_of(environment), script, report],
+            cwd=CHECKOUT,
+            env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{FOLDER}"},
+            input=msgspec.json.encode({**place, **order}),
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        return msgspec.json.decode(report.read_bytes())
 
     def _book(self) -> SessionStore:
         """What the proxy's journal holds by now."""

@@ -43,10 +43,11 @@ def stage(
 @pytest.fixture(scope="module")
 def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A scripted model whose format is that of Qwen3, and the real parsers."""
-    stage = Stage(tmp_path_factory.mktemp("parsing"))
-    stage.stop_proxy()
-    formats = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    stage.configure({**stage.config, **formats, "serve_python": get_interpreter("serve", "auto")})
-    stage.start_proxy()
+    stage = Stage(
+        tmp_path_factory.mktemp("parsing"),
+        tool_call_parser="qwen25",
+        reasoning_parser="qwen3",
+        serve_python=get_interpreter("serve", "auto"),
+    )
     yield stage
     stage.close()

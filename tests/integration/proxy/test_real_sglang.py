@@ -1,21 +1,26 @@
-"""The proxy in front of the real SGLang: exact tokens, exact log-probabilities, same payloads."""
+"""Proxy and client before the real SGLang: exact tokens and log-probabilities, same payloads."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
+from transformers import AutoTokenizer
 
+from areal_hpc.client.areal_openai import ArealOpenAI
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
+from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -168,11 +173,10 @@ def test_scripted_streams_are_those_of_the_real_server(
 def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
     _, key = stage.open_session(REF)
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
-    messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
-    whole = stage.chat(key, messages, **asked).json()["choices"][0]
+    whole = stage.chat(key, QUESTION, **asked).json()["choices"][0]
     with stage.client(key) as client:
         chunks = list(
-            client.chat.completions.create(model="m", messages=messages, stream=True, **asked)
+            client.chat.completions.create(model="m", messages=QUESTION, stream=True, **asked)
         )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole["message"]["content"]
@@ -184,11 +188,10 @@ def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
 
 def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
     _, key = stage.open_session(REF)
-    messages: list[Any] = [{"role": "user", "content": "Count."}]
     with (
         stage.client(key) as client,
         client.chat.completions.create(
-            model="m", messages=messages, stream=True, max_tokens=900, logit_bias={"2": -100}
+            model="m", messages=QUESTION, stream=True, max_tokens=900, logit_bias={"2": -100}
         ) as chunks,
     ):
         for _ in range(5):
@@ -245,3 +248,45 @@ def test_limits_are_the_requests_fault_or_bound_its_reply(stage: Stage) -> None:
     choices = several.json()["choices"]
     assert [len(choice["logprobs"]["content"]) for choice in choices] == [4, 4, 4]
     assert len(choices[0]["logprobs"]["content"][0]["top_logprobs"]) == 3
+
+
+def test_the_real_engine_calls_the_tool_it_must(
+    model_dir: Path, sglang_url: str, tmp_path: Path
+) -> None:
+    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
+    real = Stage(tmp_path, model_dir=model_dir, context_tokens=1024, **formats)
+    real.route_to(sglang_url)
+    strict = {**CHAT_TOOL, "function": {**CHAT_TOOL["function"], "strict": True}}
+    _, key = real.open_session()
+    for asked in ({}, {"parallel_tool_calls": False}):
+        answer = real.chat(
+            key, QUESTION, tools=[strict], tool_choice="required", max_tokens=200,
+            logit_bias={"2": -5}, **asked,
+        )  # fmt: skip
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        assert message.get("tool_calls"), message
+        assert message["tool_calls"][0]["function"]["name"] == "add"
+    real.close()
+
+
+def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_dir: Path) -> None:
+    async def two_turns() -> ArealOpenAI:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        client = ArealOpenAI(sglang_url, tokenizer, chat_template_type="concat")
+        create = client.chat.completions.create
+        first = await create(model="m", messages=QUESTION, max_tokens=12)
+        reply = first.choices[0].message
+        messages: list[Any] = [*QUESTION, reply, {"role": "user", "content": "Sure?"}]
+        await create(model="m", messages=messages, max_tokens=12)
+        client.set_final_reward(1.0)
+        await client.close()
+        return client
+
+    (row,) = asyncio.run(two_turns()).export_interactions("concat", 0.5).values()
+    tensors = {name: tensor[0].numpy() for name, tensor in row.to_tensor_dict().items()}
+    assert row.interaction.reuse == "reused"
+    said = tensors["loss_mask"] == 1
+    scored = np.asarray(scores(sglang_url, tensors["input_ids"].tolist(), 1.0))
+    assert np.abs(tensors["logprobs"] - scored)[said].max() < 1e-3
+    assert (tensors["versions"] == np.where(said, 1 << 32, -1)).all()

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: SGLang's own parsers, in a process of their own, behind the proxy."""
+"""Tool calls and reasoning in every dialect: SGLang's own parsers, in a process of their own."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
+from anthropic import Anthropic
 
-from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
-ADD: ChatCompletionFunctionToolParam = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
-            "required": ["x", "y"],
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x", "y"],
 }
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
+ADD = {"name": "add", "description": "Add two numbers."}
+CHAT_TOOL: Any = {"type": "function", "function": {**ADD, "parameters": PARAMETERS}}
+FUNCTION: Any = {"type": "function", **ADD, "parameters": PARAMETERS, "strict": None}
+"""Of Responses."""
+TOOL: Any = {**ADD, "input_schema": PARAMETERS}
+"""Of Messages."""
+QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
+THOUGHT = "<think>\nadd them\n</think>\n\n"
+ASKED: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": QUESTION, "tools": [CHAT_TOOL]},
+    "messages": {"messages": QUESTION, "tools": [TOOL], "max_tokens": 200},
+    "responses": {"input": QUESTION, "tools": [FUNCTION]},
+}
+"""A question with the tool, by its route."""
 UNKNOWN = '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
 
@@ -41,6 +46,15 @@ def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:
     stage.sglang.script = lambda request: Script(text, piece_tokens=piece_tokens)
     stage.sglang.incremental = True
     return stage.open_session(TicketRef(1, 0))[1]
+
+
+def assert_spliced(stage: Stage, said: str, tail: str) -> None:
+    """The last request reads what the model said before, token by token, and then `tail`."""
+    before, after = (request["input_ids"] for request in stage.sglang.requests[-2:])
+    own = stage.tokenizer.encode(said + "<|im_end|>").ids
+    assert after[: len(before) + len(own)] == before + own
+    rest = stage.tokenizer.decode(after[len(before) + len(own) :], skip_special_tokens=False)
+    assert rest == f"\n{tail}<|im_start|>assistant\n"
 
 
 def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
@@ -60,7 +74,7 @@ def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
         (CALL, None, None, 1),
         ("I add. " + CALL, "I add.", None, 1),
         (CALL + "\n" + CALL, None, None, 2),
-        (f"<think>\nadd them\n</think>\n\n{CALL}", None, "add them", 1),
+        (THOUGHT + CALL, None, "add them", 1),
         ("<think>\nhard\n</think>\n\n7", "7", "hard", 0),
         (BROKEN, BROKEN, None, 0),
         (UNKNOWN, UNKNOWN, None, 0),
@@ -79,9 +93,9 @@ def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
     stage = parsing_stage
     key = says(stage, said, piece_tokens or 1)
     if piece_tokens:
-        message = streamed(stage, key, tools=[ADD])
+        message = streamed(stage, key, tools=[CHAT_TOOL])
     else:
-        answer = stage.chat(key, QUESTION, tools=[ADD])
+        answer = stage.chat(key, QUESTION, tools=[CHAT_TOOL])
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         message = choice["message"]
@@ -102,8 +116,8 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(
     parsing_stage: Stage,
 ) -> None:
     stage = parsing_stage
-    key = says(stage, f"<think>\nadd them\n</think>\n\n{CALL}")
-    first = stage.chat(key, QUESTION, tools=[ADD]).json()["choices"][0]["message"]
+    key = says(stage, THOUGHT + CALL)
+    first = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     (call,) = first["tool_calls"]
     # As SDKs give it back: other spacing, no nulls, no reasoning.
     arguments = json.dumps({"y": 4, "x": 3}, indent=1)
@@ -113,60 +127,14 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "7"},
     ]
-    assert stage.chat(key, history, tools=[ADD]).status_code == 200
-    before, after = (request["input_ids"] for request in stage.sglang.requests)
-    own = stage.tokenizer.encode(f"<think>\nadd them\n</think>\n\n{CALL}<|im_end|>").ids
-    assert after[: len(before) + len(own)] == before + own
-    assert stage.tokenizer.decode(after[len(before) + len(own) :], skip_special_tokens=False) == (
-        "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "tag"),
-    [
-        ({"tool_choice": "required"}, {"at_least_one": True}),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
-            {"at_least_one": True},
-        ),
-        ({"parallel_tool_calls": False}, {"at_least_one": False, "stop_after_first": True}),
-        (
-            {"tool_choice": "required", "parallel_tool_calls": False},
-            {"at_least_one": True, "stop_after_first": True},
-        ),
-    ],
-)
-def test_what_is_asked_of_tool_calls_becomes_a_grammar(
-    parsing_stage: Stage, asked: dict[str, Any], tag: dict[str, Any]
-) -> None:
-    key = says(parsing_stage, CALL)
-    answer = parsing_stage.chat(key, QUESTION, tools=[ADD], **asked)
-    assert answer.status_code == 200, answer.text
-    params = parsing_stage.sglang.requests[0]["sampling_params"]
-    grammar = json.loads(params["structural_tag"])
-    grammar = grammar.get("format", grammar)
-    assert {name: grammar[name] for name in tag} == tag
-    assert params["skip_special_tokens"] is False
-
-
-def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
-    parsing_stage: Stage,
-) -> None:
-    key = says(parsing_stage, CALL)
-    asked = {"tool_choice": "required", "response_format": {"type": "json_object"}}
-    answer = parsing_stage.chat(key, QUESTION, tools=[ADD], **asked)
-    assert answer.status_code == 200, answer.text
-    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
-    params = parsing_stage.sglang.requests[0]["sampling_params"]
-    assert "json_schema" not in params
-    assert "structural_tag" in params
+    assert stage.chat(key, history, tools=[CHAT_TOOL]).status_code == 200
+    assert_spliced(stage, THOUGHT + CALL, "<|im_start|>tool\n7<|im_end|>\n")
 
 
 def test_a_stream_has_one_call_a_chunk(parsing_stage: Stage) -> None:
     key = says(parsing_stage, f"I add. {CALL}\n{CALL}")
     with parsing_stage.client(key) as client:
-        asked: Any = {"model": "m", "messages": QUESTION, "tools": [ADD], "stream": True}
+        asked: Any = {"model": "m", "messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
         chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked)]
     calling = [delta.tool_calls for delta in chunks if delta.tool_calls]
     assert [len(calls) for calls in calling] == [1, 1]
@@ -185,7 +153,7 @@ def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(
     parsing_stage: Stage,
 ) -> None:
     key = says(parsing_stage, CALL)
-    message = parsing_stage.chat(key, QUESTION, tools=[ADD], tool_choice="none").json()
+    message = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL], tool_choice="none").json()
     assert message["choices"][0]["message"]["content"] == CALL
     prompt = parsing_stage.tokenizer.decode(parsing_stage.sglang.requests[0]["input_ids"])
     assert "add" not in prompt
@@ -202,41 +170,260 @@ def test_what_cannot_hold_together_is_refused(
     parsing_stage: Stage, asked: dict[str, Any], param: str
 ) -> None:
     key = says(parsing_stage, CALL)
-    answer = parsing_stage.chat(key, QUESTION, tools=[ADD], **asked)
+    answer = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL], **asked)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_parsers_that_die_are_started_again(parsing_stage: Stage) -> None:
-    assert parsing_stage._process is not None
-    proxy_pid = parsing_stage._process.pid
     key = says(parsing_stage, CALL)
-    assert parsing_stage.chat(key, QUESTION, tools=[ADD]).status_code == 200
-    threads = Path(f"/proc/{proxy_pid}/task").glob("*/children")
+    assert parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
+    threads = Path(f"/proc/{parsing_stage.pid}/task").glob("*/children")
     (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
     os.kill(parsers, signal.SIGKILL)
     parsing_stage.http.timeout = 120.0  # they import SGLang again
-    message = parsing_stage.chat(key, QUESTION, tools=[ADD]).json()["choices"][0]["message"]
+    message = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
-def test_the_real_engine_calls_the_tool_it_must(
-    stage: Stage, model_dir: Any, sglang_url: str, tmp_path: Any
+# In the other dialects ---------------------------------------------------------------------------
+
+
+def anthropic(stage: Stage, key: str) -> Anthropic:
+    return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
+
+
+SAID = pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (CALL, ["call"]),
+        (f"I add. {CALL}\n{CALL}", ["text", "call", "call"]),
+        (f"{THOUGHT}{CALL}", ["reasoning", "call"]),
+        (f"{THOUGHT}Seven.", ["reasoning", "text"]),
+    ],
+)
+BLOCKS = {"tool_use": "call", "thinking": "reasoning", "text": "text"}
+ITEMS = {"function_call": "call", "reasoning": "reasoning", "message": "text"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@SAID
+def test_anthropics_blocks_come_back_as_the_models_own_tokens(
+    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
 ) -> None:
-    real = Stage(tmp_path, model_dir=model_dir, context_tokens=1024)
-    real.stop_proxy()
-    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
-    real.configure({**real.config, **formats})
-    real.start_proxy()
-    real.route_to(sglang_url)
-    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
-    _, key = real.open_session()
-    for asked in ({}, {"parallel_tool_calls": False}):
-        answer = real.chat(
-            key, QUESTION, tools=[strict], tool_choice="required", max_tokens=200,
-            logit_bias={"2": -5}, **asked,
-        )  # fmt: skip
-        assert answer.status_code == 200, answer.text
-        message = answer.json()["choices"][0]["message"]
-        assert message.get("tool_calls"), message
-        assert message["tool_calls"][0]["function"]["name"] == "add"
-    real.close()
+    stage = parsing_stage
+    key = says(stage, said)
+    asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+    with anthropic(stage, key) as client:
+        if streams:
+            with client.messages.stream(messages=QUESTION, **asked) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(messages=QUESTION, **asked)
+        assert [BLOCKS[block.type] for block in message.content] == kinds
+        calls = [block for block in message.content if block.type == "tool_use"]
+        assert [call.input for call in calls] == [{"x": 3, "y": 4}] * len(calls)
+        assert message.stop_reason == ("tool_use" if calls else "end_turn")
+        reply: Any = {"role": "assistant", "content": message.content}
+        result = {"type": "tool_result", "content": "7"}
+        results = [{**result, "tool_use_id": call.id} for call in calls]
+        answer: Any = {"role": "user", "content": results or "Sure?"}
+        client.messages.create(messages=[*QUESTION, reply, answer], **asked)
+    tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
+    assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@SAID
+def test_openais_items_come_back_as_the_models_own_tokens(
+    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
+) -> None:
+    stage = parsing_stage
+    key = says(stage, said)
+    with stage.client(key) as client:
+        if streams:
+            with client.responses.stream(model="m", input=QUESTION, tools=[FUNCTION]) as stream:
+                response: Any = stream.get_final_response()
+        else:
+            response = client.responses.create(model="m", input=QUESTION, tools=[FUNCTION])
+        assert [ITEMS[item.type] for item in response.output] == kinds
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"x": 3, "y": 4}] * len(calls)
+        # Agents hand items back as they came.
+        items: list[Any] = [item.to_dict() for item in response.output]
+        result = {"type": "function_call_output", "output": "7"}
+        results = [{**result, "call_id": call.call_id} for call in calls]
+        asked = results or [{"role": "user", "content": "Sure?"}]
+        history: Any = [*QUESTION, *items, *asked]
+        client.responses.create(model="m", input=history, tools=[FUNCTION])
+        tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
+        assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+        following: Any = {"input": asked, "previous_response_id": response.id}
+        client.responses.create(model="m", tools=[FUNCTION], **following)
+    assert stage.sglang.requests[-1]["input_ids"] == stage.sglang.requests[-2]["input_ids"]
+
+
+def test_a_tool_in_a_namespace_is_called_by_both_names(parsing_stage: Stage) -> None:
+    stage = parsing_stage
+    said = CALL.replace("add", "sums.add")
+    key = says(stage, said)
+    space: Any = {"type": "namespace", "name": "sums", "description": "", "tools": [FUNCTION]}
+    with stage.client(key) as client:
+        response = client.responses.create(model="m", input=QUESTION, tools=[space])
+        (call,) = response.output
+        assert call.type == "function_call"
+        assert (call.namespace, call.name) == ("sums", "add")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+        history: Any = [*QUESTION, call.to_dict(), result]
+        client.responses.create(model="m", input=history, tools=[space])
+    assert_spliced(stage, said, "<|im_start|>tool\n7<|im_end|>\n")
+
+
+def test_a_conversation_with_tools_may_change_its_dialect(parsing_stage: Stage) -> None:
+    stage = parsing_stage
+    key = says(stage, CALL)
+    with anthropic(stage, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+        message = client.messages.create(messages=QUESTION, **asked)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    with stage.client(key) as client:
+        named = {"call_id": call.id, "name": "add", "arguments": '{"y": 4, "x": 3}'}
+        result = {"type": "function_call_output", "call_id": call.id, "output": "7"}
+        history: Any = [*QUESTION, {"type": "function_call", **named}, result]
+        client.responses.create(model="m", input=history, tools=[FUNCTION])
+    assert_spliced(stage, CALL, "<|im_start|>tool\n7<|im_end|>\n")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
+    parsing_stage: Stage, streams: bool
+) -> None:
+    key = says(parsing_stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
+    with anthropic(parsing_stage, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
+        if streams:
+            with client.messages.stream(**asked) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    (block,) = message.content
+    assert block.type == "text"
+    assert json.loads(block.text) == {"name": "add", "arguments": "3 + 4"}
+    assert message.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("responses", {"input": QUESTION, "reasoning": {"effort": "none"}}),
+        ("chat/completions", {"messages": QUESTION, "reasoning_effort": "none"}),
+    ],
+)
+def test_no_effort_is_told_to_the_template(
+    parsing_stage: Stage, route: str, asked: dict[str, Any]
+) -> None:
+    key = says(parsing_stage, "7")
+    answer = parsing_stage.post(f"/v1/{route}", asked, key)
+    assert answer.status_code == 200, answer.text
+    (interaction,) = parsing_stage.journaled(key)
+    assert json.loads(interaction.context)[1]["enable_thinking"] is False
+    assert "effort" not in parsing_stage.http.get(f"{parsing_stage.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive", "display": "omitted"}, True),
+        ({"type": "adaptive"}, True),
+        ({"type": "disabled"}, False),
+    ],
+)
+def test_thinking_is_told_to_the_template(
+    parsing_stage: Stage, thinking: dict[str, Any], variables: bool
+) -> None:
+    key = says(parsing_stage, "7")
+    body = {"messages": QUESTION, "max_tokens": 200, "thinking": thinking}
+    answer = parsing_stage.post("/v1/messages", body, key)
+    assert answer.status_code == 200, answer.text
+    (interaction,) = parsing_stage.journaled(key)
+    assert json.loads(interaction.context)[1]["enable_thinking"] is variables
+
+
+def ask(stage: Stage, route: str, said: str, **more: Any) -> dict[str, Any]:
+    """The request that reaches the model when it is asked with its tool."""
+    key = says(stage, said)
+    answer = stage.post(f"/v1/{route}", {**ASKED[route], **more}, key)
+    assert answer.status_code == 200, answer.text
+    (request,) = stage.sglang.requests
+    return request
+
+
+CHOSEN = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "tag"),
+    [
+        ("chat/completions", {"tool_choice": "required"}, {"at_least_one": True}),
+        ("chat/completions", {"tool_choice": CHOSEN}, {"at_least_one": True}),
+        (
+            "chat/completions",
+            {"parallel_tool_calls": False},
+            {"at_least_one": False, "stop_after_first": True},
+        ),
+        (
+            "chat/completions",
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"at_least_one": True, "stop_after_first": True},
+        ),
+        ("messages", {"tool_choice": {"type": "any"}}, {"at_least_one": True}),
+        ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, {"at_least_one": True}),
+        (
+            "messages",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"stop_after_first": True},
+        ),
+    ],
+)
+def test_what_is_asked_of_tool_calls_becomes_a_grammar(
+    parsing_stage: Stage, route: str, asked: dict[str, Any], tag: dict[str, Any]
+) -> None:
+    params = ask(parsing_stage, route, CALL, **asked)["sampling_params"]
+    grammar = json.loads(params["structural_tag"])
+    grammar = grammar.get("format", grammar)
+    assert {name: grammar[name] for name in tag} == tag
+    assert params["skip_special_tokens"] is False
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        (
+            "chat/completions",
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        ),
+        (
+            "responses",
+            {
+                "tools": [FUNCTION, {"type": "web_search"}],
+                "tool_choice": {"type": "function", "name": "add"},
+                "text": {"format": {"type": "json_object"}},
+            },
+        ),
+        (
+            "messages",
+            {
+                "tool_choice": {"type": "tool", "name": "add"},
+                "output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}},
+            },
+        ),
+    ],
+)
+def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
+    parsing_stage: Stage, route: str, asked: dict[str, Any]
+) -> None:
+    request = ask(parsing_stage, route, CALL, **asked)
+    assert "json_schema" not in request["sampling_params"]
+    assert "structural_tag" in request["sampling_params"]
+    assert "web_search" not in parsing_stage.tokenizer.decode(request["input_ids"])

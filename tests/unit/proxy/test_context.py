@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.proxy.completion.model import read_context_tokens
+from areal_hpc.proxy.engine.model_call import read_context_tokens
 
 
 def test_the_models_own_limit_is_read(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from areal_hpc.proxy.sessions.events import (
     TicketFinished,
     TicketsSealed,
     TicketsSettled,
-    decode_event,
-    encode_event,
 )
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
@@ -180,12 +178,6 @@ class RecorderMachine(RuleBasedStateMachine):
 
 RecorderMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
 test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
-
-
-def test_events_survive_the_journal_as_they_are() -> None:
-    interaction = say(InteractionTree(), [user("a")], "b")
-    event = InteractionAdded("s", interaction)
-    assert decode_event(encode_event(event)) == event
 
 
 def test_a_key_is_found_by_its_digest_alone() -> None:

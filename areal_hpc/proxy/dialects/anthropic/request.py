@@ -1,9 +1,4 @@
-"""Anthropic Messages requests.
-
-Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
-name. `model` is any name: a cell serves one model. `max_tokens` may be left out: then the session's
-own limit holds.
-"""
+"""Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
 from __future__ import annotations
 
@@ -29,6 +24,7 @@ from areal_hpc.proxy.dialects.validation import (
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
+from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message, strip_volatile_lines
 from areal_hpc.wire.proxy import SamplingDefaults
@@ -228,8 +224,7 @@ def _assistant(message: _InputMessage, i: int) -> Message:
             reasoning += block.thinking
         elif isinstance(block, _ToolUse):
             arguments = msgspec.json.encode(block.input).decode()
-            function = {"name": block.name, "arguments": arguments}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append(format_tool_call(block.id, block.name, arguments))
         else:
             raise _misplaced(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}

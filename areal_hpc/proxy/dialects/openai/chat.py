@@ -1,9 +1,4 @@
-"""OpenAI Chat Completions.
-
-Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
-name. `model` is any name: a cell serves one model, whatever an agent calls it. `seed` is passed on;
-SGLang uses it when it runs deterministically.
-"""
+"""OpenAI Chat Completions. SGLang uses `seed` when it runs deterministically."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ from areal_hpc.proxy.dialects.validation import (
 )
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import ToolCallDelta
+from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
@@ -130,15 +125,13 @@ def _call_of(request: ChatRequest, defaults: SamplingDefaults, model: ServedMode
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
     limit = request.max_completion_tokens or request.max_tokens or 0
-    effort = effort_variables(request.reasoning_effort, model)
     ignored = [*hints_in(request)]
-    if request.reasoning_effort is not None and effort is None:
-        ignored.append("reasoning_effort")
+    effort = effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
     return ModelCall(
         messages=messages,
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables={**(effort or {}), **(request.chat_template_kwargs or {})} or None,
+        variables={**effort, **(request.chat_template_kwargs or {})} or None,
         sampling=build_sampling_params(request, defaults, choice, limit),
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
@@ -193,7 +186,9 @@ class _ChatExchange(ChoiceExchange):
             message["reasoning_content"] = said.reasoning
         if said.calls:
             message["content"] = said.text or None
-            message["tool_calls"] = [_call(call) for call in said.calls]
+            message["tool_calls"] = [
+                format_tool_call(call.call_id, call.name, call.arguments) for call in said.calls
+            ]
         return {
             "index": answer.choice,
             "finish_reason": answer.finish_reason,
@@ -209,9 +204,10 @@ class _ChatExchange(ChoiceExchange):
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
-            whole = {"index": call.index, **_call(call)}
-            part = {"index": call.index, "function": {"arguments": call.arguments}}
-            calls = [whole if call.call_id else part]
+            part: dict[str, Any] = {"function": {"arguments": call.arguments}}
+            if call.call_id:
+                part = format_tool_call(call.call_id, call.name, call.arguments)
+            calls = [{"index": call.index, **part}]
             chunks.append(self._chunk(delta.choice, {"tool_calls": calls}))
         return b"".join(chunks)
 
@@ -237,11 +233,6 @@ class _ChatExchange(ChoiceExchange):
         if not self._with_logprobs:
             return None
         return {"content": format_logprobs(said, self.model.encoder), "refusal": None}
-
-
-def _call(call: ToolCallDelta) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
 
 
 CHAT = Dialect(ChatRequest, _ChatExchange, format_error)

@@ -1,8 +1,7 @@
 """OpenAI legacy Completions.
 
-The prompt is text or token ids and is read as it is; one prompt a request. Every parameter is
-honored, a hint, or refused by name, as in `chat`. Without `max_tokens` the session's own limit
-holds.
+The prompt is text or token ids and is read as it is; one prompt a request. Without `max_tokens` the
+session's own limit holds.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from areal_hpc.errors import RequestError
+from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 
@@ -109,11 +110,8 @@ def _said(item: InputItem, i: int) -> dict[str, Any] | None:
         parts = item.content or item.summary or []
         return {"reasoning_content": _text(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
-        function = {
-            "name": qualify_tool_name(item.namespace, item.name or ""),
-            "arguments": item.arguments,
-        }
-        return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+        name = qualify_tool_name(item.namespace, item.name or "")
+        return {"tool_calls": [format_tool_call(item.call_id, name, item.arguments or "")]}
     if item.type == "message" and item.role == "assistant":
         return {"content": _text(item.content or "", f"input[{i}].content", joint="")}
     return None

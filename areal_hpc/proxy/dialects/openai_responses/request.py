@@ -1,8 +1,7 @@
 """OpenAI Responses requests.
 
-Every parameter is honored, accepted without effect because it is a hint (`hints`), or refused by
-name. `model` is any name: a cell serves one model. `store` says whether the reply can be retrieved;
-a session records everything. Reasoning is given in the open, and taken back from there.
+`store` says whether the reply can be retrieved; a session records everything. Reasoning is given in
+the open, and taken back from there.
 """
 
 from __future__ import annotations
@@ -160,9 +159,7 @@ def build_call(
     if not messages:
         raise RequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None
-    variables = effort_variables(effort, model)
-    if effort is not None and variables is None:
-        ignored.append("reasoning.effort")
+    variables = effort_variables(effort, model, "reasoning.effort", ignored)
     if any(name != LOGPROBS for name in request.include or ()):
         ignored.append("include")
     form, schema = request.text.format if request.text else _TextFormat(), None
@@ -174,7 +171,7 @@ def build_call(
         messages=messages,
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=variables,
+        variables=variables or None,
         sampling=SamplingParams(
             temperature=first_given(request.temperature, defaults.temperature),
             max_new_tokens=request.max_output_tokens or 0,

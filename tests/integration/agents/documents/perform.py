@@ -13,20 +13,22 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_pickle import save_agent
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
+
+if TYPE_CHECKING:
+    from tests.integration.agents.play import Place, play
+else:  # some environments have a package `tests` of their own
+    from play import Place, play
 
 TIMEOUT_S = 100.0
 FAR_TOKENS = 1000
@@ -42,12 +44,9 @@ class Part(msgspec.Struct):
     after: str
 
 
-class Order(msgspec.Struct):
+class Order(Place):
     """Blocks, and whom they talk to."""
 
-    run_dir: str
-    cell: str
-    admin_key: str
     engine: str
     model_dir: str
     first_ticket: int
@@ -65,7 +64,6 @@ class Reader:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._layout = RunPaths(Path(order.run_dir))
         self._tickets = iter(range(order.first_ticket, order.first_ticket + 1000))
 
     def names(self) -> dict[str, Any]:
@@ -88,18 +86,12 @@ class Reader:
 
     async def subproc_episode(self, workflow: Any) -> float:
         """The same in a process of its own."""
-        folder = self._layout.agent_dir
+        folder = RunPaths(Path(self._order.run_dir)).agent_dir
         sys.path.insert(0, str(folder))
-        agent = SubprocessAgent(save_agent(workflow, {}, folder, (), alias=True), {}, 1)
-        try:
-            return await self._play(agent)
-        finally:
-            agent.close()
+        saved = save_agent(workflow, {}, folder, (), alias=True)
+        return await self._play(SubprocessAgent(saved, {}, 1))
 
     async def _play(self, agent: Any) -> float:
-        order = self._order
-        peer = ServiceClient(self._layout.rendezvous_dir, f"proxy-{order.cell}", order.admin_key)
-        http_client = make_http_client(TIMEOUT_S)
         session = StartSessionRequest(
             "document",
             TicketRef(next(self._tickets), 0),
@@ -107,12 +99,7 @@ class Reader:
             seed=7,
             export=ExportSettings("individual", turn_discount=0.0),
         )
-        spec = EpisodeSpec(session, dict(self.names()["data"]), TIMEOUT_S)
-        try:
-            outcome = await run_episode(spec, agent, peer, http_client)
-        finally:
-            await http_client.aclose()
-            await peer.close()
+        outcome = await play(self._order, agent, session, self.names()["data"])
         assert outcome.status == "ok", outcome.reason
         return outcome.reward
 

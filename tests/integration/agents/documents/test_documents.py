@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -12,8 +10,6 @@ import pytest
 from tests.integration.agents.theatre import Theatre
 from tests.support.document_scenes import SCENES
 from tests.support.documents import blocks
-from tests.support.environments import CHECKOUT, python_of
-from tests.support.scripted_sglang import CELL
 
 FIRST_TICKETS = {"agents": 100_000, "camel": 101_000, "frameworks": 102_000}
 """By environment, away from those of the folder above. They decide what the model samples, so
@@ -21,14 +17,10 @@ they must not depend on the order of tests."""
 _reports: dict[str, dict[str, str]] = {}
 
 
-def report_of(environment: str, theatre: Theatre) -> dict[str, str]:
-    """How the blocks of an environment went; all of them share one process."""
-    if environment not in _reports:
-        _reports[environment] = performed(environment, theatre)
-    return _reports[environment]
-
-
 def performed(environment: str, theatre: Theatre) -> dict[str, str]:
+    """How the blocks of an environment went; all of them share one process."""
+    if environment in _reports:
+        return _reports[environment]
     parts = [
         {
             "key": block.key,
@@ -40,29 +32,17 @@ def performed(environment: str, theatre: Theatre) -> dict[str, str]:
         if (scene := SCENES.get(block.key)) and scene.environment == environment
     ]
     order = {
-        "run_dir": str(theatre.stage.layout.root),
-        "cell": CELL,
-        "admin_key": theatre.stage.admin_key,
         "engine": theatre.url,
         "model_dir": str(theatre.stage.model_dir),
         "first_ticket": FIRST_TICKETS[environment],
         "parts": parts,
     }
-    report = theatre.stage.layout.root / f"documents_{environment}.json"
-    done = subprocess.run(
-        [python_of(environment), Path(__file__).with_name("perform.py"), report],
-        cwd=CHECKOUT,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        input=msgspec.json.encode(order),
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return msgspec.json.decode(report.read_bytes(), type=dict[str, str])
+    report = theatre.report(environment, Path(__file__).with_name("perform.py"), order, 300)
+    _reports[environment] = msgspec.convert(report, dict[str, str])
+    return _reports[environment]
 
 
 @pytest.mark.timeout(500)  # one of them waits for SGLang and for every block of an environment
 @pytest.mark.parametrize("key", sorted(SCENES))
 def test_the_block_runs(key: str, theatre: Theatre) -> None:
-    assert report_of(SCENES[key].environment, theatre)[key] == ""
+    assert performed(SCENES[key].environment, theatre)[key] == ""

@@ -1,0 +1,33 @@
+"""The least request of every dialect; what a proxy's streams and metrics say."""
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.support.proxy_stage import Stage
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
+LEAST: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": QUESTION},
+    "/completions": {"prompt": "hello"},
+    "/messages": {"messages": QUESTION},
+    "/responses": {"input": "hello"},
+}
+"""What a request must have, by its route."""
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The decoded chunks of a streamed (chat) completion."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream"
+    *data, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in data]
+
+
+def counted(stage: Stage, name: str) -> int:
+    """A counter of the proxy's; 0 if it has none of this name and labels."""
+    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return int(float(values.get(f"areal_hpc_proxy_{name}", 0)))
