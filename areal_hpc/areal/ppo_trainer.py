@@ -10,8 +10,8 @@ from typing import Any, Self
 import orjson
 from omegaconf import OmegaConf
 
+from areal_hpc.areal.api.cli_args import BaseExperimentConfig
 from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
-from areal_hpc.areal.config.schema import BaseExperimentConfig
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
