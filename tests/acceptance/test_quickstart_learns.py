@@ -9,7 +9,6 @@ leaves the figures of the others alone.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import subprocess
@@ -24,8 +23,8 @@ import pytest
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
+from tests.support.results import read_results, write_results
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "quickstart.json"
 TABLE = CHECKOUT / "docs" / "learning.md"
 SEEDS = (1, 2, 3)
 HELD_OUT_TASKS = 1024
@@ -47,7 +46,7 @@ SMALL_BATCHES = (
 )
 """With all that the bound admits in flight."""
 LATE = (
-    "rollout.workflow=tests.acceptance.late_agent.LateAgent",
+    "rollout.workflow=tests.support.slow_agent.LateAgent",
     "rollout.workflow_kwargs.judged_after_s=10",
 )
 """Ten seconds from reply to reward; with bound 0 nothing runs ahead, so waiting changes nothing."""
@@ -66,7 +65,7 @@ FRESH, OLD, DECOUPLED, NAIVE_RUN = AGES
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[str, Any]]:
     """What was measured, by name of the run; written out at the end."""
-    measured: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    measured: dict[str, Any] = read_results("quickstart", {})
     yield measured
     if ends := ends_of(measured, "synchronous"):
         measured["synchronous mean"] = mean_of(ends)
@@ -74,7 +73,7 @@ def results() -> Iterator[dict[str, Any]]:
         measured["old minus fresh"] = mean_of(differences)
     if differences := differences_of(measured, DECOUPLED, NAIVE_RUN):
         measured["decoupled minus naive"] = mean_of(differences)
-    RESULTS.write_text(json.dumps(dict(sorted(measured.items())), indent=2) + "\n")
+    write_results("quickstart", dict(sorted(measured.items())))
     TABLE.write_text(page_of(measured))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import signal
 import threading
@@ -20,13 +19,13 @@ from safetensors.torch import save_file
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.results import read_results, write_results
 from tests.support.tables import markdown, write_table
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "update_under_fire.json"
 NOTE = CHECKOUT / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
 
 CELLS = 3
@@ -223,10 +222,10 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
 def keep(row: Row) -> None:
     """Put a case in the place of what was seen of it before; the table waits for all cases."""
     cases = [(party, phase) for party in PARTIES for phase in PHASES]
-    seen = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    seen = read_results("update_under_fire", [])
     rows = {(one["party"], one["phase"]): one for one in [*seen, row]}
     ordered = [rows[case] for case in cases if case in rows]
-    RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
+    write_results("update_under_fire", ordered)
     if len(ordered) == len(cases):
         write_table(NOTE, "parties", table(ordered))
 

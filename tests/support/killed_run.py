@@ -16,6 +16,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, VARIABLE
+from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun
 
 REST_S = 2.0
@@ -190,14 +191,8 @@ class KilledRun(SmallRun):
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
-        events = read_lines(self.layout.events)
-        later: list[float] = [
-            event["time"]
-            for event in events
-            if event["event"] == "weights_published"
-            and event["replicas"]
-            and event["time"] > struck_at
-        ]
+        published = events_of(self.layout, "weights_published", struck_at)
+        later: list[float] = [event["time"] for event in published if event["replicas"]]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
 

@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.interruptions import trained_steps
+from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,7 +25,7 @@ TASKS = 128
 
 def begun(layout: RunPaths) -> list[dict[str, Any]]:
     """The evaluations that began, in order."""
-    return [one for one in read_lines(layout.events) if one["event"] == "evaluation_begun"]
+    return events_of(layout, "evaluation_begun")
 
 
 def step_of(event: dict[str, Any]) -> int:
