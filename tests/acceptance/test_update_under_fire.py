@@ -132,7 +132,8 @@ class Field:
         struck_at = [0.0]
         # Who is held, so that the call does not end before the kill. A replica that joins waits
         # for the sender; all other calls end by themselves.
-        held = [cell.scheduler() for cell in self.cells] if of_sender else [self._scheduler()]
+        concerned = self.cells if of_sender else [self.cells[VICTIM]]
+        held = [cell.scheduler() for cell in concerned]
         if of_sender and phase == "join":
             held = [psutil.Process(self.sender.process.pid)]
 
@@ -165,7 +166,7 @@ class Field:
                 call.join()
 
         for gate, cell in zip(self._gates, self.cells, strict=True):
-            if of_sender or cell is self.cells[VICTIM]:
+            if cell in concerned:
                 gate.trap = Trap(route, nth, 0, spring)
 
         def wait() -> float:
@@ -174,16 +175,13 @@ class Field:
 
         return wait
 
-    def _scheduler(self) -> psutil.Process:
-        return self.cells[VICTIM].scheduler()
-
     def _process(self, party: str) -> psutil.Process:
         victim = self.cells[VICTIM]
         match party:
             case "server":
                 return victim.engine()
             case "scheduler" | "scheduler, which hangs":
-                return self._scheduler()
+                return victim.scheduler()
             case "cell":
                 return psutil.Process(victim.job.pid)
         return psutil.Process(self.sender.process.pid)
