@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, VARIABLE
 from tests.support.run_files import events_of
-from tests.support.small_run import SmallRun
+from tests.support.small_run import SmallRun, started_from
 
 REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
@@ -111,9 +111,7 @@ class KilledRun(SmallRun):
     ) -> None:
         super().__init__(
             root / "runs",
-            "sft=null",
-            "model.tiny=null",
-            f"model.path={model}",
+            *started_from(model),
             f"trainer.total_steps={steps}",
             "trainer.checkpoint_every_steps=2",
             "evaluation.every_steps=4",

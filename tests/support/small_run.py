@@ -42,6 +42,11 @@ CUT_DOWN = (
 )
 
 
+def started_from(model: Path) -> tuple[str, ...]:
+    """Overrides of a run that starts from a model, without SFT."""
+    return ("sft=null", "model.tiny=null", f"model.path={model}")
+
+
 class SmallRun:
     """One run directory and the command that works in it."""
 

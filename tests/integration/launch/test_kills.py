@@ -7,16 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.killed_run import Kill, KilledRun, warmed_up_model
+from tests.support.killed_run import Kill, KilledRun
 from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return warmed_up_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_outlives_its_proxy_its_ledger_and_its_trainer(model: Path, tmp_path: Path) -> None:
