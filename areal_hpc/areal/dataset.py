@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from areal_hpc.areal.api.cli_args import DatasetConfig
 from areal_hpc.dataset.adapters import convert_gsm8k
 from areal_hpc.dataset.sources import iterate_rows
 from areal_hpc.errors import RecipeError
@@ -18,15 +19,8 @@ PUBLIC_DATASETS = {
 """Data sets by the name of their repository or of a clone: which files, and which form."""
 
 
-class NamedDataset(Protocol):
-    """The keys of AReaL's `DatasetConfig` that say which rows."""
-
-    path: str
-    max_length: int | None
-
-
 def get_custom_dataset(
-    split: str, dataset_config: NamedDataset, tokenizer: Any = None
+    split: str, dataset_config: DatasetConfig, tokenizer: Any = None
 ) -> list[dict[str, Any]]:
     """The rows of one split.
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import orjson
 from omegaconf import OmegaConf
 
+from areal_hpc.areal.api.cli_args import BaseExperimentConfig
 from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
-from areal_hpc.areal.config.schema import BaseExperimentConfig
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
@@ -41,8 +41,8 @@ class PPOTrainer:
     """Trains an agent from a script: here, or with `scheduler.type=slurm` on a cluster.
 
     Rows and agent travel in the run directory, and the agent runs with the Python of the script.
-    The run is one like any other: it goes on when the
-    script is started again, and every command of `areal-hpc` understands it.
+    The run is one like any other: it goes on when the script is started again, and every command of
+    `areal-hpc` understands it.
 
     Args:
         config: AReaL's configuration, or a subclass of the user's.
@@ -155,12 +155,10 @@ class PPOTrainer:
 
 
 def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The section `cluster`: over the site's keys those given; the agent runs with this Python.
-
-    In containers the images have interpreters of their own.
-    """
+    """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
+    # The images of containers have interpreters of their own.
     if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":
         merged["agents"] = {"python": sys.executable, **merged.get("agents", {})}
     return dict(merged)
@@ -217,11 +215,7 @@ def _script_folder() -> str:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
-    """Rows as lines of strict JSON.
-
-    Raises:
-        RecipeError: A row is no dict, or holds what JSON cannot.
-    """
+    """Rows as lines of strict JSON."""
     lines = []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -233,11 +227,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
 
 
 def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
-    """Write a task set, visible whole or not at all.
-
-    Raises:
-        RecipeError: The run has another one already, or a row has limits that cannot be kept.
-    """
+    """Write a task set, visible whole or not at all, unless the run has another one already."""
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
     text = b"\n".join(lines) + b"\n"

@@ -97,8 +97,8 @@ def _prefetch(arguments: argparse.Namespace) -> int:
 def _migrate(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from areal_hpc.areal.config.loading import read_areal_tree
     from areal_hpc.areal.config.translation import translate_to_recipe
+    from areal_hpc.areal.loading import read_areal_tree
     from areal_hpc.recipe.loading import build_recipe
 
     translation = translate_to_recipe(

@@ -53,8 +53,6 @@ def run(
 ) -> None:
     """Run a recipe from where it stands to its end; `stop` stops all jobs.
 
-    Further arguments are those of `prepare_run`.
-
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher works in this run directory.
@@ -97,13 +95,9 @@ def run_stage(
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
-    """True if the job did some of the work that it was submitted for. Pure.
+    """True if the job did some of the work that it was submitted for, `lived_s` ago. Pure.
 
-    Args:
-        job: Its name.
-        steps_taken: By the run, since it was submitted.
-        steps_left: To the end of the run.
-        lived_s: How long ago it was submitted.
+    `steps_taken` are the run's since then.
     """
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up

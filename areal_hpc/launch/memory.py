@@ -144,12 +144,8 @@ def count_layer_activations(arch: Architecture, parallel: ParallelConfig, tokens
     """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
 
     The inputs and outputs of both norms; query, key and value as projected and as rotated; what
-    was attended; the MLP's gate, up and product. Routing to experts is taken as even.
-
-    Args:
-        arch: The network.
-        parallel: How it is split.
-        tokens: Of the micro-batch, over all context-parallel ranks.
+    was attended; the MLP's gate, up and product. Routing to experts is taken as even. `tokens` are
+    those of all context-parallel ranks.
     """
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     kept = 4 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries

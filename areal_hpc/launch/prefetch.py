@@ -58,11 +58,6 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
 def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
-    Args:
-        recipe: What is going to run.
-        layout: Where the record goes.
-        say: Told a line per thing.
-
     Raises:
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
@@ -90,11 +85,7 @@ def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> No
 
 
 def _put_in_place(want: PrefetchItem) -> Path:
-    """The folder of the thing (or the file, for a path), downloaded if need be.
-
-    Raises:
-        RecipeError: It cannot be had.
-    """
+    """The folder of the thing (or the file, for a path), downloaded if need be."""
     if not want.patterns:
         path = Path(want.name).resolve()
         if not path.exists():
@@ -124,11 +115,7 @@ def _put_in_place(want: PrefetchItem) -> Path:
 
 
 def _files(folder: Path, want: PrefetchItem) -> list[Path]:
-    """The files of a thing that is in place.
-
-    Raises:
-        RecipeError: None of them is what the recipe names.
-    """
+    """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]
     patterns = want.patterns if want.kind == "dataset" and want.patterns else ("**/*",)

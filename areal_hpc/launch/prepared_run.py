@@ -43,12 +43,8 @@ def prepare_run(
 ) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
 
-    Args:
-        recipe: What is to run.
-        say: Where progress goes.
-        fresh: Move an earlier run aside first.
-        sys_path: Folders from which the user's code is imported, beside the present one.
-        known_problems: What the caller has found wrong already, to be told with the rest.
+    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
+    the present folder. `known_problems` are told with those found here.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.

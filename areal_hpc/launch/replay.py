@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
-from areal_hpc.launch import local_launcher
+from areal_hpc.launch import local_launcher, setup
 from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -62,14 +60,7 @@ class ReplayStart:
 
 
 class ReplayRun:
-    """Steps of a recorded run, to be trained again.
-
-    Args:
-        run: The recorded run; only read.
-        first_step: The first step asked for.
-        last_step: The last one.
-        overrides: `key=value`, of the keys above.
-        out: Where the replay works: nothing, or an earlier try of the same replay.
+    """Steps of a recorded run, to be trained again in `out`: new, or an earlier try of the same.
 
     Raises:
         RecipeError: A step is not recorded, or an override contradicts what is.
@@ -122,8 +113,7 @@ class ReplayRun:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
-        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        write_atomic_private(out.recipe, text.encode())  # it may hold keys of other services
+        setup.write_recipe(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         links[out.sft_export] = run.sft_export
@@ -186,9 +176,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     computed, learnt, problems = [], [], []
     for item in overrides:
         key, _, value = item.partition("=")
-        if _is_one_of(key, COMPUTE_KEYS):
+        if setup.is_one_of(key, COMPUTE_KEYS):
             computed.append(item)
-        elif _is_one_of(key, LEARNING_KEYS):
+        elif setup.is_one_of(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
@@ -198,10 +188,6 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     if problems:
         raise RecipeError.of(problems)
     return computed, learnt
-
-
-def _is_one_of(key: str, known: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in known)
 
 
 def find_start(run: RunPaths, first_step: int) -> ReplayStart:

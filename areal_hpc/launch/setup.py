@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str],
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in IMMUTABLE_KEYS)
+        if is_one_of(key, IMMUTABLE_KEYS)
     ]
     if problems:
         raise RecipeError.of(problems)
@@ -127,13 +127,23 @@ def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str],
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
 
 
+def is_one_of(key: str, known: Sequence[str]) -> bool:
+    """True if a key of a recipe is one of those known, or below one of them."""
+    return any(key == one or key.startswith(f"{one}.") for one in known)
+
+
+def write_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> None:
+    """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    if replaced is not None and path.exists() and path.read_text() != text:
+        path.rename(replaced)
+    # Variables and agent arguments may hold keys of other services.
+    write_atomic_private(path, text.encode())
+
+
 def record_provenance(recipe: Recipe, layout: RunPaths, attempt: int) -> None:
     """Write the resolved recipe, and add this launch to the provenance file."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    if layout.recipe.exists() and layout.recipe.read_text() != text:
-        layout.recipe.rename(layout.replaced_recipe(attempt))
-    # Variables and agent arguments may hold keys of other services.
-    write_atomic_private(layout.recipe, text.encode())
+    write_recipe(recipe, layout.recipe, layout.replaced_recipe(attempt))
     launches = []
     if layout.provenance.exists():
         launches = json.loads(layout.provenance.read_text())["launches"]

@@ -57,8 +57,6 @@ def submit(
 ) -> None:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
-    Arguments are those of `prepare_run`, and those of `areal_hpc.submit`.
-
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
@@ -172,13 +170,8 @@ def build_requests(
 ) -> list[JobRequest]:
     """Requests to Slurm for all that is left of a run; nothing is written.
 
-    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`.
-
-    Args:
-        recipe: What to run.
-        working_folder: Where jobs start.
-        after: Slurm's numbers of jobs that must have succeeded first.
-        place: The run's own unless given.
+    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`. The run's own place holds unless
+    another is given.
 
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.

@@ -42,11 +42,7 @@ class Sweep:
 
 
 def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
-    """The sweep that `KEY=V1,V2,...` asks for.
-
-    Args:
-        load: Reads the recipe with further overrides.
-        array: The key and its values. Each run's trial is called after its value.
+    """The sweep that `KEY=V1,V2,...` asks for. Each run's trial is called after its value.
 
     Raises:
         RecipeError: It asks for no sweep, or the runs could not be one array.

@@ -21,6 +21,7 @@ from areal_hpc.recipe.recipe import TinyModelConfig
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
 ROLE_NAMES = ("system\n", "user\n", "assistant\n")
+INITIALIZER_STD = 0.05
 VOCABULARY_MULTIPLE = 64
 """So that the vocabulary can be split over tensor-parallel ranks."""
 
@@ -70,7 +71,6 @@ def make_tiny_model(
     *,
     max_position_embeddings: int = 2048,
     seed: int = 1,
-    initializer_std: float = 0.05,
     tie: bool = True,
     **sizes: int,
 ) -> None:
@@ -78,15 +78,12 @@ def make_tiny_model(
 
     Args:
         out: The directory; made if missing.
-        texts: What the byte-level BPE tokenizer learns its merges from. Digits stay single.
+        texts: What the tokenizer learns its merges from.
         max_position_embeddings: Longest sequence.
         seed: Of the initial weights.
-        initializer_std: Standard deviation of the initial weights.
         tie: Use the embedding as output layer too.
         **sizes: Of `TinyModelConfig`, where its defaults do not hold. The tokenizer may learn
-            `vocab` tokens, the 256 bytes and 3 special ones included; the vocabulary is filled up
-            to a multiple of 64 with reserved special tokens, so that every id the model can sample
-            has a token.
+            `vocab` tokens, the 256 bytes and 3 special ones included.
     """
     tiny = TinyModelConfig.model_validate(sizes)
     tokenizer = train_tokenizer(texts, tiny.vocab)
@@ -99,7 +96,7 @@ def make_tiny_model(
         **build_tiny_config(tiny),
         **ids,
         "vocab_size": tokenizer.get_vocab_size(),
-        "initializer_range": initializer_std,
+        "initializer_range": INITIALIZER_STD,
         "max_position_embeddings": max_position_embeddings,
         "max_window_layers": tiny.layers,
         "tie_word_embeddings": tie,
@@ -152,7 +149,8 @@ def build_tiny_config(tiny: TinyModelConfig) -> dict[str, Any]:
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A byte-level BPE tokenizer that covers all 256 bytes and keeps digits single.
 
-    Its size is a multiple of 64; ids that training left free are reserved special tokens.
+    Its size is a multiple of 64; ids that training left free are reserved special tokens, so that
+    every id the model can sample has a token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -205,7 +203,7 @@ def init_weights(
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    std = np.float32(config["initializer_range"])
+    std = np.float32(INITIALIZER_STD)
     return {
         name: rng.standard_normal(shape, dtype=np.float32) * std
         if len(shape) == 2

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,10 +15,12 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import VARIABLE
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.commands import areal_hpc
 from tests.support.devclusters import Devcluster
-from tests.support.environments import CHECKOUT
 from tests.support.killed_run import Gate
+from tests.support.run_files import events_of
 from tests.support.small_run import SIZES, processes_of
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 600.0
 """For anything to happen: other work may take most of the machine."""
@@ -35,7 +34,7 @@ CUT_DOWN = (
     "sft.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
-    "rollout.workflow=tests.support.hungry_agent.HungryAgent",
+    "rollout.workflow=tests.support.slow_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
     "trainer.checkpoint_every_steps=5",
@@ -79,15 +78,8 @@ class SlurmRun:
     ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
         faults = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
-        asked = subprocess.run(
-            (sys.executable, "-m", "areal_hpc", *arguments),
-            cwd=CHECKOUT,
-            env={**self.cluster.environ, **faults},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
+        environ = {**self.cluster.environ, **faults}
+        asked = areal_hpc(*arguments, environ=environ, timeout_s=timeout_s)
         assert asked.returncode in codes, asked.stdout + asked.stderr
         return asked.stdout
 
@@ -167,8 +159,7 @@ class SlurmRun:
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened."""
-        rows = read_lines(self.layout.events)
-        return [row for row in rows if row["event"] == name and row["time"] > since]
+        return events_of(self.layout, name, since)
 
     def judged(self) -> list[tuple[int, float]]:
         """Steps whose weights were evaluated, and the held-out rewards."""
@@ -201,10 +192,7 @@ class SlurmRun:
 
     def await_true(self, condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
         """Wait for the run to reach a state."""
-        give_up_at = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < give_up_at, self.explained()
-            time.sleep(0.2)
+        wait_for(condition, within_s, self.explained, every_s=0.2)
 
     def await_steps(self, count: int) -> None:
         """Wait until so many more steps have been taken."""

@@ -7,7 +7,6 @@ back until its supervisor, which is stopped meanwhile, may go on. Writes
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from contextlib import suppress
@@ -17,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
-from tests.support.environments import CHECKOUT
 from tests.support.killed_run import KilledRun, warmed_up_model
+from tests.support.process_commands import command_of
+from tests.support.results import write_results
+from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(1800)
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "elastic.json"
 CELLS = 3
 STEPS = 400
 STEPS_BETWEEN = 5
@@ -56,8 +55,7 @@ class ElasticRun(KilledRun):
         supervisor = next(
             process
             for process in psutil.process_iter()
-            if any(folder in word for word in _command(process))
-            and "submitit" in str(_command(process))
+            if folder in (command := " ".join(command_of(process))) and "submitit" in command
         )
         supervisor.suspend()
         for child in supervisor.children(recursive=True):
@@ -73,14 +71,7 @@ class ElasticRun(KilledRun):
 
     def published(self) -> list[dict[str, Any]]:
         """Every publication so far."""
-        return [
-            one for one in read_lines(self.layout.events) if one["event"] == "weights_published"
-        ]
-
-    def step(self) -> int:
-        """The newest step."""
-        rows = read_lines(self.layout.metrics)
-        return int(rows[-1]["step"]) if rows else -1
+        return events_of(self.layout, "weights_published")
 
     def await_replicas(self, count: int, timeout_s: float) -> None:
         """Wait until `STEPS_BETWEEN` steps in a row were published to so many replicas."""
@@ -91,14 +82,6 @@ class ElasticRun(KilledRun):
             ),
             timeout_s,
         )
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        words: list[str] = process.cmdline()
-        return words
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
 
 
 def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
@@ -114,18 +97,17 @@ def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
     began, known = time.time(), len(run.published())
     run.send_away(0)
     time.sleep(20.0)
-    paused_at = run.step()
+    paused_at = trained_steps(run.layout)
     time.sleep(10.0)
-    assert run.step() == paused_at, "nothing can be trained on without a replica"
+    assert trained_steps(run.layout) == paused_at, "nothing can be trained on without a replica"
     run.call_back()
     run.await_replicas(CELLS, START_TIMEOUT_S)
     seen.append(change(run, "1 -> 0 -> 3", began, known))
     run.press_ctrl_c()
     await_none_left(run, 20.0)
-    events = read_lines(run.layout.events)
-    died = [one["process"] for one in events if one["event"] == "process_exited"]
+    died = [one["process"] for one in events_of(run.layout, "process_exited")]
     assert not [process for process in died if "trainer" in process], died
-    RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
+    write_results("elastic", seen)
     assert max(one["longest_update_s"] for one in seen) <= MOST_MEMBERSHIP_S, seen
 
 

@@ -6,11 +6,9 @@ hypothesis state machine plays sessions. Counts go to `benchmarks/results/fuzz.j
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,13 +28,14 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.acceptance.session_machine import Sessions
 from tests.support.proxy_stage import Stage
+from tests.support.results import read_results, write_results
+from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis"),
 ]
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "fuzz.json"
 REQUESTS_A_ROUTE = 40
 """Of each kind: as described, sound, and wrong."""
 SESSION_PLAYS = 400
@@ -84,9 +83,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def write(name: str, counts: dict[str, Any]) -> None:
     """Put one test's counts beside those of the other."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[name] = counts
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    results = read_results("fuzz", {}) | {name: counts}
+    write_results("fuzz", results, indent=1, sort_keys=True)
 
 
 def operations(stage: Stage) -> Iterator[Any]:
@@ -167,8 +165,6 @@ def test_no_order_of_calls_loses_a_reward(stage: Stage) -> None:
         settings=plays,
     )
     assert counts["rewards_exported"] > 100, counts
-    give_up_at = time.monotonic() + HANG_S
-    while stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"]:
-        assert time.monotonic() < give_up_at, "a call hangs"
-        time.sleep(0.05)
+    health = f"{stage.url}/healthz"
+    wait_for(lambda: not stage.http.get(health).json()["requests_in_flight"], HANG_S)
     write("sessions", {**counts, "seconds": round(time.monotonic() - began, 1)})

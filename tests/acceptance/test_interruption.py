@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.support.interruptions import PHASES, interrupt_in_each, trained_steps
+from tests.support.interruptions import PHASES, interrupt_in_each
+from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun
 
 pytestmark = pytest.mark.timeout(600)

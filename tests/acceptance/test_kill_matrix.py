@@ -6,7 +6,6 @@ command again. Writes `benchmarks/results/kill_matrix.json` and `docs/kill-matri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
+from tests.support.results import write_results
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(3600)
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "kill_matrix.json"
 TABLE = CHECKOUT / "docs" / "kill-matrix.md"
 
 
@@ -35,7 +34,7 @@ def record() -> Iterator[dict[str, Any]]:
     yield parties
     if parties.keys() == PARTIES.keys():
         ordered = {party: parties[party] for party in PARTIES}
-        RESULTS.write_text(json.dumps({"parties": ordered}, indent=2) + "\n")
+        write_results("kill_matrix", {"parties": ordered})
         TABLE.write_text(table(ordered))
 
 

@@ -12,13 +12,10 @@ import pytest
 from tests.support.layout_launch import Findings, launch
 from tests.support.parity_table import (
     DOCUMENT,
-    FAMILIES,
     LAYOUTS,
     RESUMES,
-    Agreement,
-    Resume,
+    ROWS,
     families_of,
-    families_resumed,
     shortcomings,
     write,
 )
@@ -39,21 +36,17 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
             found[layout] = launch(
                 server, tmp_path / layout, LAYOUTS[layout], families_of(layout), others
             )
-    agreements = [
-        Agreement(
-            family,
-            layout,
-            *(found[layout][family][gap] for gap in ("logprob_gap", "gradient_gap", "norm_gap")),
-        )
-        for family in FAMILIES
-        for layout in LAYOUTS
-        if family in families_of(layout)
-    ]
-    resumes = [
-        Resume(family, written, read, gaps["loss_gap"], gaps["weight_gap"])
-        for written, read in RESUMES
-        for family in families_resumed(written, read)
-        for gaps in [found[read][family]["resumed_from"][written]]
-    ]
-    write(agreements, resumes)
+    gap_names = ("logprob_gap", "gradient_gap", "norm_gap")
+    write(
+        "agreements",
+        {
+            (family, layout): tuple(found[layout][family][name] for name in gap_names)
+            for family, layout in ROWS["agreements"]
+        },
+    )
+    resumed = {row: found[row[2]][row[0]]["resumed_from"][row[1]] for row in ROWS["resumes"]}
+    write(
+        "resumes",
+        {row: (gaps["loss_gap"], gaps["weight_gap"]) for row, gaps in resumed.items()},
+    )
     assert shortcomings(DOCUMENT.read_text()) == []

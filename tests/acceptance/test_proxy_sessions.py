@@ -4,7 +4,6 @@ Writes benchmarks/results/proxy_sessions.json.
 """
 
 import asyncio
-import json
 import random
 import time
 from pathlib import Path
@@ -23,9 +22,9 @@ from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest
 from tests.support.prompt_audit import audit_prompt, prompt_ids
 from tests.support.proxy_stage import Stage
+from tests.support.results import read_results, write_results
 from tests.support.scripted_sglang import Script
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "proxy_sessions.json"
 SESSIONS, TURNS = 1000, 8
 KILLED_SESSIONS = 64
 TEXT = "hello world the quick brown fox jumps over lazy dog what is answer careful agent"
@@ -77,11 +76,15 @@ def open_agents(stage: Stage, count: int) -> list[Agent]:
     return [Agent(number, *stage.open_session()) for number in range(count)]
 
 
+def unlimited() -> aiohttp.ClientSession:
+    """For calls of all agents at once, however long they take."""
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector)
+
+
 async def play(agents: list[Agent], url: str, turns: int) -> None:
     """All at once."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    async with unlimited() as http:
         await asyncio.gather(*(agent.speak(http, url, turns) for agent in agents))
 
 
@@ -108,9 +111,8 @@ def memory_mb(stage: Stage, name: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def write_results(**figures: object) -> None:
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**known, **figures}, indent=2) + "\n")
+def record(**figures: object) -> None:
+    write_results("proxy_sessions", read_results("proxy_sessions", {}) | figures)
 
 
 def export(stage: Stage, agent: Agent) -> ExportReply:
@@ -156,7 +158,7 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
         left_mb = memory_mb(stage, "VmRSS")
     finally:
         stage.close()
-    write_results(
+    record(
         sessions=SESSIONS,
         turns=TURNS,
         interactions_of_both_waves=interactions,
@@ -174,9 +176,7 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
 
 
 async def play_until_killed(stage: Stage, agents: list[Agent], after_s: float) -> None:
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    async with unlimited() as http:
         url = stage.url
         speaking = [asyncio.ensure_future(agent.speak(http, url, 1000)) for agent in agents]
         await asyncio.sleep(after_s)
@@ -210,7 +210,7 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
             assert export(stage, agent).interactions == expected
     finally:
         stage.close()
-    write_results(
+    record(
         killed_sessions=KILLED_SESSIONS,
         kills=3,
         replies_seen_before_the_last_kill=seen,

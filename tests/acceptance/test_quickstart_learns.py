@@ -9,7 +9,6 @@ leaves the figures of the others alone.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import subprocess
@@ -24,8 +23,9 @@ import pytest
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
+from tests.support.results import read_results, write_results
+from tests.support.tables import markdown
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "quickstart.json"
 TABLE = CHECKOUT / "docs" / "learning.md"
 SEEDS = (1, 2, 3)
 HELD_OUT_TASKS = 1024
@@ -47,7 +47,7 @@ SMALL_BATCHES = (
 )
 """With all that the bound admits in flight."""
 LATE = (
-    "rollout.workflow=tests.acceptance.late_agent.LateAgent",
+    "rollout.workflow=tests.support.slow_agent.LateAgent",
     "rollout.workflow_kwargs.judged_after_s=10",
 )
 """Ten seconds from reply to reward; with bound 0 nothing runs ahead, so waiting changes nothing."""
@@ -66,7 +66,7 @@ FRESH, OLD, DECOUPLED, NAIVE_RUN = AGES
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[str, Any]]:
     """What was measured, by name of the run; written out at the end."""
-    measured: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    measured: dict[str, Any] = read_results("quickstart", {})
     yield measured
     if ends := ends_of(measured, "synchronous"):
         measured["synchronous mean"] = mean_of(ends)
@@ -74,7 +74,7 @@ def results() -> Iterator[dict[str, Any]]:
         measured["old minus fresh"] = mean_of(differences)
     if differences := differences_of(measured, DECOUPLED, NAIVE_RUN):
         measured["decoupled minus naive"] = mean_of(differences)
-    RESULTS.write_text(json.dumps(dict(sorted(measured.items())), indent=2) + "\n")
+    write_results("quickstart", dict(sorted(measured.items())))
     TABLE.write_text(page_of(measured))
 
 
@@ -129,7 +129,7 @@ def page_of(measured: dict[str, Any]) -> str:
         "page.",
         "Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three seeds.",
         "",
-        *rows_of(measured, ("synchronous seed", "asynchronous seed")),
+        rows_of(measured, ("synchronous seed", "asynchronous seed")),
         "",
         said_of(measured, "synchronous mean", "Mean of the synchronous seeds"),
     ]
@@ -151,30 +151,27 @@ def ages_of(measured: dict[str, Any]) -> list[str]:
         "all others have the default objective "
         "([objectives](objectives.md)).",
         "",
-        *rows_of(measured, ("small batches",)),
+        rows_of(measured, ("small batches",)),
         "",
         said_of(measured, "old minus fresh", f"Bound {BOUND} minus bound 0, seed by seed"),
         said_of(measured, "decoupled minus naive", "Decoupled minus naive, seed by seed"),
     ]
 
 
-def rows_of(measured: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
+def rows_of(measured: dict[str, Any], kinds: tuple[str, ...]) -> str:
     """A table of the runs whose names begin so."""
-    lines = [
-        "| run | before | half-way | after | staleness | engine-trainer difference | tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = "run, before, half-way, after, staleness, engine-trainer difference, tokens"
+    rows = []
     for name, run in sorted(measured.items()):
         if not name.startswith(kinds):
             continue
         low, high = run["end_interval"]
         rewards = {int(step): reward for step, reward in run["eval_reward"].items()}
-        lines.append(
-            f"| {name} | {run['start']:.3f} | {rewards[HALF_WAY]:.3f} "
-            f"| {run['end']:.3f} [{low:.3f}, {high:.3f}] | {run['staleness_max']} at most "
-            f"| {run['engine_trainer_max_abs_diff']:.1e} | {run['sampled_tokens']:,} |"
-        )
-    return lines
+        after = f"{run['end']:.3f} [{low:.3f}, {high:.3f}]"
+        figures = f"{run['engine_trainer_max_abs_diff']:.1e}", f"{run['sampled_tokens']:,}"
+        before = f"{run['start']:.3f}", f"{rewards[HALF_WAY]:.3f}"
+        rows.append((name, *before, after, f"{run['staleness_max']} at most", *figures))
+    return markdown(header.split(", "), rows)
 
 
 def said_of(measured: dict[str, Any], name: str, title: str) -> str:

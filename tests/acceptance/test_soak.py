@@ -5,11 +5,8 @@ Writes `benchmarks/results/soak.json`.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -19,13 +16,13 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.support.environments import CHECKOUT
+from tests.support.commands import areal_hpc, said_by
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
+from tests.support.results import write_results
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(3600)
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "soak.json"
 SOAK_S = 900.0
 PAUSE_S = (45.0, 60.0)
 POINTS = (Kill("trainer", "checkpoint"), Kill("proxy", "seal"), Kill("trainer", "update"))
@@ -176,13 +173,7 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
     verdict = run.audited()
     assert run.struck().keys() == {kill.name for kill in POINTS}, run.said()
     assert verdict == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
-    verified = subprocess.run(
-        [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)],
-        capture_output=True,
-        text=True,
-        cwd=CHECKOUT,
-    )
-    assert verified.returncode == 0, verified.stdout
+    said_by(areal_hpc("shards", "verify", run.layout.root, timeout_s=None))
     await_none_left(run, 20.0)
     growth = run.growth()
     write(run, verdict, steps, time.monotonic() - began, growth)
@@ -201,4 +192,4 @@ def write(run: Soak, verdict: str, steps: int, seconds: float, growth: dict[str,
         "resident_mb": run.median_mb(),
         "growth": {role: round(value, 3) for role, value in sorted(growth.items())},
     }
-    RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
+    write_results("soak", seen)

@@ -4,14 +4,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
 from tests.support.devclusters import Devcluster, Submitting, devcluster
 from tests.support.process_commands import command_of, is_scheduler
+from tests.support.run_files import events_of
 from tests.support.waiting import wait_for
 
 START_S = 300.0
@@ -32,10 +31,6 @@ def cluster(tmp_path: Path) -> Iterator[Devcluster]:
     with devcluster(tmp_path / "cluster", "--nodes=3") as found:
         yield found
         found.cancel_all()
-
-
-def events_of(run: Submitting, name: str) -> list[dict[str, Any]]:
-    return [row for row in read_lines(run.layout.events) if row["event"] == name]
 
 
 def second_scheduler(run: Submitting) -> psutil.Process:
@@ -60,15 +55,15 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     run = Submitting(cluster, tmp_path / "runs")
     waiting = run.start("--wait", *SPANNING)
     request.addfinalizer(waiting.kill)  # where the test failed it would wait for good
-    wait_for(lambda: len(events_of(run, "weights_published")) >= 3, START_S)
+    wait_for(lambda: len(events_of(run.layout, "weights_published")) >= 3, START_S)
     struck_at = time.time()
     second_scheduler(run).kill()
-    wait_for(lambda: len(events_of(run, "replica_ready")) == 2, START_S)
-    (died,) = events_of(run, "replica_died")
+    wait_for(lambda: len(events_of(run.layout, "replica_ready")) == 2, START_S)
+    (died,) = events_of(run.layout, "replica_died")
     assert died["time"] - struck_at < 30, died
     assert "step      8/8" in finish(waiting)
 
-    updates = events_of(run, "weights_published")
+    updates = events_of(run.layout, "weights_published")
     assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
     logs = run.layout.logs_dir / "latest" / "cell-0" / "restart_00"
     parts = {path.name for path in logs.glob("replica-*.log")}

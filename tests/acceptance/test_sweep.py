@@ -1,8 +1,5 @@
 """Three learning rates as one array, each a run of its own with the real trainer and SGLang."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,26 +7,19 @@ import pytest
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import areal_hpc, audit_of, said_by
 from tests.support.devclusters import Devcluster, devcluster
-from tests.support.environments import CHECKOUT
+from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
 STEPS = 3
 CUT_DOWN = (
-    "train_dataset.kwargs.size=64",
-    "valid_dataset.kwargs.size=8",
-    "sft.dataset.kwargs.size=640",
+    *SIZES,
     "sft.total_steps=20",
-    "sft.batch_size=16",
-    "sft.checkpoint_every_steps=20",
     "evaluation.every_steps=0",
-    "evaluation.tasks=8",
     "inference.cells=1",
-    "rollout.n_samples=4",
-    "rollout.max_concurrent_rollouts=16",
     f"trainer.total_steps={STEPS}",
-    "trainer.batch_size=4",
     "trainer.parallel.dp=1",
 )
 ONE_AFTER_ANOTHER = (
@@ -40,18 +30,8 @@ ONE_AFTER_ANOTHER = (
 """This machine has room for one SGLang: members wait for their nodes."""
 
 
-def areal_hpc(cluster: Devcluster, *arguments: str) -> str:
-    asked = subprocess.run(
-        (sys.executable, "-m", "areal_hpc", *arguments),
-        cwd=CHECKOUT,
-        env={**cluster.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert asked.returncode == 0, asked.stdout + asked.stderr
-    return asked.stdout
+def call(cluster: Devcluster, *arguments: str) -> str:
+    return said_by(areal_hpc(*arguments, environ=cluster.environ, timeout_s=300))
 
 
 @pytest.mark.timeout(2400)
@@ -59,7 +39,7 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
     fileroot = tmp_path / "runs"
     runs = [RunPaths(fileroot / "quickstart" / f"slurm-lr-{rate}") for rate in RATES]
     with devcluster(tmp_path / "cluster", "--nodes=2", "--timeout-s=100") as cluster:
-        areal_hpc(
+        call(
             cluster,
             *("submit", "recipes/quickstart_slurm.yaml", f"cluster.fileroot={fileroot}"),
             *(*CUT_DOWN, *ONE_AFTER_ANOTHER),
@@ -73,9 +53,9 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
         }, "one array for each job"
         wait_for(lambda: all(run.finished_marker.exists() for run in runs), 2000)
         wait_for(lambda: cluster.slurm("squeue", "-h") == "", 120)
-        table = [line.split() for line in areal_hpc(cluster, "list", str(fileroot)).splitlines()]
+        table = [line.split() for line in call(cluster, "list", str(fileroot)).splitlines()]
         for run in runs:
-            audit = areal_hpc(cluster, "audit", str(run.root)).splitlines()[-1]
+            audit = audit_of(run.root, cluster.environ)
             assert audit == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
     last = {run.root.name: read_lines(run.metrics)[-1] for run in runs}
     assert table[0] == ["run", "state", "step", "reward", "held-out", "lr"]

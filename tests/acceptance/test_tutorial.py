@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.run_state import read_run_state
+from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT, python_of
 
 DOCUMENT = (CHECKOUT / "docs" / "tutorial.md").read_text()
@@ -30,15 +30,8 @@ def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
     path = f"{python_of('agents').parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     for command in commands:
-        done = subprocess.run(
-            ["bash", "-ec", command],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        shell = ("bash", "-ec", command)
+        said_by(run_program(*shell, folder=tmp_path, environ=environ, timeout_s=None))
     evaluations = read_run_state(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
     assert evaluations[0][1] <= 0.3
     assert evaluations[-1][1] >= 0.9

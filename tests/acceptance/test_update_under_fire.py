@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import signal
 import threading
@@ -20,13 +19,13 @@ from safetensors.torch import save_file
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.results import read_results, write_results
 from tests.support.tables import markdown, write_table
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "update_under_fire.json"
 NOTE = CHECKOUT / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
 
 CELLS = 3
@@ -133,7 +132,8 @@ class Field:
         struck_at = [0.0]
         # Who is held, so that the call does not end before the kill. A replica that joins waits
         # for the sender; all other calls end by themselves.
-        held = [cell.scheduler() for cell in self.cells] if of_sender else [self._scheduler()]
+        concerned = self.cells if of_sender else [self.cells[VICTIM]]
+        held = [cell.scheduler() for cell in concerned]
         if of_sender and phase == "join":
             held = [psutil.Process(self.sender.process.pid)]
 
@@ -166,7 +166,7 @@ class Field:
                 call.join()
 
         for gate, cell in zip(self._gates, self.cells, strict=True):
-            if of_sender or cell is self.cells[VICTIM]:
+            if cell in concerned:
                 gate.trap = Trap(route, nth, 0, spring)
 
         def wait() -> float:
@@ -175,16 +175,13 @@ class Field:
 
         return wait
 
-    def _scheduler(self) -> psutil.Process:
-        return self.cells[VICTIM].scheduler()
-
     def _process(self, party: str) -> psutil.Process:
         victim = self.cells[VICTIM]
         match party:
             case "server":
                 return victim.engine()
             case "scheduler" | "scheduler, which hangs":
-                return self._scheduler()
+                return victim.scheduler()
             case "cell":
                 return psutil.Process(victim.job.pid)
         return psutil.Process(self.sender.process.pid)
@@ -223,10 +220,10 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
 def keep(row: Row) -> None:
     """Put a case in the place of what was seen of it before; the table waits for all cases."""
     cases = [(party, phase) for party in PARTIES for phase in PHASES]
-    seen = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    seen = read_results("update_under_fire", [])
     rows = {(one["party"], one["phase"]): one for one in [*seen, row]}
     ordered = [rows[case] for case in cases if case in rows]
-    RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
+    write_results("update_under_fire", ordered)
     if len(ordered) == len(cases):
         write_table(NOTE, "parties", table(ordered))
 

@@ -8,10 +8,10 @@ import re
 import pytest
 import yaml
 
-from areal_hpc.areal.config.loading import to_config
+from areal_hpc.areal.api.cli_args import AgentRLConfig
 from areal_hpc.areal.config.rules import flatten
-from areal_hpc.areal.config.schema import AgentRLConfig
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.areal.loading import to_config
 from tests.support.agents_table import locked
 from tests.support.document_commands import COMMANDS
 from tests.support.document_scenes import SCENES

@@ -48,7 +48,7 @@ OWNERS = {
     "_flash_attention_forward": "trainer/torch_private.py",
     "_new_process_group_helper": "weights/transports/process_group.py",
     "pg_group_ranks": "weights/transports/process_group.py",
-    "_get_node": "areal/config/loading.py",
+    "_get_node": "areal/loading.py",
     "root_render_func": "session/chat_template.py",
     "_set_envs_and_config": "inference/cpu/sglang_cpu.py",
 }

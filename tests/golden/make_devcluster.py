@@ -1,6 +1,7 @@
 """Writes tests/golden/devcluster/: python -m tests.golden.make_devcluster."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.slurm.devcluster import node_main
@@ -30,14 +31,8 @@ VARIANTS = {"namespaces": DevclusterSettings(), "loopback": DevclusterSettings(n
 
 def plan_variant(settings: DevclusterSettings) -> DevclusterPlan:
     """Four nodes on a machine of 24 GB. On loopback memory is not limited."""
-    facts = FACTS if settings.namespaces else without_networks(FACTS)
+    facts = FACTS if settings.namespaces else replace(FACTS, network=0, limits_memory=False)
     return plan_devcluster(settings, facts, DevclusterPaths(Path("/run/dev")))
-
-
-def without_networks(facts: HostFacts) -> HostFacts:
-    return HostFacts(
-        facts.hostname, facts.user, facts.memory_mib, facts.first_port, 0, limits_memory=False
-    )
 
 
 def describe(made: DevclusterPlan) -> str:

@@ -14,6 +14,7 @@ import psutil
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.devcluster.host import reserve_resources
+from tests.support.commands import areal_hpc, run_program, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
@@ -46,29 +47,15 @@ class Devcluster:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `areal-hpc devcluster`."""
-        program = (sys.executable, "-m", "areal_hpc", "devcluster", *arguments)
-        return subprocess.run(
-            (*program, "--state-dir", str(self.state_dir)),
-            cwd=CHECKOUT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=110,
-        )
+        return areal_hpc("devcluster", *arguments, "--state-dir", self.state_dir)
 
     def done(self, *arguments: str) -> str:
         """Run `areal-hpc devcluster`, which must succeed."""
-        ended = self.command(*arguments)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        return said_by(self.command(*arguments))
 
     def slurm(self, *command: str) -> str:
         """What one of Slurm's commands prints; it must succeed."""
-        ended = subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, check=False, timeout=100
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout.strip()
+        return said_by(run_program(*command, environ=self.environ)).strip()
 
     def submit(self, script: str, *options: str) -> str:
         """The number of a new job."""
@@ -98,9 +85,8 @@ class Devcluster:
         if not self._made_of.exists():
             return
         its_own = self.links_and_groups()
-        with (
-            reserve_resources()
-        ):  # another cluster could have its network before the look at what is left
+        # Else another cluster could have its network before the look at what is left.
+        with reserve_resources():
             self.done("down")
             assert [one for one in its_own if one.exists()] == []
         wait_for(lambda: self.traces() == [], 60)  # an srun of ours ends with its job, not with it
@@ -146,15 +132,7 @@ class Submitting:
         self.layout = RunPaths(fileroot / "quickstart" / "slurm")
 
     def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            (sys.executable, "-m", "areal_hpc", *arguments),
-            cwd=CHECKOUT,
-            env=self._cluster.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
+        return areal_hpc(*arguments, environ=self._cluster.environ, timeout_s=timeout_s)
 
     def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
         return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)

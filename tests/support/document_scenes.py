@@ -6,7 +6,7 @@ made. A patch is the least change without which the block cannot run, as printed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.support.documents import Block
 
@@ -24,10 +24,10 @@ class Patch:
 class Scene:
     """One block on the stage."""
 
-    environment: str
     after: str = ""
     before: str = ""
     patches: tuple[Patch, ...] = ()
+    environment: str = "agents"
 
     def text_of(self, block: Block) -> str:
         """The block as it is run."""
@@ -55,7 +55,6 @@ TOOL_CLIENT = NEW_CLIENT.replace("tokenizer)", 'tokenizer, tool_call_parser="qwe
 """Hand-offs are tools, and a client is told how its model writes calls, as the guide says."""
 RECORDED = "assert client.export_interactions()\n"
 FUNCTION_AGENT = Scene(
-    "agents",
     before="from openai import AsyncOpenAI",
     patches=(Patch("    ...\n", f"    {OWN_CALL}\n    return 0.5\n", ELLIPSIS),),
     after="assert await subproc_episode(MyAgentWorkflow) == 0.5",
@@ -72,16 +71,13 @@ AGENTS = {
     "agent_workflow_training:2": FUNCTION_AGENT,
     "proxy_mode:2": FUNCTION_AGENT,
     "custom_agents_zh:1": Scene(
-        "agents",
         before="from openai import AsyncOpenAI\ncompute_reward = lambda response, answer: 0.25",
         after="assert await episode(MyAgent()) == 0.25",
     ),
     "custom_agents_zh:3": Scene(
-        "agents",
         patches=(Patch("str, float]\n", "str, float]: ...\n", "a signature without a body"),),
     ),
     "custom_agents_zh:6": Scene(
-        "agents",
         patches=(
             Patch('            api_key="DUMMY",  # Not used by AReaL\n', "", "a repeated keyword"),
         ),
@@ -89,7 +85,6 @@ AGENTS = {
         after="assert await subproc_episode(MySyncAgent) == 0.25",
     ),
     "custom_agents_zh:7": Scene(
-        "agents",
         before="is_correct = True",
         patches=(
             Patch(
@@ -101,7 +96,6 @@ AGENTS = {
         after='assert await episode(type("Agent", (), {"run": run})()) == 1.0',
     ),
     "custom_agents_zh:8": Scene(
-        "agents",
         patches=(
             Patch(
                 "    # ... multi-turn agent logic ...\n",
@@ -115,35 +109,28 @@ AGENTS = {
         after='assert await episode(type("Agent", (), {"run": run})()) == 1.0',
     ),
     "custom_agents_zh:9": Scene(
-        "agents",
         before=NEW_CLIENT,
         patches=(Patch("create(...)", CALL.removeprefix("chat.completions."), ELLIPSIS),),
         after="client.set_reward(completion_id, 1.0)\n" + RECORDED,
     ),
     "openai_agents:8": Scene(
-        "agents",
         before="from areal.experimental.openai import ArealOpenAI",
         after=f"interaction_id = (await client.{CALL}).id\nreward_value = 0.5",
     ),
-    "openai_agents:9": Scene(
-        "agents", after="assert client.get_interaction(interaction_id).reward == 0.5"
-    ),
-    "openai_agents:10": Scene("agents", before=f"reward_value = 1.0\nawait client.{CALL}"),
-    "openai_agents:11": Scene("agents"),
+    "openai_agents:9": Scene(after="assert client.get_interaction(interaction_id).reward == 0.5"),
+    "openai_agents:10": Scene(before=f"reward_value = 1.0\nawait client.{CALL}"),
+    "openai_agents:11": Scene(),
     "openai_agents:12": Scene(
-        "agents",
         after="rewards = [one.reward for one in interactions.values()]\n"
         "assert rewards == [0.5 + 0.9 * 1.0, 1.0], rewards\n"
         "assert all(one.completion.id == name for name, one in interactions.items())\n"
         "assert all(one.model_response.output_tokens for one in interactions.values())",
     ),
     "openai_agents:14": Scene(
-        "agents",
         before="my_reward_function = lambda text: float(len(text))",
         after='assert await async_reward_fn("four") == 4.0',
     ),
     "openai_agents:15": Scene(
-        "agents",
         before=MY_AGENT
         + "from types import SimpleNamespace\n"
         + "from areal.experimental.openai import ArealOpenAI\n"
@@ -151,9 +138,8 @@ AGENTS = {
         + "clients = [ArealOpenAI(engine=engine, tokenizer=tokenizer) for _ in range(2)]",
         after="assert rewards == [0.5, 0.5]",
     ),
-    "openai_agents:16": Scene("agents", before="client = clients[0]", after=RECORDED),
+    "openai_agents:16": Scene(before="client = clients[0]", after=RECORDED),
     "openai_agents:13": Scene(
-        "agents",
         before="""
 import sys, tempfile, types
 from dataclasses import dataclass, field
@@ -188,13 +174,11 @@ ASKED = (
 )
 FRAMEWORKS = {
     "openai_agents:5": Scene(
-        "frameworks",
         before="my_reward_function = lambda result, answer: 0.5",
         after="client = ArealOpenAI(engine=engine, tokenizer=tokenizer)\n"
         "assert await MyAgent().run_agent(data, client) == 0.5\n" + RECORDED,
     ),
     "openai_agents:6": Scene(
-        "frameworks",
         patches=(
             Patch("        self,\n        ...\n", "        self, tokenizer, n_trajs\n", ELLIPSIS),
             Patch(
@@ -207,7 +191,6 @@ FRAMEWORKS = {
         after="assert await episode(MyAgentWorkflow(tokenizer, 2)) == 0.5",
     ),
     "openai_agents:7": Scene(
-        "frameworks",
         patches=(
             Patch(
                 "        # set reward\n        ...\n",
@@ -220,7 +203,6 @@ FRAMEWORKS = {
         + RECORDED,
     ),
     "agentic_rl:11": Scene(
-        "frameworks",
         patches=(
             Patch("problem_analyzer, ...)", "problem_analyzer)", ELLIPSIS),
             Patch("solution_specialist, ...)", "solution_specialist)", ELLIPSIS),
@@ -228,12 +210,10 @@ FRAMEWORKS = {
         after=SDK + TOOL_CLIENT + ASKED.format("build_math_agent()") + RECORDED,
     ),
     "agentic_rl:13": Scene(
-        "frameworks",
         before="from areal.api.cli_args import GenerationHyperparameters\n"
         "PreTrainedTokenizerFast = object",
     ),
     "agentic_rl:14": Scene(
-        "frameworks",
         before="from areal.api.reward_api import AsyncRewardWrapper",
         patches=(
             Patch(
@@ -259,16 +239,12 @@ workflow = OpenAIAgentWorkflow(
 assert await episode(workflow) == 0.5
 """,
     ),
-    "agentic_rl:17": Scene(
-        "frameworks", after=NEW_CLIENT + ASKED.format("build_custom_agent()") + RECORDED
-    ),
+    "agentic_rl:17": Scene(after=NEW_CLIENT + ASKED.format("build_custom_agent()") + RECORDED),
     "agentic_rl:19": Scene(
-        "frameworks",
         before="get_tools = list",
         after=NEW_CLIENT + ASKED.format('build_parameterized_agent("You add.")') + RECORDED,
     ),
     "agentic_rl:21": Scene(
-        "frameworks",
         before="reward_value = 0.5",
         after="assert await AsyncRewardWrapper(custom_reward_fn)"
         '(completions="", answer="", prompt=None, prompt_ids=None, completion_ids=None) == 0.5',
@@ -276,15 +252,13 @@ assert await episode(workflow) == 0.5
 }
 CAMEL = {
     "agentic_rl:2": Scene(
-        "camel",
         before="from areal.experimental.camel.openai_model import AReaLOpenAICompatibleModel\n"
         + NEW_CLIENT,
         patches=(Patch('"gpt-4o-mini"', CAMEL_MODEL, "a model of a paid service"),),
     ),
-    "agentic_rl:3": Scene("camel", after=RECORDED),
-    "agentic_rl:4": Scene("camel", after="assert client.tree.last.reward in (0.0, 1.0)"),
+    "agentic_rl:3": Scene(after=RECORDED),
+    "agentic_rl:4": Scene(after="assert client.tree.last.reward in (0.0, 1.0)"),
     "agentic_rl:5": Scene(
-        "camel",
         patches=(
             Patch("AReaLOpenAICompatibleModel(...)", CAMEL_MODEL, ELLIPSIS),
             Patch(
@@ -295,14 +269,12 @@ CAMEL = {
         ),
         after=NEW_CLIENT + "assert await CamelMathAgent(tokenizer).run_agent(data, client) <= 1.0",
     ),
-    "agentic_rl:6": Scene("camel"),
+    "agentic_rl:6": Scene(),
     "agentic_rl:7": Scene(
-        "camel",
         before="from areal.api.cli_args import GRPOConfig\nconfig = GRPOConfig()",
         after="assert await episode(workflow) <= 1.0",
     ),
     "agentic_rl:9": Scene(
-        "camel",
         before="your_tools = None",
         patches=(
             Patch(
@@ -315,7 +287,6 @@ CAMEL = {
         "await task_agent.run_agent(data, client)",
     ),
     "agentic_rl:10": Scene(
-        "camel",
         patches=(
             Patch("AReaLOpenAICompatibleModel(...)", CAMEL_MODEL, ELLIPSIS),
             Patch("token_limit=...", "token_limit=2000", ELLIPSIS),
@@ -323,5 +294,9 @@ CAMEL = {
         after='await agent.astep("What is 1 + 2?")',
     ),
 }
-SCENES = AGENTS | FRAMEWORKS | CAMEL
+SCENES = AGENTS | {
+    key: replace(scene, environment=environment)
+    for environment, scenes in (("frameworks", FRAMEWORKS), ("camel", CAMEL))
+    for key, scene in scenes.items()
+}
 """By the key of the block."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import audit_of, run_program
 from tests.support.document_commands import COMMANDS, OWN_MODULE, overrides
 from tests.support.documents import blocks
 from tests.support.environments import CHECKOUT, python_of
+from tests.support.run_files import logs_of
 from tests.support.small_run import processes_of
 from tests.support.talking_model import make_talking_model
 
@@ -54,31 +55,11 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
         "PYTHONPATH": str(CHECKOUT),
         "OMP_NUM_THREADS": "1",
     }
-    answer = subprocess.run(
-        ["bash", "-c", text + separator + " ".join(small)],
-        cwd=CHECKOUT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=360,
-        check=False,
-    )
+    shell = ("bash", "-c", text + separator + " ".join(small))
+    answer = run_program(*shell, environ=environ, timeout_s=360)
     layout = RunPaths(fileroot / command.run)
-    assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(layout)
     steps = [row["step"] for row in read_lines(layout.metrics)]
     assert steps == [0, 1], answer.stdout
-    audit = subprocess.run(
-        [python_of("agents"), "-m", "areal_hpc", "audit", layout.root],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert audit.stdout.splitlines()[-1] == "trained_once=1 duplicates=0 lost=0 open=0"
+    assert audit_of(layout.root) == "trained_once=1 duplicates=0 lost=0 open=0"
     assert processes_of(layout.root) == []
-
-
-def logs(layout: RunPaths) -> str:
-    """The end of every log of the newest attempt."""
-    found = sorted(layout.logs_dir.glob("latest/*/*.log"))
-    return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)

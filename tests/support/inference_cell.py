@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
-from tests.support.process_commands import command_of, is_scheduler
+from tests.support.process_commands import command_of, is_scheduler, start_job_process
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
@@ -84,16 +81,9 @@ class Cell:
         """Run the job, for the first time or after its end. Its relay answers on return."""
         layout, config_path = self.layout, self.layout.root / f"{self.name}.json"
         (layout.rendezvous_dir / f"control-{self.name}.json").unlink(missing_ok=True)
-        with (layout.root / f"{self.name}.log").open("ab") as log_file:
-            self.job = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "areal_hpc.jobs.process_main"),
-                    *("areal_hpc.inference.job:run", str(config_path)),
-                ],
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
-            )
+        self.job = start_job_process(
+            "areal_hpc.inference.job:run", config_path, layout.root / f"{self.name}.log"
+        )
         try:
             endpoint = await_endpoint(
                 layout.rendezvous_dir,

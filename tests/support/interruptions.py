@@ -7,18 +7,13 @@ from functools import partial
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun
 
 STOP_LIMIT_S = 20.0
 
 Phases = Mapping[str, Callable[[RunPaths], bool]]
 """How to see that a run has come to them, in their order."""
-
-
-def trained_steps(layout: RunPaths) -> int:
-    """The last step that was trained, -1 before the first one."""
-    rows = read_lines(layout.metrics)
-    return int(rows[-1]["step"]) if rows else -1
 
 
 def _evaluates(layout: RunPaths) -> bool:

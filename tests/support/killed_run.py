@@ -16,7 +16,8 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, VARIABLE
-from tests.support.small_run import SmallRun
+from tests.support.run_files import events_of
+from tests.support.small_run import SmallRun, started_from
 
 REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
@@ -110,9 +111,7 @@ class KilledRun(SmallRun):
     ) -> None:
         super().__init__(
             root / "runs",
-            "sft=null",
-            "model.tiny=null",
-            f"model.path={model}",
+            *started_from(model),
             f"trainer.total_steps={steps}",
             "trainer.checkpoint_every_steps=2",
             "evaluation.every_steps=4",
@@ -190,14 +189,8 @@ class KilledRun(SmallRun):
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
-        events = read_lines(self.layout.events)
-        later: list[float] = [
-            event["time"]
-            for event in events
-            if event["event"] == "weights_published"
-            and event["replicas"]
-            and event["time"] > struck_at
-        ]
+        published = events_of(self.layout, "weights_published", struck_at)
+        later: list[float] = [event["time"] for event in published if event["replicas"]]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
 

@@ -5,17 +5,15 @@ The figures come from `tests/acceptance/test_parity.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from tests.support.environments import CHECKOUT
 from tests.support.tables import markdown, write_table
 
 DOCUMENT = CHECKOUT / "docs" / "parity.md"
 
-DENSE = ("llama", "qwen2", "qwen3")
 MIXTURE = "qwen3_moe"
-FAMILIES = (*DENSE, MIXTURE)
+FAMILIES = ("llama", "qwen2", "qwen3", MIXTURE)
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "1": {},
@@ -38,121 +36,55 @@ GRADIENT_BOUND = 1e-4
 NORM_BOUND = 1e-5
 RESUME_BOUND = 1e-6
 
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How far one layout is from transformers."""
-
-    family: str
-    layout: str
-    logprob_gap: float
-    gradient_gap: float
-    norm_gap: float
+Row = tuple[str, ...]
+"""What a row is of: its family, and the layouts that it compares."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """How far the step after a resume is from the one without it."""
-
-    family: str
-    written_under: str
-    read_under: str
-    loss_gap: float
-    weight_gap: float
+def families_of(*layouts: str) -> tuple[str, ...]:
+    """Families that all of these know: expert parallelism is for mixtures only."""
+    return (MIXTURE,) if any("ep" in LAYOUTS[layout] for layout in layouts) else FAMILIES
 
 
-def families_of(layout: str) -> tuple[str, ...]:
-    """Expert parallelism is for mixtures only."""
-    return (MIXTURE,) if "ep" in LAYOUTS[layout] else FAMILIES
+ROWS: dict[str, list[Row]] = {
+    "agreements": [
+        (family, layout)
+        for family in FAMILIES
+        for layout in LAYOUTS
+        if family in families_of(layout)
+    ],
+    "resumes": [(family, *pair) for pair in RESUMES for family in families_of(*pair)],
+}
+"""By table: the rows that it must have."""
+HEADERS = {
+    "agreements": ("family", "layout"),
+    "resumes": ("family", "saved under", "resumed under"),
+}
+BOUNDS = {
+    "agreements": {"log-probs": LOGPROB_BOUND, "gradients": GRADIENT_BOUND, "norm": NORM_BOUND},
+    "resumes": {"loss": RESUME_BOUND, "weights": RESUME_BOUND},
+}
+"""By table and column: how far apart the two may be."""
 
 
-def families_resumed(written_under: str, read_under: str) -> tuple[str, ...]:
-    """Families that both layouts know."""
-    return tuple(
-        family for family in families_of(written_under) if family in families_of(read_under)
-    )
-
-
-def write(agreements: list[Agreement], resumes: list[Resume]) -> None:
-    """Put both tables into the document."""
-    agreed = [
-        (one.family, one.layout, *_shown(one.logprob_gap, one.gradient_gap, one.norm_gap))
-        for one in agreements
-    ]
-    header = ("family", "layout", "log-probs", "gradients", "norm")
-    write_table(DOCUMENT, "agreements", markdown(header, agreed))
-    resumed = [
-        (one.family, one.written_under, one.read_under, *_shown(one.loss_gap, one.weight_gap))
-        for one in resumes
-    ]
-    header = ("family", "saved under", "resumed under", "loss", "weights")
-    write_table(DOCUMENT, "resumes", markdown(header, resumed))
-
-
-def _shown(*gaps: float) -> list[str]:
-    return [f"{gap:.1e}" for gap in gaps]
-
-
-def parse(document: str) -> tuple[list[Agreement], list[Resume]]:
-    """The rows of both tables."""
-    first, _, second = document.partition("<!-- table: resumes -->")
-    agreements = [
-        Agreement(family, layout, *map(float, figures)) for family, layout, *figures in _rows(first)
-    ]
-    resumes = [
-        Resume(family, written, read, *map(float, figures))
-        for family, written, read, *figures in _rows(second)
-    ]
-    return agreements, resumes
-
-
-def _rows(text: str) -> Iterator[list[str]]:
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in FAMILIES:
-            yield cells
+def write(name: str, gaps: Mapping[Row, tuple[float, ...]]) -> None:
+    """Put a table into the document."""
+    rows = [(*row, *(f"{gap:.1e}" for gap in gaps[row])) for row in ROWS[name]]
+    write_table(DOCUMENT, name, markdown((*HEADERS[name], *BOUNDS[name]), rows))
 
 
 def shortcomings(document: str) -> list[str]:
     """Rows that are missing, and figures beyond their bound or not numbers."""
-    agreements, resumes = parse(document)
-    named = {(row.family, row.layout) for row in agreements}
-    resumed = {(row.family, row.written_under, row.read_under) for row in resumes}
-    found = [
-        f"no row for {family} under {layout}"
-        for layout in LAYOUTS
-        for family in families_of(layout)
-        if (family, layout) not in named
-    ]
-    found += [
-        f"no row for {family} from {pair[0]} to {pair[1]}"
-        for pair in RESUMES
-        for family in families_resumed(*pair)
-        if (family, *pair) not in resumed
-    ]
-    for row in agreements:
-        found += _beyond(
-            f"{row.family} under {row.layout}",
-            {
-                "log-probs": (row.logprob_gap, LOGPROB_BOUND),
-                "gradients": (row.gradient_gap, GRADIENT_BOUND),
-                "norm": (row.norm_gap, NORM_BOUND),
-            },
-        )
-    for one in resumes:
-        found += _beyond(
-            f"{one.family} from {one.written_under} to {one.read_under}",
-            {
-                "loss": (one.loss_gap, RESUME_BOUND),
-                "weights": (one.weight_gap, RESUME_BOUND),
-            },
-        )
+    agreements, _, resumes = document.partition("<!-- table: resumes -->")
+    found = []
+    for name, text in (("agreements", agreements), ("resumes", resumes)):
+        width = len(HEADERS[name])
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n")]
+        figures = {tuple(line[:width]): line[width:] for line in lines if line[0] in FAMILIES}
+        found += [f"no row for {', '.join(row)}" for row in ROWS[name] if row not in figures]
+        found += [
+            f"{', '.join(row)}: {what} {figure} is beyond {bound:g}"
+            for row, shown in figures.items()
+            for figure, (what, bound) in zip(shown, BOUNDS[name].items(), strict=True)
+            if not float(figure) <= bound
+        ]
     return found
-
-
-def _beyond(where: str, figures: Mapping[str, tuple[float, float]]) -> list[str]:
-    return [
-        f"{where}: {what} {value:.1e} is beyond {bound:g}"
-        for what, (value, bound) in figures.items()
-        if not value <= bound
-    ]

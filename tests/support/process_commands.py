@@ -1,19 +1,35 @@
-"""What processes were started as."""
+"""Processes of jobs, started as a supervisor starts them, and what processes were started as."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Its command line; empty if it has ended, waited for or not."""
+    """Its command line; empty if it has ended, waited for or not, or is somebody else's."""
     try:
         words: list[str] = process.cmdline()
         return words
-    except psutil.NoSuchProcess:  # zombies are a kind of these
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # zombies are a kind of the former
         return []
 
 
 def is_scheduler(process: psutil.Process) -> bool:
     """True of the process of an SGLang server that runs the model."""
     return " ".join(command_of(process)).startswith("sglang::scheduler")
+
+
+def start_job_process(entry: str, config_path: Path, log: Path) -> subprocess.Popen[bytes]:
+    """A process of a job, which takes this one for its supervisor; what it prints is logged."""
+    with log.open("ab") as log_file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "areal_hpc.jobs.process_main", entry, str(config_path)],
+            env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+        )

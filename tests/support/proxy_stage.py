@@ -5,11 +5,8 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.replicas import ReplicaState
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.process_commands import start_job_process
 from tests.support.scripted_sglang import (
     CELL,
     LoopThread,
@@ -37,6 +35,7 @@ from tests.support.scripted_sglang import (
     StandInLedger,
     StandInRelay,
 )
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 60.0
 """What does not happen in such a time never will: it costs nothing where it does."""
@@ -113,24 +112,16 @@ class Stage:
 
     def start_proxy(self) -> None:
         """Start it and wait until it answers and routes."""
-        with self._log_path.open("ab") as log_file:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "areal_hpc.jobs.process_main"),
-                    *("areal_hpc.proxy.job:run", str(self._config_path)),
-                ],
-                env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
-                stdout=log_file,
-                stderr=log_file,
-            )
-        give_up_at = time.monotonic() + PATIENCE_S
-        while True:
-            assert self._process.poll() is None, self.log
-            assert time.monotonic() < give_up_at, self.log
+        entry = "areal_hpc.proxy.job:run"
+        process = start_job_process(entry, self._config_path, self._log_path)
+        self._process = process
+
+        def is_up() -> bool:
+            assert process.poll() is None, self.log
             endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
-            if endpoint is not None and endpoint.pid == self._process.pid:
-                return
-            time.sleep(0.02)
+            return endpoint is not None and endpoint.pid == process.pid
+
+        wait_for(is_up, PATIENCE_S, lambda: self.log)
 
     def route_to(self, *urls: str, state: ReplicaState = "serving") -> None:
         """Let the relay show these replicas; returns when the proxy has seen it."""
@@ -140,8 +131,7 @@ class Stage:
     def await_polls(self) -> None:
         """Return when the proxy has seen what the relay shows."""
         polls = self.relay.polls
-        while self.relay.polls < polls + 2:
-            time.sleep(0.01)
+        wait_for(lambda: self.relay.polls >= polls + 2, PATIENCE_S, every_s=0.01)
 
     def kill_proxy(self) -> None:
         assert self._process is not None
@@ -180,11 +170,8 @@ class Stage:
 
     def await_journaled(self, key: str, count: int = 1) -> list[Interaction]:
         """The same, once there are so many."""
-        give_up_at = time.monotonic() + PATIENCE_S
-        while len(found := self.journaled(key)) < count:
-            assert time.monotonic() < give_up_at, self.log
-            time.sleep(0.02)
-        return found
+        wait_for(lambda: len(self.journaled(key)) >= count, PATIENCE_S, lambda: self.log)
+        return self.journaled(key)
 
     def speak_in_letters(self, text: str = "hello") -> list[int]:
         """Let the model say a text in tokens that no tokenizer would choose; the tokens."""
@@ -238,13 +225,9 @@ class Stage:
         **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
-        request = StartSessionRequest(
-            "task",
-            ref,
-            episode,
-            SamplingDefaults(**sampling),
-            export=export or ExportSettings(),
-        )
+        defaults = SamplingDefaults(**sampling)
+        exports = export or ExportSettings()
+        request = StartSessionRequest("task", ref, episode, defaults, export=exports)
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text
         return reply.json()["session_id"], reply.json()["api_key"]
@@ -258,11 +241,7 @@ class Stage:
         return self.chat(key, [{"role": "user", "content": text}], **more)
 
     def client(self, key: str) -> OpenAI:
-        return OpenAI(
-            base_url=f"{self.url}/v1",
-            api_key=key,
-            max_retries=8,
-        )
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=8)
 
     def finish_session(self, key: str, reward: float) -> None:
         assert self.post("/rl/set_reward", {"reward": reward}, key).status_code == 200

@@ -95,16 +95,16 @@ class ScriptedSGLang:
             self.keys.append(key)
         script = self.script(body)
         await asyncio.sleep(script.delay_s)
-        if script.fault == "hang_up":
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
-        if script.fault == "500":
-            return web.json_response({"error": {"message": "boom"}}, status=500)
-        if script.fault == "400":
-            return web.json_response({"error": {"message": "too warm"}}, status=400)
-        if script.fault == "garbage":
-            return web.Response(text="<html>")
+        match script.fault:
+            case "hang_up":
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            case "500" | "400" as status:
+                said = "boom" if status == "500" else "too warm"
+                return web.json_response({"error": {"message": said}}, status=int(status))
+            case "garbage":
+                return web.Response(text="<html>")
         if body.get("stream"):
             return await self._stream(request, body, script)
         await self._opened(script.gate)
@@ -205,10 +205,31 @@ class ScriptedSGLang:
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-class StandInRelay:
+class StandIn:
+    """An endpoint of a run: published while it is there."""
+
+    endpoint: str
+    _directory: Path
+    _runner: web.AppRunner
+
+    def routes(self) -> list[web.RouteDef]:
+        """What it answers."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes(self.routes())
+        self._runner, url = await _listen(app)
+        rendezvous.publish_endpoint(self._directory, self.endpoint, url)
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+
+class StandInRelay(StandIn):
     """Answers GET /replicas for the cell."""
 
-    _runner: web.AppRunner
+    endpoint = f"control-{CELL}"
 
     def __init__(self, directory: Path, admin_key: str) -> None:
         self._directory = directory
@@ -219,14 +240,8 @@ class StandInRelay:
     def show(self, *urls: str, state: ReplicaState = "serving") -> None:
         self.replicas = [ReplicaView(index, 1, state, url, "1.0") for index, url in enumerate(urls)]
 
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/replicas", self._list)
-        self._runner, url = await _listen(app)
-        rendezvous.publish_endpoint(self._directory, f"control-{CELL}", url)
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/replicas", self._list)]
 
     async def _list(self, request: web.Request) -> web.Response:
         self.polls += 1
@@ -235,10 +250,10 @@ class StandInRelay:
         return web.Response(body=msgspec.json.encode(ReplicaList(CELL, self.replicas)))
 
 
-class StandInLedger:
+class StandInLedger(StandIn):
     """Acknowledges settled tickets; `away` makes it refuse as a restarting one does."""
 
-    _runner: web.AppRunner
+    endpoint = "ledger"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -246,15 +261,8 @@ class StandInLedger:
         self.dropped: list[DropRequest] = []
         self.away = False
 
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_post("/settle", self._settle)
-        app.router.add_post("/drop", self._drop)
-        self._runner, url = await _listen(app)
-        rendezvous.publish_endpoint(self._directory, "ledger", url)
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/settle", self._settle), web.post("/drop", self._drop)]
 
     async def _settle(self, request: web.Request) -> web.Response:
         if self.away:

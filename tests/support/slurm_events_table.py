@@ -5,14 +5,13 @@ The figures come from `tests/acceptance/test_slurm_events.py`.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from tests.support import results
 from tests.support.environments import CHECKOUT
 from tests.support.tables import markdown, write_table
 
 DOCUMENT = CHECKOUT / "docs" / "operating.md"
-RESULTS = CHECKOUT / "benchmarks" / "results" / "slurm_events.json"
 
 EVENTS = {
     "preempted in a collective": "the trainer is preempted while a rank is inside a collective",
@@ -36,33 +35,32 @@ Row = dict[str, Any]
 
 def read_results() -> dict[str, Any]:
     """All that was measured so far."""
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found: dict[str, Any] = results.read_results("slurm_events", {})
     return {"learning": {}, "start": {}, "events": {}} | found
 
 
 def record(part: str, figures: dict[str, Any]) -> None:
     """Put figures in the place of what was measured before, and renew the document."""
-    results = read_results()
-    results[part] |= figures
-    results["events"] = {
-        name: results["events"][name] for name in EVENTS if name in results["events"]
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    measured = read_results()
+    measured[part] |= figures
+    events = measured["events"]
+    measured["events"] = {name: events[name] for name in EVENTS if name in events}
+    results.write_results("slurm_events", measured)
     write_table(DOCUMENT, "events", tables())
 
 
 def tables() -> str:
     """What happened at each event, and what the first step waits for."""
-    results = read_results()
-    rows = [(title, results["events"].get(name)) for name, title in EVENTS.items()]
+    measured = read_results()
+    rows = [(title, measured["events"].get(name)) for name, title in EVENTS.items()]
     cells = [(title, happened(row), recovery(row)) for title, row in rows]
     lines = [markdown(("event", "what happened", "recovery"), cells)]
-    start = results["start"]
+    start = measured["start"]
     if start:
         parts = [name for name in start if name != "total"]
         lines += ["", f"From `areal-hpc submit` to the first trained step: {start['total']:.0f} s."]
         lines += ["", markdown(parts, [[f"{start[name]:g} s" for name in parts]])]
-    if learning := results["learning"]:
+    if learning := measured["learning"]:
         lines += [
             "",
             "`recipes/quickstart_slurm.yaml` as it is shipped, undisturbed: held-out reward "

@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import audit_of
 from tests.support.environments import CHECKOUT
+from tests.support.run_files import logs_of
+from tests.support.waiting import wait_for
 
 TIMEOUT_S = 240.0
 
@@ -37,6 +40,11 @@ CUT_DOWN = (
     "trainer.total_steps=3",
     "trainer.checkpoint_every_steps=1",
 )
+
+
+def started_from(model: Path) -> tuple[str, ...]:
+    """Overrides of a run that starts from a model, without SFT."""
+    return ("sft=null", "model.tiny=null", f"model.path={model}")
 
 
 class SmallRun:
@@ -97,29 +105,23 @@ class SmallRun:
 
     def await_true(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Wait for the run to reach a state."""
-        assert self.process is not None
-        give_up_at = time.monotonic() + timeout_s
-        while not condition():
+
+        def is_reached() -> bool:
+            assert self.process is not None
+            if condition():
+                return True
             assert self.process.poll() is None, self.said()
-            assert time.monotonic() < give_up_at, self.said()
-            time.sleep(0.05)
+            return False
+
+        wait_for(is_reached, timeout_s, self.said)
 
     def said(self) -> str:
         """What the launcher printed, and the end of every log of the newest attempt."""
-        parts = [self._log.read_text(errors="replace")]
-        for log in sorted(self.layout.logs_dir.glob("latest/*/*.log")):
-            lines = log.read_text(errors="replace").splitlines()
-            parts.append("\n".join([f"--- {log.name}", *lines[-15:]]))
-        return "\n".join(parts)
+        return f"{self._log.read_text(errors='replace')}\n{logs_of(self.layout)}"
 
     def audited(self) -> str:
         """The last line of `areal-hpc audit`, which must find nothing at fault."""
-        command = [sys.executable, "-m", "areal_hpc", "audit", str(self.layout.root)]
-        answer = subprocess.run(
-            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-        return answer.stdout.splitlines()[-1]
+        return audit_of(self.layout.root)
 
     def processes(self) -> list[str]:
         """Command lines of live processes that belong to this run."""
@@ -144,7 +146,4 @@ def processes_of(run_dir: Path) -> list[str]:
 
 def await_none_left(run: SmallRun, timeout_s: float) -> None:
     """Assert that every process of the run is gone in time."""
-    give_up_at = time.monotonic() + timeout_s
-    while left := run.processes():
-        assert time.monotonic() < give_up_at, left
-        time.sleep(0.1)
+    wait_for(lambda: run.processes() == [], timeout_s, run.processes)

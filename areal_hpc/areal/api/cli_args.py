@@ -1,53 +1,377 @@
-"""AReaL's `areal.api.cli_args` (re-exports of the configuration classes)."""
+"""AReaL's configuration: its dataclasses, and a script's command line as one of them.
 
-from areal_hpc.areal.config.loading import load_expr_config
-from areal_hpc.areal.config.schema import (
-    AgentConfig,
-    AgentRLConfig,
-    BaseExperimentConfig,
-    ClusterSpecConfig,
-    DatasetConfig,
-    EvaluatorConfig,
-    GenerationHyperparameters,
-    GRPOConfig,
-    InferenceEngineConfig,
-    MicroBatchSpec,
-    NormConfig,
-    OptimizerConfig,
-    PPOActorConfig,
-    PPOConfig,
-    RecoverConfig,
-    RejectionSamplingConfig,
-    SaverConfig,
-    SchedulerConfig,
-    StatsLoggerConfig,
-    TrainDatasetConfig,
-    TrainEngineConfig,
-    ValidDatasetConfig,
-)
+Names and defaults are AReaL's (`areal/api/cli_args.py`, version 2.0.0 of 2026-08-22). Sections that
+mean nothing here, or that SGLang reads as they are, stay plain mappings. Plain dataclasses, so
+that users may subclass them as AReaL's guides do.
+"""
 
-__all__ = [
-    "AgentConfig",
-    "AgentRLConfig",
-    "BaseExperimentConfig",
-    "ClusterSpecConfig",
-    "DatasetConfig",
-    "EvaluatorConfig",
-    "GRPOConfig",
-    "GenerationHyperparameters",
-    "InferenceEngineConfig",
-    "MicroBatchSpec",
-    "NormConfig",
-    "OptimizerConfig",
-    "PPOActorConfig",
-    "PPOConfig",
-    "RecoverConfig",
-    "RejectionSamplingConfig",
-    "SaverConfig",
-    "SchedulerConfig",
-    "StatsLoggerConfig",
-    "TrainDatasetConfig",
-    "TrainEngineConfig",
-    "ValidDatasetConfig",
-    "load_expr_config",
-]
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_hpc.areal.loading import read_areal_tree, to_config
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass
+class GenerationHyperparameters:
+    """Sampling parameters of replies."""
+
+    n_samples: int = 1
+    max_new_tokens: int = 16384
+    min_new_tokens: int = 0
+    max_tokens: int = 32768
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = 100_000_000
+    temperature: float = 1.0
+    stop: list[str] | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    reward_normalization: bool = False
+    drop_incomplete_group: bool = False
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A copy with changes."""
+        return replace(self, **{"stop_token_ids": list(self.stop_token_ids), **changes})
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """A copy that also stops at the tokenizer's end and padding tokens."""
+        found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        more = [one for one in found if one is not None and one not in self.stop_token_ids]
+        return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(more)])
+
+
+@dataclass
+class AgentConfig:
+    """`rollout.agent`; older files call it `rollout.openai`."""
+
+    mode: str = "inline"
+    turn_discount: float = 1.0
+    export_style: str = "individual"
+    subproc_max_workers: int = 4
+    tool_call_parser: str = "qwen"
+    reasoning_parser: str = "qwen3"
+    chat_template_type: str = "hf"
+    engine_max_tokens: int | None = None
+    admin_api_key: str = "areal-admin-key"
+    message_preprocessors: list[str] = field(default_factory=list)
+    prefix_matcher: str | None = None
+    drop_retry_orphans: bool = False
+    session_timeout_seconds: int = 3600
+    set_reward_finish_timeout: float = 0.0
+    agent_cls_path: str = ""
+
+
+@dataclass
+class InferenceEngineConfig:
+    """`rollout`: how much is generated at once, and by what."""
+
+    backend: str = ""
+    experiment_name: str | None = None
+    trial_name: str | None = None
+    fileroot: str | None = None
+    tokenizer_path: str = ""
+    max_concurrent_rollouts: int | None = None
+    queue_size: int | None = None
+    consumer_batch_size: int = 1
+    max_head_offpolicyness: int = 0
+    enable_rollout_tracing: bool = False
+    deterministic_sampling: bool = False
+    check_trajectory_format: bool = False
+    dump_to_file: bool = False
+    setup_timeout: float = 300.0
+    request_timeout: float = 3600.0
+    request_retries: int = 3
+    pause_grace_period: float = 0.0
+    routing_strategy: str = "round_robin"
+    schedule_policy: str = "round_robin"
+    return_routed_experts: bool = False
+    scheduling_spec: Any = None
+    scheduling_strategy: Any = None
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    openai: AgentConfig | None = None
+
+
+@dataclass
+class OptimizerConfig:
+    """`actor.optimizer`."""
+
+    type: str = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    lr_scheduler_type: str = "constant"
+    min_lr_ratio: float = 0.0
+    warmup_steps_proportion: float = 0.001
+    gradient_clipping: float = 1.0
+    offload: bool = False
+
+
+@dataclass
+class MicroBatchSpec:
+    """`actor.mb_spec`."""
+
+    n_mbs: int | None = 1
+    granularity: int = 1
+    max_tokens_per_mb: int | None = None
+
+
+@dataclass
+class NormConfig:
+    """`actor.reward_norm` and `actor.adv_norm`."""
+
+    mean_level: str | None = "batch"
+    mean_leave1out: bool = False
+    std_level: str | None = "batch"
+    std_unbiased: bool = True
+    eps: float = 1e-5
+    group_size: int = 1
+
+
+@dataclass
+class RejectionSamplingConfig:
+    """`actor.rejection_sampling`: which tokens are too far from the policy that sampled them."""
+
+    level: str = "token"
+    action: str = "mask"
+    metric: str = "ratio"
+    agg: str = "mean"
+    upper: float = 5.0
+    lower: float | None = None
+
+
+@dataclass
+class TrainEngineConfig:
+    """Keys that `actor`, `ref` and `critic` share."""
+
+    backend: str = ""
+    experiment_name: str | None = None
+    trial_name: str | None = None
+    path: str = ""
+    attn_impl: str = "flash_attention_2"
+    init_from_scratch: bool = False
+    is_critic: bool = False
+    disable_dropout: bool = False
+    gradient_checkpointing: bool = False
+    pad_to_maximum: bool = False
+    enable_tree_training: bool = False
+    dtype: str = "bfloat16"
+    grad_reduce_dtype: str = "float32"
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    weight_update_mode: str = "xccl"
+    weight_chunked_mem_mb: int = 1024
+    use_lora: bool = False
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    archon: dict[str, Any] = field(default_factory=dict)
+    scheduling_spec: Any = None
+    scheduling_strategy: Any = None
+
+
+@dataclass
+class PPOActorConfig(TrainEngineConfig):
+    """`actor`: what is trained, and what is maximized."""
+
+    ppo_n_minibatches: int = 4
+    eps_clip: float = 0.2
+    eps_clip_higher: float | None = None
+    c_clip: float | None = None
+    temperature: float = 1.0
+    max_new_tokens: int = 1024
+    group_size: int = 1
+    reward_norm: NormConfig | None = None
+    reward_scaling: float = 1.0
+    reward_bias: float = 0.0
+    reward_clip: float = 20.0
+    overlong_reward_penalty: bool = False
+    mask_no_eos_with_zero: bool = False
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    gae_timestep_unit: str = "token"
+    adv_norm: NormConfig | None = None
+    kl_ctl: float = 0.1
+    kl_estimator: str = "k1"
+    recompute_logprob: bool = False
+    use_decoupled_loss: bool = False
+    prox_logp_method: str = "recompute"
+    behav_imp_weight_cap: float | None = None
+    rejection_sampling: RejectionSamplingConfig | None = None
+    importance_sampling_level: str = "token"
+    dynamic_sampling: bool = False
+    log_agent_stats: bool = False
+
+
+@dataclass
+class ClusterSpecConfig:
+    """`cluster`."""
+
+    n_nodes: int = 1
+    n_gpus_per_node: int = 8
+    fileroot: str = "/tmp/areal/"
+    cluster_name: str = "local"
+    name_resolve: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SchedulerConfig:
+    """`scheduler`: `local` or `slurm`."""
+
+    type: str | None = None
+    site: str = ""
+    """A site file, as `areal-hpc submit --site` takes it. The one key that is not AReaL's."""
+
+
+@dataclass
+class DatasetConfig:
+    """`train_dataset` and `valid_dataset`."""
+
+    path: str = ""
+    type: str = ""
+    batch_size: int = 1
+    shuffle: bool = True
+    pin_memory: bool = False
+    num_workers: int = 0
+    drop_last: bool = True
+    max_length: int | None = None
+
+
+class TrainDatasetConfig(DatasetConfig):
+    """`train_dataset`."""
+
+
+class ValidDatasetConfig(DatasetConfig):
+    """`valid_dataset`."""
+
+
+@dataclass
+class TimerConfig:
+    """Interval between two saves, evaluations or checkpoints."""
+
+    experiment_name: str | None = None
+    trial_name: str | None = None
+    fileroot: str | None = None
+    freq_epochs: int | None = None
+    freq_steps: int | None = None
+    freq_secs: int | None = None
+
+
+@dataclass
+class SaverConfig(TimerConfig):
+    """`saver`: models in Hugging Face format."""
+
+
+@dataclass
+class EvaluatorConfig(TimerConfig):
+    """`evaluator`."""
+
+    eval_before_train: bool = False
+
+
+@dataclass
+class RecoverConfig(TimerConfig):
+    """`recover`: what a restart needs."""
+
+    mode: str = "disabled"
+    retries: int = 3
+    no_save_optim: bool = False
+    no_load_optim: bool = False
+
+
+@dataclass
+class StatsLoggerConfig:
+    """`stats_logger`."""
+
+    experiment_name: str | None = None
+    trial_name: str | None = None
+    fileroot: str | None = None
+    wandb: dict[str, Any] = field(default_factory=dict)
+    swanlab: dict[str, Any] = field(default_factory=dict)
+    tensorboard: dict[str, Any] = field(default_factory=dict)
+    trackio: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class BaseExperimentConfig:
+    """Keys of every experiment."""
+
+    experiment_name: str = ""
+    trial_name: str = ""
+    seed: int = 1
+    enable_offload: bool = False
+    total_train_epochs: int = 1
+    total_train_steps: int | None = None
+    tokenizer_path: str = ""
+    allocation_mode: str = ""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    launcher: dict[str, Any] = field(default_factory=dict)
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig | None = None
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    perf_tracer: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PPOConfig(BaseExperimentConfig):
+    """Reinforcement learning."""
+
+    async_training: bool = True
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    eval_gconfig: GenerationHyperparameters | None = None
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    ref: PPOActorConfig | None = None
+    critic: TrainEngineConfig | None = None
+    teacher: TrainEngineConfig | None = None
+    dynamic_bs: bool = False
+
+
+@dataclass
+class GRPOConfig(PPOConfig):
+    """The name that AReaL's examples use; the variants differ by configuration alone."""
+
+
+@dataclass
+class AgentRLConfig(GRPOConfig):
+    """The keys that AReaL's examples of agents add."""
+
+    workflow: str = ""
+    eval_workflow: str = ""
+    agent_type: str = ""
+    n_trajs: int | None = None
+    max_turns: int | None = None
+    max_tokens_per_trajectory: int | None = None
+    agent_builder_path: str = ""
+    agent_builder_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_fn_path: str = ""
+
+
+def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[ConfigT, str]:
+    """Read `--config FILE key=value ...`.
+
+    Returns:
+        The configuration, and the path of the file.
+
+    Raises:
+        RecipeError: The file is missing or is no YAML; keys are unknown; values do not fit.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True, help="AReaL's YAML file")
+    known, overrides = parser.parse_known_args(list(argv))
+    values = read_areal_tree(known.config, overrides)
+    return to_config(values, config_class, str(known.config)), str(known.config)

@@ -15,6 +15,8 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
+    run_name_rules,
+    scheduling_rules,
     unsupported_rule,
 )
 
@@ -128,8 +130,7 @@ ACTOR_RULES = (
         only_if_given=True,
     ),
     Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
-    alias_rule("actor.experiment_name", "experiment_name", "a run has one name"),
-    alias_rule("actor.trial_name", "trial_name", "a run has one name"),
+    *run_name_rules("actor", has_fileroot=False),
     Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
     fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
@@ -243,10 +244,7 @@ ACTOR_RULES = (
     unsupported_rule("actor.fsdp.*", "the trainer is Megatron-core"),
     unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
     unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
-    unsupported_rule(
-        "actor.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
-    ),
-    unsupported_rule("actor.scheduling_strategy.*", "trainer and replicas never share nodes"),
+    *scheduling_rules("actor"),
     unsupported_rule("ref.*", NO_REFERENCE_REASON),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
     unsupported_rule("teacher.*", "there is no distillation"),

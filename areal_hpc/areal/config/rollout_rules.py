@@ -13,6 +13,8 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
+    run_name_rules,
+    scheduling_rules,
     unsupported_rule,
 )
 
@@ -20,6 +22,7 @@ NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
 TOOL_PARSER_NAMES = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
+_LEAST = "`inference.context_length`: the least of the bounds given"
 
 
 def _concurrency(value: Any, source: Source) -> dict[str, Any]:
@@ -83,15 +86,11 @@ def _agent(section: str) -> tuple[Rule, ...]:
     """`rollout.agent`, and `rollout.openai` as it was called."""
     here = "rollout.agent"
     given = section != here
+    kept = ("mode", "turn_discount", "export_style", "subproc_max_workers", "drop_retry_orphans")
     return (
-        renamed_rule(f"{section}.mode", f"{here}.mode", only_if_given=given),
-        renamed_rule(f"{section}.turn_discount", f"{here}.turn_discount", only_if_given=given),
-        renamed_rule(f"{section}.export_style", f"{here}.export_style", only_if_given=given),
-        renamed_rule(
-            f"{section}.subproc_max_workers", f"{here}.subproc_max_workers", only_if_given=given
-        ),
-        renamed_rule(
-            f"{section}.drop_retry_orphans", f"{here}.drop_retry_orphans", only_if_given=given
+        *(
+            renamed_rule(f"{section}.{name}", f"{here}.{name}", only_if_given=given)
+            for name in kept
         ),
         Rule(
             f"{section}.tool_call_parser",
@@ -111,7 +110,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{section}.engine_max_tokens",
-            "`inference.context_length`: the least of the bounds given",
+            _LEAST,
             _context,
             only_if_given=True,
         ),
@@ -143,9 +142,6 @@ CONTEXT_KEYS = (
 )
 """Bounds on prompt plus reply."""
 
-_LEAST = "`inference.context_length`: the least of the bounds given"
-_RETRIED = "a call waits for a replica until `proxy.request_timeout_s`"
-
 ROLLOUT_RULES = (
     renamed_rule("gconfig.n_samples", "rollout.n_samples"),
     *_sampling("max_new_tokens"),
@@ -167,9 +163,7 @@ ROLLOUT_RULES = (
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
-    alias_rule("rollout.experiment_name", "experiment_name", "a run has one name"),
-    alias_rule("rollout.trial_name", "trial_name", "a run has one name"),
-    alias_rule("rollout.fileroot", "cluster.fileroot", "all files of a run are in one directory"),
+    *run_name_rules("rollout"),
     alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
     Rule(
         "rollout.max_concurrent_rollouts",
@@ -195,7 +189,9 @@ ROLLOUT_RULES = (
     ignored_rule("rollout.dump_to_file", "every trajectory is in a shard: `areal-hpc shards show`"),
     renamed_rule("rollout.setup_timeout", "inference.startup_timeout_s", only_if_given=True),
     renamed_rule("rollout.request_timeout", "proxy.request_timeout_s", only_if_given=True),
-    unsupported_rule("rollout.request_retries", _RETRIED),
+    unsupported_rule(
+        "rollout.request_retries", "a call waits for a replica until `proxy.request_timeout_s`"
+    ),
     unsupported_rule(
         "rollout.pause_grace_period",
         "an update never waits: generation pauses and continues with the new weights",
@@ -205,10 +201,7 @@ ROLLOUT_RULES = (
     ),
     unsupported_rule("rollout.schedule_policy", "sessions are sticky to a replica while it serves"),
     fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
-    unsupported_rule(
-        "rollout.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
-    ),
-    unsupported_rule("rollout.scheduling_strategy.*", "trainer and replicas never share nodes"),
+    *scheduling_rules("rollout"),
     *_agent("rollout.agent"),
     *_agent("rollout.openai"),
     Rule("sglang.context_length", _LEAST, _context, only_if_given=True),

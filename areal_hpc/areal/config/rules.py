@@ -63,6 +63,9 @@ class Rule:
     """AReaL's default is not carried over."""
 
 
+SLURM_REASON = "what a job asks Slurm for is in the section `cluster`"
+
+
 def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     """The same value under another name."""
     return Rule(
@@ -89,6 +92,28 @@ def alias_rule(key: str, other: str, otherwise: str) -> Rule:
         f"as `{other}`; {otherwise}",
         lambda found, source: (
             {} if found in (None, "", source(other)) else Untranslatable(otherwise)
+        ),
+    )
+
+
+def run_name_rules(section: str, *, has_fileroot: bool = True) -> tuple[Rule, ...]:
+    """Keys that sections of AReaL's repeat, so that each can name the run and its files."""
+    repeated = {
+        "experiment_name": ("experiment_name", "a run has one name"),
+        "trial_name": ("trial_name", "a run has one name"),
+        "fileroot": ("cluster.fileroot", "all files of a run are in one directory"),
+    }
+    if not has_fileroot:
+        del repeated["fileroot"]
+    return tuple(alias_rule(f"{section}.{name}", *said) for name, said in repeated.items())
+
+
+def scheduling_rules(section: str) -> tuple[Rule, ...]:
+    """What AReaL's schedulers are told of `actor` and `rollout`."""
+    return (
+        unsupported_rule(f"{section}.scheduling_spec.*", SLURM_REASON),
+        unsupported_rule(
+            f"{section}.scheduling_strategy.*", "trainer and replicas never share nodes"
         ),
     )
 

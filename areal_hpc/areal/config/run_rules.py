@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
 from areal_hpc.areal.config.rules import (
+    SLURM_REASON,
     Rule,
     Source,
     TranslateValue,
@@ -15,6 +16,7 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
+    run_name_rules,
     unsupported_rule,
 )
 
@@ -47,11 +49,7 @@ def _every(target: str) -> TranslateValue:
 def _timer(section: str, target: str) -> tuple[Rule, ...]:
     """How often something happens; steps win over epochs, so they come last."""
     return (
-        alias_rule(f"{section}.experiment_name", "experiment_name", "a run has one name"),
-        alias_rule(f"{section}.trial_name", "trial_name", "a run has one name"),
-        alias_rule(
-            f"{section}.fileroot", "cluster.fileroot", "all files of a run are in one directory"
-        ),
+        *run_name_rules(section),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
         Rule(f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)),
         renamed_rule(f"{section}.freq_steps", target),
@@ -105,21 +103,9 @@ def _launched(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
-def _loggers() -> tuple[Rule, ...]:
-    why = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
-    return (
-        *(
-            fixed_rule(f"stats_logger.{name}.mode", "disabled", why)
-            for name in ("wandb", "swanlab", "trackio")
-        ),
-        unsupported_rule("stats_logger.wandb.*", why),
-        unsupported_rule("stats_logger.swanlab.*", why),
-        unsupported_rule("stats_logger.trackio.*", why),
-        ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
-    )
-
-
 _LOADER = "rows are read once, from the run directory"
+_LOGGED = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+_SERVICES = ("wandb", "swanlab", "trackio")
 
 RUN_RULES = (
     renamed_rule("experiment_name", "experiment_name"),
@@ -162,7 +148,7 @@ RUN_RULES = (
         _launched,
     ),
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
-    unsupported_rule("launcher.*", "what a job asks Slurm for is in the section `cluster`"),
+    unsupported_rule("launcher.*", SLURM_REASON),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
     Rule("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),
     fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
@@ -187,12 +173,10 @@ RUN_RULES = (
     unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
     fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),
     fixed_rule("recover.no_load_optim", False, "a checkpoint always contains the optimizer state"),
-    alias_rule("stats_logger.experiment_name", "experiment_name", "a run has one name"),
-    alias_rule("stats_logger.trial_name", "trial_name", "a run has one name"),
-    alias_rule(
-        "stats_logger.fileroot", "cluster.fileroot", "all files of a run are in one directory"
-    ),
-    *_loggers(),
+    *run_name_rules("stats_logger"),
+    *(fixed_rule(f"stats_logger.{name}.mode", "disabled", _LOGGED) for name in _SERVICES),
+    *(unsupported_rule(f"stats_logger.{name}.*", _LOGGED) for name in _SERVICES),
+    ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
 )
 """What becomes of each."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.areal.config.actor_rules import ACTOR_RULES
-from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
-from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
-from areal_hpc.areal.config.run_rules import RUN_RULES
-from areal_hpc.areal.config.schema import (
+from areal_hpc.areal.api.cli_args import (
     AgentRLConfig,
     BaseExperimentConfig,
     RejectionSamplingConfig,
 )
+from areal_hpc.areal.config.actor_rules import ACTOR_RULES
+from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
+from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
 RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}
@@ -78,8 +78,7 @@ def translate_to_recipe(
             defaults |= flatten(own, f"{REJECTION}.")
         absent = {key: value for key, value in defaults.items() if not _under(key, stated)}
         leaves, given = absent | stated, set(stated)
-    source = Source(leaves, frozenset(given), train_rows)
-    return _translated(source, sorted(leaves, key=list(leaves).index))
+    return _translated(Source(leaves, frozenset(given), train_rows))
 
 
 def _newer(key: str) -> str:
@@ -93,13 +92,13 @@ def _under(key: str, stated: Mapping[str, Any]) -> bool:
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _translated(source: Source, keys: Sequence[str]) -> Translation:
+def _translated(source: Source) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
-    order = {name: place for place, name in enumerate(RULES)}
-    found = [(key, find_rule(key)) for key in keys]
-    for key, rule in sorted(found, key=lambda one: order[one[1].key] if one[1] else -1):
+    places = {name: place for place, name in enumerate(RULES)}
+    found = [(key, find_rule(key)) for key in source.leaves]
+    for key, rule in sorted(found, key=lambda one: places[one[1].key] if one[1] else -1):
         value, is_given = source(key), key in source.given
         if rule is None:
             if is_given and value is not None:
@@ -118,8 +117,7 @@ def _translated(source: Source, keys: Sequence[str]) -> Translation:
         become = RULES["rollout.max_concurrent_rollouts"].becomes(None, source)
         assert not isinstance(become, Untranslatable)
         recipe |= become
-    place = {key: number for number, key in enumerate(keys)}
-    untranslated.sort(key=lambda one: place[one.key])
+    untranslated.sort(key=lambda one: list(source.leaves).index(one.key))
     return Translation(unflatten(recipe), untranslated)
 
 

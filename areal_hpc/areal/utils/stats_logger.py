@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.areal.config.schema import StatsLoggerConfig
+from areal_hpc.areal.api.cli_args import StatsLoggerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 

@@ -14,7 +14,9 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.chatml import TRAINING_TEXT
+from tests.support.commands import audit_of, run_program
 from tests.support.environments import CHECKOUT
+from tests.support.run_files import logs_of
 from tests.support.small_run import processes_of
 
 FOLDER = Path(__file__).parent
@@ -29,32 +31,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [get_interpreter("agents", "auto"), *map(str, arguments)],
-        cwd=CHECKOUT,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=360,
-        check=False,
-    )
-
-
-def run_script(how: str, fileroot: Path, model_dir: Path) -> subprocess.CompletedProcess[str]:
-    return python(
-        *("-m", "areal_hpc.areal", FOLDER / "script.py", how),
-        *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
-        *(f"cluster.fileroot={fileroot}", f"actor.path={model_dir}"),
-    )
+    environ = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    program = get_interpreter("agents", "auto")
+    return run_program(program, *arguments, environ=environ, timeout_s=360)
 
 
 @pytest.mark.parametrize(("how", "rows_per_episode"), [("class", 1), ("instance", 2)])
 def test_an_agent_and_rows_of_a_script_are_trained(
     how: str, rows_per_episode: int, tmp_path: Path, model_dir: Path
 ) -> None:
-    answer = run_script(how, tmp_path, model_dir)
+    answer = python(
+        *("-m", "areal_hpc.areal", FOLDER / "script.py", how),
+        *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
+        *(f"cluster.fileroot={tmp_path}", f"actor.path={model_dir}"),
+    )
     layout = RunPaths(tmp_path / "areal" / how)
-    assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(layout)
     assert "lost" not in answer.stdout
     assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]
     recipe = yaml.safe_load(layout.recipe.read_text())
@@ -63,15 +55,8 @@ def test_an_agent_and_rows_of_a_script_are_trained(
     assert len(layout.dataset("train").read_text().splitlines()) == 16
     manifest = yaml.safe_load(layout.manifest(1).read_text())
     assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * rows_per_episode}
-    audit = python("-m", "areal_hpc", "audit", layout.root)
-    assert audit.stdout.splitlines()[-1] == "trained_once=4 duplicates=0 lost=0 open=0"
+    assert audit_of(layout.root) == "trained_once=4 duplicates=0 lost=0 open=0"
     # The recipe of the run is enough: any command goes on with it, without the script.
     again = python("-m", "areal_hpc", "run", layout.recipe)
     assert "this run is finished" in again.stdout, again.stderr
     assert processes_of(layout.root) == []
-
-
-def logs(layout: RunPaths) -> str:
-    """The end of every log of the newest attempt."""
-    found = sorted(layout.logs_dir.glob("latest/*/*.log"))
-    return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)

@@ -11,11 +11,10 @@ import psutil
 import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.interruptions import trained_steps
-from tests.support.small_run import SmallRun, await_none_left
+from tests.support.run_files import events_of, trained_steps
+from tests.support.small_run import SmallRun, await_none_left, started_from
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,7 +25,7 @@ TASKS = 128
 
 def begun(layout: RunPaths) -> list[dict[str, Any]]:
     """The evaluations that began, in order."""
-    return [one for one in read_lines(layout.events) if one["event"] == "evaluation_begun"]
+    return events_of(layout, "evaluation_begun")
 
 
 def step_of(event: dict[str, Any]) -> int:
@@ -63,9 +62,10 @@ def server_of(keeper: psutil.Process) -> psutil.Process:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[SmallRun]:
+def run(model: Path, tmp_path: Path) -> Iterator[SmallRun]:
     run = SmallRun(
         tmp_path / "runs",
+        *started_from(model),
         "evaluation.separate_cell=true",
         f"evaluation.tasks={TASKS}",
         f"valid_dataset.kwargs.size={TASKS}",
@@ -103,5 +103,5 @@ def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_
     assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
     assert layout.attempts() == [1]
     logged = {path.name for path in layout.log_dir(1).glob("*")}
-    assert logged == {"cell-0", "evaluation", "trainer", "sft"}
+    assert logged == {"cell-0", "evaluation", "trainer"}
     assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"

@@ -12,19 +12,17 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.support.interruptions import (
-    PHASES,
-    STOP_LIMIT_S,
-    interrupt_in_each,
-    trained_steps,
-)
-from tests.support.small_run import SmallRun, await_none_left
+from tests.support.interruptions import PHASES, STOP_LIMIT_S, interrupt_in_each
+from tests.support.run_files import trained_steps
+from tests.support.small_run import SmallRun, await_none_left, started_from
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path / "runs")
+def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(
+    model: Path, tmp_path: Path
+) -> None:
+    run = SmallRun(tmp_path / "runs", *started_from(model))
     interrupt_in_each(run, {phase: PHASES[phase] for phase in ("servers starting", "training")})
     assert trained_steps(run.layout) >= 1
     run.finish()

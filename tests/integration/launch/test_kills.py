@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import psutil
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
-from tests.support.killed_run import Kill, KilledRun, warmed_up_model
+from tests.support.killed_run import Kill, KilledRun
+from tests.support.run_files import events_of, trained_steps
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return warmed_up_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_outlives_its_proxy_its_ledger_and_its_trainer(model: Path, tmp_path: Path) -> None:
@@ -42,17 +36,13 @@ def submitit_processes(job_dir: Path) -> list[psutil.Process]:
 def test_a_job_that_is_killed_is_submitted_again(model: Path, tmp_path: Path) -> None:
     run = KilledRun(tmp_path, model, [], steps=4)
     run.start()
-    run.await_true(lambda: any(row["step"] >= 1 for row in read_lines(run.layout.metrics)))
+    run.await_true(lambda: trained_steps(run.layout) >= 1)
     supervisors = submitit_processes(run.layout.jobs_dir / "cell-0")
     assert supervisors
     for process in supervisors:
         process.kill()
     assert run.wait() == 0, run.said()
     run.assert_complete()
-    submitted = [
-        event["job"]
-        for event in map(json.loads, run.layout.events.read_text().splitlines())
-        if event["event"] == "job_submitted"
-    ]
+    submitted = [event["job"] for event in events_of(run.layout, "job_submitted")]
     assert submitted == ["trainer", "cell-0", "cell-0"]
     await_none_left(run, 20.0)

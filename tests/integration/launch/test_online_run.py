@@ -16,7 +16,7 @@ import pytest
 from areal_hpc.rundir.jsonl import read_lines
 from examples.online.chat import chat
 from examples.quickstart.task import verify
-from tests.support.small_run import SmallRun, await_none_left
+from tests.support.small_run import SmallRun, await_none_left, started_from
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -65,9 +65,10 @@ def judged(said: str, task: dict[str, Any]) -> str:
     return "y" if verify(said, task) else "n"
 
 
-def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
+def test_an_online_run_trains_on_what_programs_do(model: Path, tmp_path: Path) -> None:
     run = SmallRun(
         tmp_path / "runs",
+        *started_from(model),
         *("rollout.workflow=''", "rollout.agent.mode=online", "valid_dataset=null"),
         *(f"trainer.total_steps={STEPS}", "trainer.checkpoint_every_steps=1"),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.config.schema import DatasetConfig
+from areal_hpc.areal.api.cli_args import DatasetConfig
 from areal_hpc.areal.dataset import get_custom_dataset
 from areal_hpc.errors import RecipeError
 

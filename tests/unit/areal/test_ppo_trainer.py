@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.config.schema import GRPOConfig
+from areal_hpc.areal.api.cli_args import GRPOConfig
 from areal_hpc.areal.ppo_trainer import PPOTrainer
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.execution.agent_pickle import (

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.config.loading import load_expr_config, read_areal_tree
-from areal_hpc.areal.config.rules import flatten
-from areal_hpc.areal.config.schema import (
+from areal_hpc.areal.api.cli_args import (
     AgentConfig,
     AgentRLConfig,
     DatasetConfig,
@@ -19,8 +17,11 @@ from areal_hpc.areal.config.schema import (
     GRPOConfig,
     NormConfig,
     RejectionSamplingConfig,
+    load_expr_config,
 )
+from areal_hpc.areal.config.rules import flatten
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.areal.loading import read_areal_tree
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
 

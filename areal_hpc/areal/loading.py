@@ -1,8 +1,7 @@
-"""`load_expr_config`: command-line arguments to an AReaL configuration object."""
+"""A file of AReaL's and its overrides, as a tree and as a configuration object."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,22 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_hpc.errors import Problem, RecipeError
 
 ConfigT = TypeVar("ConfigT")
-
-
-def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[ConfigT, str]:
-    """Read `--config FILE key=value ...`.
-
-    Returns:
-        The configuration, and the path of the file.
-
-    Raises:
-        RecipeError: The file is missing or is no YAML; keys are unknown; values do not fit.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path, required=True, help="AReaL's YAML file")
-    known, overrides = parser.parse_known_args(list(argv))
-    values = read_areal_tree(known.config, overrides)
-    return to_config(values, config_class, str(known.config)), str(known.config)
 
 
 def read_areal_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Programs, run in the checkout to their end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.environments import CHECKOUT
+
+COMMAND_TIMEOUT_S = 110.0
+
+
+def run_program(
+    *words: object,
+    folder: Path = CHECKOUT,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = COMMAND_TIMEOUT_S,
+) -> subprocess.CompletedProcess[str]:
+    """How a program ended, and what it said; its environment is ours unless given."""
+    return subprocess.run(
+        [*map(str, words)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def areal_hpc(
+    *arguments: object,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = COMMAND_TIMEOUT_S,
+) -> subprocess.CompletedProcess[str]:
+    """`areal-hpc`, with the Python of the tests."""
+    program = (sys.executable, "-m", "areal_hpc")
+    return run_program(*program, *arguments, environ=environ, timeout_s=timeout_s)
+
+
+def said_by(ended: subprocess.CompletedProcess[str]) -> str:
+    """What a program printed, which must have succeeded."""
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def audit_of(run_dir: Path, environ: Mapping[str, str] | None = None) -> str:
+    """The last line of `areal-hpc audit`, which must find nothing at fault."""
+    return said_by(areal_hpc("audit", run_dir, environ=environ)).splitlines()[-1]

@@ -1,0 +1,22 @@
+"""What tests measured, below benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.support.environments import CHECKOUT
+
+RESULTS_DIR = CHECKOUT / "benchmarks" / "results"
+
+
+def read_results(name: str, nothing: Any) -> Any:
+    """What was measured so far; `nothing` if there is no such file."""
+    path = RESULTS_DIR / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else nothing
+
+
+def write_results(name: str, measured: Any, *, indent: int = 2, sort_keys: bool = False) -> None:
+    """Put it in the place of what was measured before."""
+    text = json.dumps(measured, indent=indent, sort_keys=sort_keys)
+    (RESULTS_DIR / f"{name}.json").write_text(text + "\n")
