@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+from areal_hpc.jobs.topology import LOOPBACK
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 Device = Literal["cpu", "cuda"]
 
-LOOPBACK = "127.0.0.1"
-"""SGLang has no passwords for its control routes, so nothing else may reach it."""
 UNSET_VERSION = "unset"
 """Version that an SGLang server reports for weights that no trainer has vouched for."""
 CPU_MAX_TOTAL_TOKENS = 16384
@@ -87,7 +86,7 @@ def build_replica_command(
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
     options: dict[str, object] = {
         "--model-path": model_path,
-        "--host": LOOPBACK,
+        "--host": LOOPBACK,  # nothing else may reach control routes that have no passwords
         "--port": ports.http,
         "--nccl-port": ports.rendezvous,
         "--device": device,

@@ -46,20 +46,13 @@ _FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
 """Time that a call may go on whose caller has left."""
-_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 10.0
 _KEPT_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
 class ControlProxyApp(JsonApp):
-    """The ASGI application.
-
-    Args:
-        cell: Its name.
-        replicas: Its replicas.
-        admin_key: The run's secret for control routes.
-        weights_dir: The only folder from which replicas may be told to load weights.
-    """
+    """The ASGI application. Replicas may be told to load weights from `weights_dir` alone."""
 
     def __init__(
         self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
@@ -83,22 +76,19 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(401, "the admin key of the run is required")
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                views = [replica.view() for replica in self._replicas]
-                return 200, msgspec.json.encode(ReplicaList(self._cell, views))
+                return _ok(ReplicaList(self._cell, [one.view() for one in self._replicas]))
             case "POST", ["follow"]:
                 part = await _decode(request, NodePartRequest)
                 try:
-                    return 200, msgspec.json.encode(self._replicas[0].follow(part))
+                    return _ok(self._replicas[0].nodes.follow(part, time.monotonic()))
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
                 fence = await _decode(request, FenceRequest)
-                fenced = self._replica(index).fence(_caller(request), fence)
-                return 200, msgspec.json.encode(fenced)
+                return _ok(self._replica(index).fence(_caller(request), fence))
             case "POST", ["replicas", index, "serve"]:
                 serve = await _decode(request, ServeRequest)
-                serving = self._replica(index).serve(_caller(request), serve)
-                return 200, msgspec.json.encode(serving)
+                return _ok(self._replica(index).serve(_caller(request), serve))
             case "POST", ["replicas", index, "load"]:
                 load = self._load_body(await _decode(request, LoadRequest))
                 route = "update_weights_from_disk"
@@ -166,10 +156,8 @@ class ControlProxyApp(JsonApp):
 
         async def ask() -> tuple[int, bytes]:
             headers = {"content-type": "application/json"}
-            if route in _ROUTES_READ:
-                call = self._session().get(f"{url}/{route}", headers=headers)
-            else:
-                call = self._session().post(f"{url}/{route}", data=body, headers=headers)
+            method, data = ("GET", None) if route in _ROUTES_READ else ("POST", body)
+            call = self._session().request(method, f"{url}/{route}", data=data, headers=headers)
             async with call as answer:
                 return answer.status, await answer.read()
 
@@ -197,6 +185,10 @@ class ControlProxyApp(JsonApp):
         """Close connections to SGLang."""
         if self._upstream is not None:
             await self._upstream.close()
+
+
+def _ok(reply: msgspec.Struct) -> tuple[int, bytes]:
+    return 200, msgspec.json.encode(reply)
 
 
 def _caller(request: Request) -> ControlCaller:
@@ -238,23 +230,22 @@ class ControlProxyServer:
         self._socket.listen()  # from here on callers wait, and none is refused
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = ServiceServer(app)
-        self._thread = threading.Thread(target=self._run, name="control-proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="control-proxy", daemon=True
+        )
 
     def start(self) -> None:
-        """Listen."""
+        """Answer calls."""
         self._thread.start()
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            try:
-                await self._server.serve(sockets=[self._socket])
-            finally:
-                await self._app.close()
-
-        asyncio.run(serve())
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            await self._app.close()
 
     def stop(self) -> None:
         """Stop listening."""
         self._server.should_exit = True
-        self._thread.join(_START_TIMEOUT_S)
+        self._thread.join(_STOP_TIMEOUT_S)
         self._socket.close()

@@ -8,7 +8,6 @@ from typing import Any
 
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
-from areal_hpc.inference.multi_node import MultiNodeReplica
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.sglang_server import STOP_GRACE_S
 from areal_hpc.jobs.restart_policy import RestartPolicy
@@ -31,7 +30,18 @@ def run(config: dict[str, Any]) -> None:
     job = InferenceJobConfig.model_validate(config)
     layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
-    replicas = build_replicas(job, layout)
+    events = EventLog(layout.events, job.cell)
+    replicas = [
+        Replica(
+            index,
+            job.inference,
+            launch=partial(build_command, job, index),
+            log_dir=get_log_dir(job, layout),
+            events=events,
+            policy=RestartPolicy(job.inference.max_restarts),
+        )
+        for index in range(job.inference.replicas_per_cell)
+    ]
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
     app = ControlProxyApp(job.cell, replicas, admin_key, layout.weights_dir)
     control_proxy = ControlProxyServer(app, get_advertised_host())
@@ -51,23 +61,3 @@ def run(config: dict[str, Any]) -> None:
         for replica in replicas:
             replica.kill(max(0.0, gone_by - time.monotonic()))
         control_proxy.stop()
-
-
-def build_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
-    """The cell's replicas, none of them started."""
-    inference = job.inference
-    events = EventLog(layout.events, job.cell)
-    return [
-        Replica(
-            index,
-            tp=inference.tp,
-            nodes=MultiNodeReplica(inference.nodes_per_replica),
-            launch=partial(build_command, job, index),
-            log_dir=get_log_dir(job, layout),
-            events=events,
-            startup_timeout_s=inference.startup_timeout_s,
-            health_timeout_s=inference.health_timeout_s,
-            policy=RestartPolicy(inference.max_restarts),
-        )
-        for index in range(inference.replicas_per_cell)
-    ]

@@ -17,11 +17,7 @@ NODE_TIMEOUT_S = 15.0
 
 
 class MultiNodeReplica:
-    """Which parts run where. Time is passed in.
-
-    Args:
-        nodes: Of one replica, the first one included.
-    """
+    """Which parts run where, of a replica of so many nodes, the first one included."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes

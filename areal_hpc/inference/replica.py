@@ -23,13 +23,12 @@ from areal_hpc.inference.multi_node import MultiNodeReplica, get_rendezvous_addr
 from areal_hpc.inference.sglang_server import HealthProbe, SGLangServer, find_free_ports
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     FenceRequest,
-    NodePartReply,
-    NodePartRequest,
     ReplicaState,
     ReplicaView,
     ServeRequest,
@@ -63,24 +62,19 @@ class Replica:
     def __init__(
         self,
         index: int,
+        config: InferenceConfig,
         *,
-        tp: int,
-        nodes: MultiNodeReplica,
         launch: BuildCommand,
         log_dir: Path,
         events: EventLog,
-        startup_timeout_s: float,
-        health_timeout_s: float,
         policy: RestartPolicy,
     ) -> None:
         self.index = index
-        self._tp = tp
-        self._nodes = nodes
+        self._config = config
+        self.nodes = MultiNodeReplica(config.nodes_per_replica)
         self._launch = launch
         self._log_dir = log_dir
         self._events = events
-        self._startup_timeout_s = startup_timeout_s
-        self._health_timeout_s = health_timeout_s
         self._policy = policy
         self._lock = threading.RLock()
         self._server: SGLangServer | None = None
@@ -106,7 +100,7 @@ class Replica:
                 "serving" if version else self._state,
                 self._server.url if self._server else "",
                 version,
-                self._tp,
+                self._config.tp,
                 self._update_pause,
             )
 
@@ -133,7 +127,7 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start()
-        elif death := self._server.describe_exit() or self._nodes.loss(now):
+        elif death := self._server.describe_exit() or self.nodes.loss(now):
             self._on_exit(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
@@ -144,7 +138,8 @@ class Replica:
         elif self._probe is not None and self._probe.tick(
             may_ask=not self._update_state.has_sender
         ):
-            self._on_exit(self._server, f"was unresponsive for {self._health_timeout_s:.0f} s")
+            timeout_s = self._config.health_timeout_s
+            self._on_exit(self._server, f"was unresponsive for {timeout_s:.0f} s")
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
@@ -154,20 +149,20 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self._nodes.begin(incarnation, get_rendezvous_address(ports))
+        self.nodes.begin(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _await_ready(self, server: SGLangServer, now: float) -> None:
-        waited_s = now - server.started_at
+        waited_s, timeout_s = now - server.started_at, self._config.startup_timeout_s
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._probe = HealthProbe(server.url, self._health_timeout_s)
+            self._probe = HealthProbe(server.url, self._config.health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
-        elif waited_s > self._startup_timeout_s:
-            self._on_exit(server, f"was not ready within {self._startup_timeout_s:.0f} s")
+        elif waited_s > timeout_s:
+            self._on_exit(server, f"was not ready within {timeout_s:.0f} s")
         elif server.is_lingering(now):
             self._on_exit(server, "could not bind its port")
 
@@ -195,7 +190,7 @@ class Replica:
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
-        self._nodes.end()
+        self.nodes.end()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
@@ -234,7 +229,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self._nodes.end()
+        self.nodes.end()
         if self._server is not None:
             self._server.kill(grace_s)
 
@@ -258,14 +253,6 @@ class Replica:
             self._check(caller)
             self._update_state.serve(request.version)
             return self.view()
-
-    def follow(self, request: NodePartRequest) -> NodePartReply:
-        """Another node of the cell asks what to run.
-
-        Raises:
-            ValueError: The cell has no such node.
-        """
-        return self._nodes.follow(request, time.monotonic())
 
     def called(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be relayed."""

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.inference.command import LOOPBACK, ServerCommand, ServerPorts
+from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.jobs.topology import LOOPBACK
 from areal_hpc.wire.http import is_accepted
 
 STOP_GRACE_S = 1.0
@@ -132,8 +133,7 @@ class SGLangServer:
     def is_lingering(self, now: float) -> bool:
         """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
 
-        To be asked while it starts. Its log may be on storage that all cells share, so it is read
-        every two seconds at most.
+        Its log may be on storage that all cells share, so it is read every two seconds at most.
         """
         if now < self._log_due_at:
             return False
@@ -200,10 +200,6 @@ class HealthProbe:
     SGLang's `/health_generate` comes back after a second when any token left the scheduler
     since it was asked, and after 20 s, with an error, when none did (sglang 0.5.23,
     `srt/entrypoints/http_server.py`). A paused server says no, so it must not be asked.
-
-    Args:
-        url: Of the server, on loopback.
-        timeout_s: Silence this long is death.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -213,11 +209,10 @@ class HealthProbe:
         self._asked_at = self._alive_at = time.monotonic()
 
     def tick(self, *, may_ask: bool) -> bool:
-        """Ask if it is time to; true once the server has been silent for too long.
+        """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
-        Args:
-            may_ask: False while an update is under way: the server then need not answer, and
-                its silence counts from the end of the update.
+        While an update is under way it may not be asked: the server then need not answer, and its
+        silence counts from the end of the update.
         """
         now = time.monotonic()
         if not may_ask:

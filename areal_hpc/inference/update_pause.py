@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from areal_hpc.inference.replica import Replica
+from areal_hpc.inference.update_state import CHANGING_ROUTES
 from areal_hpc.wire.replicas import UpdatePause
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.01
 MAX_WAIT_S = 120.0
 _SERVE_WAIT_S = 5.0
-_BEGINNINGS = ("begin_weight_update", "update_weights_from_disk")
-"""SGLang takes its orders one after the other: when it answers these, it is paused."""
 
 
 class _SchedulerLoad(msgspec.Struct):
@@ -60,7 +59,8 @@ class UpdatePauseMonitor:
         if route == "pause_generation":
             self._mode = str(msgspec.json.decode(body, type=dict[str, object]).get("mode"))
             self._paused_at, self._before = asked_at, None
-        elif route in _BEGINNINGS and self._paused_at:
+        elif route in CHANGING_ROUTES and self._paused_at:
+            # It takes its orders one after the other: now it is paused.
             self._start(self._look_back(url))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at

@@ -3,14 +3,16 @@
     fence -> pause_generation -> begin_weight_update -> ... -> continue_generation -> serve
     |--------- untouched -------|---------- changed ---------------------------------|
 
-Until `begin_weight_update`, or `update_weights_from_disk`, the server holds the weights that were
-verified last, whatever becomes of the sender. From there on nobody can vouch for them but by
-verifying them anew.
+Until the change begins the server holds the weights that were verified last, whatever becomes of
+the sender. From there on nobody can vouch for them but by verifying them anew.
 """
 
 from __future__ import annotations
 
 import math
+
+CHANGING_ROUTES = ("begin_weight_update", "update_weights_from_disk")
+"""Control calls with which a change of the weights begins."""
 
 
 class WeightUpdateState:
@@ -54,7 +56,7 @@ class WeightUpdateState:
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be relayed to SGLang."""
         self._calls_in_flight += 1
-        if route in ("begin_weight_update", "update_weights_from_disk"):
+        if route in CHANGING_ROUTES:
             self._version, self.is_changed = "", True
             self._await_sender(now + deadline_s)
 

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 5.0
+BuildPartCommand = Callable[[int, ServerPorts, NodePart], ServerCommand]
+"""(incarnation, ports, part) to the command of that start of the part."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -56,15 +58,8 @@ def run(config: dict[str, Any]) -> None:
 class WorkerNode:
     """This node's part, and its successors.
 
-    Args:
-        node: 1, 2, ...: this node's place in the cell.
-        nodes: Of the replica.
-        launch: (incarnation, ports, part) to the command of this node's part.
-        cell: Whose control proxy says what to run.
-        rendezvous_dir: Where that one is published.
-        admin_key: The run's secret for control routes.
-        log_dir: Where the parts log.
-        patience_s: A first node that is silent for longer is gone.
+    `node` is its place among the `nodes` of the cell, from 1. A first node that is silent for
+    longer than `patience_s` is gone.
     """
 
     def __init__(
@@ -72,7 +67,7 @@ class WorkerNode:
         node: int,
         nodes: int,
         *,
-        launch: Callable[[int, ServerPorts, NodePart], ServerCommand],
+        launch: BuildPartCommand,
         cell: str,
         rendezvous_dir: Path,
         admin_key: str,

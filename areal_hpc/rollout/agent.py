@@ -50,19 +50,19 @@ class AgentWorkflow(ABC):
 def load_agent(
     workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARGS
 ) -> Agent:
-    """The agent to run: from its dotted path, its class, or itself.
+    """The agent to run: a class, built with `kwargs`, or an instance; or the dotted path of either.
 
-    Args:
-        workflow: `package.module.Class`, a class, or an instance (also by its dotted path).
-        kwargs: Arguments of the class's constructor; none for an instance.
-        extra_kwargs: Keywords that `run` must accept.
+    `extra_kwargs` are the keywords that `run` must accept.
 
     Raises:
         RecipeError: There is nothing of the agent's shape, or the class refuses `kwargs`. The
             message names the part of the path that failed.
     """
-    found = _find(workflow) if isinstance(workflow, str) else workflow
-    name = workflow if isinstance(workflow, str) else _name_of(workflow)
+    if isinstance(workflow, str):
+        found, name = _find(workflow), workflow
+    else:
+        kind = workflow if inspect.isclass(workflow) else type(workflow)
+        found, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
     _check_shape(found, name, extra_kwargs)
     if inspect.isclass(found):
         return _build(found, name, kwargs)
@@ -74,11 +74,6 @@ def load_agent(
         )
     agent: Agent = found
     return agent
-
-
-def _name_of(value: object) -> str:
-    kind = value if inspect.isclass(value) else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _find(dotted_path: str) -> Any:
@@ -126,7 +121,8 @@ def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -
     is_class = inspect.isclass(agent)
     run = getattr(agent, "run", None)
     if run is None and not is_class:
-        raise _refused(f"{dotted_path!r} is {_a(agent)}, expected a class", f"make it {_SHAPE}")
+        kind = type(agent).__name__
+        raise _refused(f"{dotted_path!r} is a {kind}, expected a class", f"make it {_SHAPE}")
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
         raise _refused(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
@@ -202,7 +198,3 @@ def _classes(module: ModuleType) -> list[str]:
 def _nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
     return f"; did you mean {found[0]!r}?" if found else ""
-
-
-def _a(value: object) -> str:
-    return f"a {type(value).__name__}"

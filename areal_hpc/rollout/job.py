@@ -92,20 +92,18 @@ async def _drive(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_restart_id() else float("inf")
-        await _run_unless_stopped(loop, stop, services.ledger, idle_timeout_s)
+        await _run_unless_stopped(loop, stop, idle_timeout_s)
     finally:
         await http_client.aclose()
         await services.close()
 
 
-async def _run_unless_stopped(
-    loop: LeaseLoop, stop: StopRequest, ledger: ServiceClient, idle_timeout_s: float
-) -> None:
+async def _run_unless_stopped(loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float) -> None:
     running = asyncio.create_task(loop.run())
     is_idle = False
     while not (running.done() or stop.requested or is_idle):
         await asyncio.wait({running}, timeout=STOP_POLL_S)
-        is_idle = loop.is_at_rest and ledger.silent_s >= idle_timeout_s
+        is_idle = loop.has_been_idle(idle_timeout_s)
     if running.done():
         running.result()
         return

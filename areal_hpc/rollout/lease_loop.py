@@ -33,13 +33,7 @@ class LeaseLoop:
     for the truth. A driver with work under way asks briefly and waits here, where it hears
     at once of a ticket that ended; an idle one lets the ledger keep its request.
 
-    Args:
-        job: The cell, and the task sets of which it takes tickets.
-        runner: Runs each ticket.
-        tickets: Those that the cell holds; shared with `runner`.
-        services: The ledger and the cell's proxy.
-        events: Log for a blocked event loop.
-        get_restart_id: Which start of its Slurm job the cell is in; 0 where starts are not counted.
+    `tickets` are shared with `runner`.
     """
 
     def __init__(
@@ -78,10 +72,9 @@ class LeaseLoop:
             for task in (*under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
-    @property
-    def is_at_rest(self) -> bool:
-        """True while no episode is under way."""
-        return self._tickets.is_at_rest
+    def has_been_idle(self, for_s: float) -> bool:
+        """True without an episode under way and without a word of the ledger for so long."""
+        return self._tickets.is_at_rest and self._ledger.silent_s >= for_s
 
     @property
     def _sealing(self) -> bool:

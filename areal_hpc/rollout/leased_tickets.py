@@ -11,10 +11,8 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 class LeasedTickets:
     """The driver's side of the leases.
 
-    Args:
-        episode_slots: Episodes that may run at once.
-        episodes_per_ticket: Of a training ticket. A cell with fewer slots could never start one,
-            and gets as many.
+    A cell with fewer slots than a training ticket has episodes could never start one, and gets as
+    many.
     """
 
     def __init__(self, episode_slots: int, episodes_per_ticket: int) -> None:
@@ -44,8 +42,7 @@ class LeasedTickets:
     def finished(self) -> list[TicketRef]:
         """Training tickets that ended and, as far as is known here, are not settled.
 
-        They are reported until the ledger says otherwise: one that restarted knows nothing of
-        them.
+        Reported until the ledger says otherwise: one that restarted knows nothing of them.
         """
         return list(self._finished)
 

@@ -56,12 +56,7 @@ class ServiceClient:
     ) -> ReplyT:
         """POST `request` until the peer answers, for as long as that takes.
 
-        Args:
-            route: Path of the call.
-            request: Body.
-            reply: Type of the answer.
-            key: A session's key, instead of the run's.
-            timeout_s: Limit of one try.
+        A session's `key` replaces the run's; `timeout_s` limits one try.
 
         Raises:
             HttpStatusError: The peer answered with an error that repeating will not mend.

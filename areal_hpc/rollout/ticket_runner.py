@@ -24,6 +24,7 @@ from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import Services
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
@@ -42,23 +43,15 @@ from areal_hpc.wire.proxy import (
 
 log = logging.getLogger(__name__)
 
-MIN_RETRY_PAUSE_S = 0.25
-MAX_RETRY_PAUSE_S = 10.0
+RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
 
 
 class TicketRunner:
     """Runs the tickets of one cell, any number of them at once.
 
-    Args:
-        job: The cell, the recipe's section and the generation parameters of evaluation.
-        agents: Agents of training and of evaluation; None where programs elsewhere play the
-            episodes.
-        tasks: Their tasks.
-        tickets: Those that the cell holds; told of every episode and ticket that ends.
-        services: The ledger and the cell's proxy.
-        http_client: Shared by the agents.
-        events: Log of what went wrong.
+    An agent is None where programs elsewhere play the episodes. `tickets` are told of every episode
+    and ticket that ends.
 
     Raises:
         RecipeError: The filter of groups cannot be imported.
@@ -95,7 +88,9 @@ class TicketRunner:
         is_finished = False
         try:
             if grant.ref.eval_step >= 0:
-                await self._evaluate(grant)
+                rewards = [one.reward for one in await self._run_group(grant, "valid")]
+                result = EvaluationResultRequest(self._cell, grant.ref, rewards)
+                await self._report("/report_evaluation", result)
             else:
                 is_finished = await self._generate(grant)
         except (AgentError, RecipeError) as error:
@@ -108,8 +103,7 @@ class TicketRunner:
     async def _generate(self, grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.
 
-        Returns:
-            False if its group was not accepted: then the proxy and the ledger forget it.
+        False if its group was not accepted: then the proxy and the ledger forget it.
         """
         while True:
             incarnation = self._proxy.instance
@@ -130,12 +124,6 @@ class TicketRunner:
                 drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
                 await self._report("/drop", drop)
             return not rejection_reason
-
-    async def _evaluate(self, grant: TicketGrant) -> None:
-        """Run an evaluation ticket and report its rewards."""
-        outcomes = await self._run_group(grant, "valid")
-        request = EvaluationResultRequest(self._cell, grant.ref, [one.reward for one in outcomes])
-        await self._report("/report_evaluation", request)
 
     async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
         reason = encodable(str(error))
@@ -159,16 +147,11 @@ class TicketRunner:
         wanted = least = grant.n_episodes
         if split == "train":
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
-        numbers = range(grant.n_episodes)
-        episodes = [self._run_until_ok(grant, split, number) for number in numbers]
+        episodes = [self._run_until_ok(grant, split, at) for at in range(grant.n_episodes)]
         group = await run_group(episodes, wanted, least)
         if group.cut:
-            self._record(
-                "episodes_cancelled",
-                grant,
-                "cancelled: enough episodes of the group are complete",
-                count=group.cut,
-            )
+            reason = "cancelled: enough episodes of the group are complete"
+            self._record("episodes_cancelled", grant, reason, count=group.cut)
         if group.failed:
             self._record("group_incomplete", grant, str(group.failed[-1]), count=len(group.failed))
         return group.outcomes
@@ -180,7 +163,6 @@ class TicketRunner:
 
         Raises:
             AgentError: It failed `max_episode_tries` times; says how it failed last.
-            RecipeError: There is no such task.
         """
         failures = outages = 0
         while True:
@@ -195,8 +177,7 @@ class TicketRunner:
             self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
             failures += outcome.status in ("failed", "timed_out")
             outages += outcome.status == "unserved"
-            doublings = min(failures + outages, 16)
-            await asyncio.sleep(min(MIN_RETRY_PAUSE_S * 2**doublings, MAX_RETRY_PAUSE_S))
+            await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures + outages))
             if failures == self._rollout.max_episode_tries:
                 self._tickets.end_episode(grant.ref)
                 raise AgentError(

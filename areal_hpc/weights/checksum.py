@@ -39,13 +39,10 @@ Digests = dict[str, frozenset[str]]
 def compute_rank_digests(
     tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int, replica_device: str
 ) -> Digests:
-    """Hashes that one tensor-parallel rank must report after loading `tensors`.
+    """Hashes that rank `tp_rank` of `tp` must report after loading `tensors`.
 
-    Args:
-        tensors: Parameters in Hugging Face naming; fused sets must be complete.
-        tp_rank: The rank.
-        tp: How many ranks share the replica's tensors.
-        replica_device: `cpu` or `cuda`: decides the kind of hash.
+    Those are in Hugging Face naming, with complete fused sets. `replica_device`, `cpu` or `cuda`,
+    decides the kind of hash.
     """
     fused: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -78,14 +75,13 @@ def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) 
     )
     if not (missing or unsent or different):
         return
-    hint = "resend all weights"
-    if len(different) == len(server_names):
-        hint = "give trainer.dtype and inference.dtype the same value"
+    all_differ = len(different) == len(server_names)
+    hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
         f"{who}: expected the sent weights, got {len(different)} different {different[:_SHOWN]}, "
         f"{len(missing)} unknown to the server {missing[:_SHOWN]}, "
         f"{len(unsent)} never sent {unsent[:_SHOWN]}",
-        hint=hint,
+        hint=hint if all_differ else "resend all weights",
     )
 
 

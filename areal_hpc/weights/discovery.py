@@ -29,14 +29,7 @@ _MAX_CONCURRENT_QUERIES = 32
 
 
 class ReplicaDiscovery:
-    """Asks control proxies without letting one that has vanished delay its caller.
-
-    Args:
-        rendezvous_dir: Where the cells' control proxies are published.
-        cells: How many cells the run has, that of evaluation not counted.
-        admin_key: The run's secret for control routes.
-        evaluation_cell: It has one.
-    """
+    """Asks control proxies without letting one that has vanished delay its caller."""
 
     def __init__(
         self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False

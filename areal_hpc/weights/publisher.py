@@ -36,7 +36,6 @@ class Publisher:
     Args:
         rendezvous_dir: Where the cells' control proxies are published.
         cells: How many cells the run has, that of evaluation not counted.
-        admin_key: The run's secret for control routes.
         backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.
         device: Where buckets are packed; must suit the backend.
         weights_dir: Where `weights.transport=disk` writes; on storage that the cells see.

@@ -5,7 +5,6 @@ All deadlines follow from `weights.update_timeout_s`: the longest wait for weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import httpx
@@ -43,11 +42,9 @@ def get_step_deadline_s(update_timeout_s: float) -> float:
 def get_sender_timeout_s(update_timeout_s: float) -> float:
     """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
 
-    Groups take the steps of an update together. A replica that is done with one waits until the
-    slowest group is, or was left out of the update, and until the replicas that were left out
-    have been told: connecting to them and being answered may each take `GIVE_UP_S`. Between two
-    steps the sender gathers, packs and hashes the next bucket, which may take as long as sending
-    one.
+    A replica that is done with a step waits until the slowest group is, or was left out, and until
+    those left out have been told: connecting to them and being answered may each take
+    `GIVE_UP_S`. Gathering, packing and hashing the next bucket may take as long as sending one.
     """
     return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_S + update_timeout_s
 
@@ -111,8 +108,8 @@ class ReplicaClient:
         Args:
             bucket: What is about to be broadcast.
             group_name: The update group it comes through.
-            packed: It is one message; else each of its parameters is.
             version: Set with the last bucket: tokens sampled from now on carry it.
+            packed: It is one message; else each of its parameters is.
         """
         specs = [slot.spec for slot in bucket.slots]
         self.post_slow(
@@ -130,13 +127,12 @@ class ReplicaClient:
 
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        info = self.post("model_info")
-        return self._decode(info, _WeightVersionInfo).weight_version
+        return self._decode(self.post("model_info"), _WeightVersionInfo).weight_version
 
-    def checksums(self) -> Sequence[tuple[int, dict[str, str]]]:
-        """(tensor-parallel rank, hash by tensor name) of everything the server holds."""
+    def checksums(self) -> dict[int, dict[str, str]]:
+        """Of everything the server holds: by tensor-parallel rank, by tensor name."""
         reply = self._decode(self.post_slow("weights_checker", {"action": "checksum"}), _CheckReply)
-        return [(rank.parallelism_info[0].tp_rank, rank.checksums) for rank in reply.ranks]
+        return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 
     def close(self) -> None:
         """Close pooled connections."""

@@ -37,12 +37,9 @@ class UpdateBackoff:
     def due(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
     ) -> list[ReplicaKey]:
-        """Those of `keys` that may be tried at `now`.
+        """Those of `keys` that may be tried at `now`, a time of `time.monotonic`.
 
-        Args:
-            keys: Replicas that lack the weights.
-            now: A time of `time.monotonic`.
-            is_urgent: No replica has the weights, so there is nothing that a try would hold up.
+        `is_urgent`: no replica has the weights, so there is nothing that a try would hold up.
         """
         longest_s = MAX_URGENT_PAUSE_S if is_urgent else MAX_PAUSE_S
         return [key for key in keys if now >= self._not_before(key, longest_s)]

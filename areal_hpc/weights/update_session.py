@@ -34,11 +34,6 @@ class UpdateSession:
 
     Every method raises WeightSyncError when a member fails or a deadline passes; the object is
     then of no more use but to be given up.
-
-    Args:
-        members: The replicas.
-        config: What becomes of the keys and values of generations in flight.
-        name: For its threads.
     """
 
     def __init__(self, members: Sequence[ReplicaClient], config: WeightsConfig, name: str) -> None:
@@ -59,11 +54,9 @@ class UpdateSession:
     def verify(
         self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
     ) -> None:
-        """Check that every member holds what was sent.
+        """Check that every member stamps `version` on tokens and holds what was sent.
 
-        Args:
-            version: What the server must stamp on tokens.
-            expected: Hashes by (tensor-parallel size, rank); None checks the version alone.
+        `expected` has hashes by (tensor-parallel size, rank); None checks the version alone.
         """
 
         def check(member: ReplicaClient) -> None:
@@ -72,7 +65,7 @@ class UpdateSession:
                 raise WeightSyncError(f"{member.key}: expected version {version}, got {stamp!r}")
             if expected is None:
                 return
-            reported = dict(member.checksums())
+            reported = member.checksums()
             if len(reported) != member.key.tp:
                 raise WeightSyncError(
                     f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
@@ -130,9 +123,7 @@ SessionStep = Callable[[SessionT], None]
 class GroupUpdate(Generic[SessionT]):
     """One update under way: the groups that still take part, and why others do not.
 
-    Args:
-        pool: Has a thread for each group.
-        step_s: What a group may take for one step; one that takes longer drops out.
+    `pool` has a thread for each group. One that takes longer than `step_s` for a step drops out.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:

@@ -17,10 +17,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
-from starlette.types import Receive as Receive
-from starlette.types import Scope as Scope
-from starlette.types import Send as Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_hpc.wire.http import KEEP_ALIVE_S
 

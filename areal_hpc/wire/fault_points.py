@@ -95,11 +95,7 @@ class FaultInjector:
         self._lock = threading.Lock()
 
     def visit(self, point: str) -> None:
-        """Kill, hold or fail this process if a fault of the point is due.
-
-        Raises:
-            OSError: The fault is an error.
-        """
+        """Kill, hold or fail (by OSError) this process if a fault of the point is due."""
         if point not in self._faults:
             return
         with self._lock:
@@ -113,8 +109,7 @@ class FaultInjector:
 def fault_point(name: str) -> None:
     """Let a test kill, hold or fail the process here; otherwise do nothing.
 
-    Args:
-        name: One of `FAULT_POINTS`, at one place of the package.
+    Each of `FAULT_POINTS` is at one place of the package.
 
     Raises:
         OSError: A test wants it.

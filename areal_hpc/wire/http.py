@@ -23,14 +23,12 @@ BACKOFF = Backoff(0.05, 1.0)
 
 def is_accepted(method: str, url: str, timeout_s: float) -> bool:
     """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
-    body = b"{}" if method == "POST" else None
-    headers = {"Content-Type": "application/json"}
     try:
         with httpx.stream(
             method,
             url,
-            content=body,
-            headers=headers,
+            content=b"{}" if method == "POST" else None,
+            headers={"Content-Type": "application/json"},
             timeout=timeout_s,
             trust_env=False,
             verify=False,  # no certificate is asked for, and reading those of the system takes long
@@ -43,10 +41,7 @@ def is_accepted(method: str, url: str, timeout_s: float) -> bool:
 class WireClient:
     """Blocking JSON calls, retried until a deadline while the peer is away.
 
-    Args:
-        base_url: Of the peer; empty for one that moves: each route is then a whole URL.
-        key: The run's secret.
-        timeout_s: Limit of one try.
+    `base_url` is empty for a peer that moves: each route is then a whole URL.
     """
 
     def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:

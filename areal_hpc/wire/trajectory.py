@@ -57,12 +57,8 @@ class Trajectory:
     """Free-form JSON: messages, finish reasons, interaction ids."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            len(self.input_ids_T),
-            len(self.loss_mask_T),
-            len(self.logprobs_T),
-            len(self.versions_T),
-        }
+        arrays = (self.input_ids_T, self.loss_mask_T, self.logprobs_T, self.versions_T)
+        lengths = {len(array) for array in arrays}
         if len(lengths) != 1:
             raise ValueError(f"the token arrays must have equal length, got {sorted(lengths)}")
 
@@ -77,14 +73,10 @@ def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
 
     Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not
     finite, or an index error, and would do so again after every restart.
-
-    Args:
-        row: Its four arrays have one length, as `Trajectory` checks.
-        vocab_size: Ids below it have an embedding.
     """
     ids_T, mask_T = row.input_ids_T, row.loss_mask_T
-    if not all(0 <= number < 2**31 for number in (row.attempt, row.episode, row.row)):
-        numbers = (row.attempt, row.episode, row.row)
+    numbers = (row.attempt, row.episode, row.row)
+    if not all(0 <= number < 2**31 for number in numbers):
         return f"expected attempt, episode and row from 0 to 2**31 - 1, got {numbers}"
     low, high = int(ids_T.min(initial=0)), int(ids_T.max(initial=0))
     if low < 0 or high >= vocab_size:

@@ -60,12 +60,7 @@ def compute_staleness(
     """Optimizer steps between the weights that sampled a token and the current ones.
 
     Steps of an abandoned generation that were never saved do not count: they are measured from
-    the last ancestor both generations share.
-
-    Args:
-        current: The trainer's version.
-        sampled: The token's version.
-        forks: Every generation of the run with the step it began from.
+    the last ancestor both generations share. `forks` has every generation of the run.
     """
     shared_step = min(
         (

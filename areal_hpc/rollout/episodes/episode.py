@@ -29,7 +29,6 @@ CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
 POLL_TIMEOUT_S = 10.0
 """How long the proxy may keep a request that waits for a program."""
-CALL_TIMEOUT_S = 30.0
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
@@ -105,9 +104,7 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     offer = OfferEpisodeRequest(spec.session, spec.data, POLL_TIMEOUT_S)
     session_id = None
     while session_id is None:
-        offered = await proxy.call(
-            "/rl/offer_episode", offer, OfferEpisodeReply, timeout_s=CALL_TIMEOUT_S
-        )
+        offered = await proxy.call("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = offered.session_id
     question = AwaitSessionRequest(session_id, POLL_TIMEOUT_S)
     clock = asyncio.get_running_loop().time
@@ -115,9 +112,7 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     reason = f"the program took longer than {spec.timeout_s:g} s"
     while clock() < give_up_at:
         try:
-            state = await proxy.call(
-                "/rl/await_session", question, AwaitSessionReply, timeout_s=CALL_TIMEOUT_S
-            )
+            state = await proxy.call("/rl/await_session", question, AwaitSessionReply)
         except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break
@@ -212,12 +207,8 @@ async def _record(
     """
     try:
         for interaction_id, reward in rewards.items():
-            await proxy.call(
-                "/rl/set_reward",
-                SetRewardRequest(reward, interaction_id),
-                SetRewardReply,
-                key=session.api_key,
-            )
+            request = SetRewardRequest(reward, interaction_id)
+            await proxy.call("/rl/set_reward", request, SetRewardReply, key=session.api_key)
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
     except HttpStatusError as refusal:
         raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
@@ -227,11 +218,7 @@ async def _record(
 
 
 async def _close(session: StartSessionReply, proxy: ServiceClient) -> bool:
-    """End a session whose episode is lost, so that the proxy may forget it.
-
-    Returns:
-        False if no replica serves.
-    """
+    """End a session whose episode is lost; false if no replica of the cell serves."""
     try:
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
     except HttpStatusError:

@@ -17,8 +17,6 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 ShouldAccept = Callable[[dict[str, Any]], object]
 """Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
 
-SHOULD_ACCEPT_KEY = "rollout.should_accept"
-
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
@@ -35,12 +33,9 @@ class GroupResult:
 async def run_group(
     episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]], wanted: int, least: int
 ) -> GroupResult:
-    """Run episodes until enough of them ended well; the rest is cancelled.
+    """Run episodes until the first `wanted` ended well; the rest is cancelled.
 
-    Args:
-        episodes: Each ends well, or raises AgentError when it failed for good.
-        wanted: The first so many that end well make the group.
-        least: So many are enough once all the others failed.
+    Each ends well, or raises AgentError when it failed for good.
 
     Raises:
         AgentError: Fewer than `least` can still end well.
@@ -76,29 +71,23 @@ def _failure(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
 
 
 class GroupFilter:
-    """Decides whether the group of a ticket is trained."""
+    """Decides whether the group of a ticket is trained, by the filters that the recipe names.
+
+    Raises:
+        RecipeError: The user's function cannot be imported.
+    """
 
     def __init__(self, rollout: RolloutConfig) -> None:
-        """Prepare.
-
-        Args:
-            rollout: Names the filters.
-
-        Raises:
-            RecipeError: The user's function cannot be imported.
-        """
         self._name = rollout.should_accept
         self._should_accept: ShouldAccept | None = (
-            load_user_function(self._name, SHOULD_ACCEPT_KEY) if self._name else None
+            load_user_function(self._name, "rollout.should_accept") if self._name else None
         )
         self._filter_same_reward = rollout.filter_same_reward
 
     def get_rejection_reason(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
         """Why the group is not trained; empty if it is.
 
-        Args:
-            task: What its episodes worked on.
-            rewards: Of each episode: that of its last interaction that has one.
+        `rewards` has that of the last rewarded interaction of each episode.
 
         Raises:
             AgentError: The user's function raised, or returned neither true nor false.

@@ -45,12 +45,8 @@ def check_task_limits(
 ) -> None:
     """Demand that a task's own limits can be read, and that its sessions outlive its episodes.
 
-    An episode that ended well waits in its session for the others of its group.
-
-    Args:
-        rollout: The recipe's section.
-        session_timeout_s: How long the proxy keeps a session that nobody uses.
-        task: A row of a task set.
+    An episode that ended well waits in its session for the others of its group, and the proxy keeps
+    a session that nobody uses for `session_timeout_s`.
 
     Raises:
         RecipeError: They cannot.

@@ -54,18 +54,9 @@ def save_agent(
     alias: bool,
     module: str = PICKLE_MODULE,
 ) -> str:
-    """Put an agent into the run directory.
+    """The dotted path, for `rollout.workflow`, of an agent that is put into a folder as `module`.
 
-    Args:
-        workflow: Its dotted path, its class, or itself.
-        kwargs: Arguments of its constructor.
-        folder: Where to.
-        sys_path: Folders that modules it refers to are imported from.
-        alias: Its modules import AReaL's names.
-        module: Its name there.
-
-    Returns:
-        The dotted path for `rollout.workflow`.
+    Modules that it refers to are imported from `sys_path`; with `alias` they import AReaL's names.
 
     Raises:
         RecipeError: It cannot be pickled.
@@ -99,7 +90,7 @@ def pickle_by_value(thing: Any) -> bytes:
 
 
 def load_agent_pickle(module_file: str) -> Agent:
-    """The agent beside a module that `packed` wrote."""
+    """The agent beside a module that `save_agent` wrote."""
     workflow, kwargs = cloudpickle.loads(Path(module_file).with_suffix(".pkl").read_bytes())
     return load_agent(workflow, kwargs, extra_kwargs=())
 

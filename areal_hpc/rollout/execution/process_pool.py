@@ -45,9 +45,7 @@ class ProcessPool:
                     process.kill()
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returned.
-
-        Cancelling it kills the process.
+        """What the function returned. Cancelling it kills the process.
 
         Raises:
             WorkerLostError: The process died.
@@ -82,7 +80,7 @@ class _Process:
         self._answering = True
         try:
             self._pipe.send((function, args, kwargs))
-            await self._readable()
+            await self._await_answer()
             returned, raised = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._child.join(1.0)
@@ -96,17 +94,11 @@ class _Process:
             raise raised
         return returned
 
-    async def _readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[None] = loop.create_future()
-
-        def answer() -> None:
-            if not answered.done():
-                answered.set_result(None)
-
-        loop.add_reader(self._pipe.fileno(), answer)
+    async def _await_answer(self) -> None:
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), answered.set)
         try:
-            await answered
+            await answered.wait()
         finally:
             loop.remove_reader(self._pipe.fileno())
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,13 +23,7 @@ TRACEBACK_CHARS = 1500
 
 
 class SubprocessAgent:
-    """Runs an agent's episodes in at most `size` processes.
-
-    Args:
-        workflow: Dotted path of the agent, its class, or a picklable instance.
-        kwargs: Arguments of its constructor.
-        size: Episodes that run at once; others wait for a process.
-    """
+    """Runs the episodes of an agent that `load_agent` finds, in at most `size` processes."""
 
     def __init__(self, workflow: Any, kwargs: Mapping[str, Any], size: int) -> None:
         self._workflow = workflow
@@ -47,14 +42,7 @@ class SubprocessAgent:
     async def place(self) -> AsyncIterator[Agent]:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
         async with self._pool.process() as process:
-
-            async def run(data: dict[str, Any], base_url: str, api_key: str) -> Any:
-                variables = build_agent_environment(base_url, api_key)
-                return await process.call(
-                    _run_episode, self._workflow, self._kwargs, data, variables
-                )
-
-            yield _WorkerAgent(run)
+            yield _WorkerAgent(partial(process.call, _run_episode, self._workflow, self._kwargs))
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Like `Agent.run`, including the wait for a process."""
@@ -67,11 +55,18 @@ class SubprocessAgent:
 
 
 class _WorkerAgent:
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
         self._run = run
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        return await self._run(data, extra_kwargs["base_url"], extra_kwargs["api_key"])
+        url, key = extra_kwargs["base_url"], extra_kwargs["api_key"]
+        variables = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its SDK adds that itself
+            "ANTHROPIC_API_KEY": key,
+        }
+        return await self._run(data, variables)
 
 
 @asynccontextmanager
@@ -82,16 +77,6 @@ async def in_worker_process(agent: Agent) -> AsyncIterator[Agent]:
             yield one
     else:
         yield agent
-
-
-def build_agent_environment(base_url: str, api_key: str) -> dict[str, str]:
-    """The variables by which SDKs find the session. Anthropic's adds `/v1` itself."""
-    return {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": api_key,
-    }
 
 
 def describe_failure(error: BaseException, trace: TracebackType | None) -> AgentError:
@@ -126,13 +111,9 @@ def _run_episode(
     os.environ.update(variables)
     agent = _agent(workflow, kwargs)
     try:
-        return asyncio.run(_as_coroutine(agent, data))
+        return asyncio.run(agent.run(data))
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         # Tracebacks do not cross the pipe, so what they say goes into the message.
         raise describe_failure(error, error.__traceback__) from None
-
-
-async def _as_coroutine(agent: Agent, data: dict[str, Any]) -> Any:
-    return await agent.run(data)

@@ -29,16 +29,15 @@ _SERIAL = itertools.count()
 
 
 class BroadcastSession(UpdateSession):
-    """The replicas of one update group, and the process group that reaches them.
-
-    Lives over many updates while its replicas do.
-    """
+    """The replicas of one update group, and the process group that reaches them, over updates."""
 
     def __init__(
         self, group: UpdateProcessGroup, members: Sequence[ReplicaClient], config: WeightsConfig
     ) -> None:
         super().__init__(members, config, group.name)
         self._group = group
+        self._first_ranks = [*itertools.accumulate((key.tp for key in self.keys), initial=1)]
+        """Of each member, behind the trainer's; then the size of the group."""
         self._loading: list[Future[float]] = []
         """Of the bucket sent last: when each member had loaded it."""
         self._sent_at = 0.0
@@ -47,19 +46,18 @@ class BroadcastSession(UpdateSession):
         """Form the process group: this rank first, then the ranks of each replica in order."""
         self._all(lambda member: member.post("fence", FenceRequest()))
         group = self._group
-        joining: list[Future[bytes]] = []
-        offset = 1
-        for member in self._members:
-            body = {
-                "master_address": group.host,
-                "master_port": group.port,
-                "rank_offset": offset,
-                "world_size": group.world_size,
-                "group_name": group.name,
-                "backend": group.backend,
-            }
-            joining.append(self._calls.submit(member.post_slow, "init_weights_update_group", body))
-            offset += member.key.tp
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        route = "init_weights_update_group"
+        joining = [
+            self._calls.submit(member.post_slow, route, body | {"rank_offset": first})
+            for member, first in zip(self._members, self._first_ranks, strict=False)
+        ]
         self._together(joining, group.join)
         for call in joining:
             call.result()
@@ -76,9 +74,8 @@ class BroadcastSession(UpdateSession):
         A member alone is called to receive while it still loads, so that it begins at once. Of
         several, one may hear of a bucket before it hears of the one before, so they are not.
 
-        Args:
-            full: The bucket; it must not change before this returns.
-            version: With the last bucket, the version that is now complete.
+        The bucket must not change before this returns. With the last one comes the version that
+        is then complete.
         """
 
         def receive(member: ReplicaClient) -> float:
@@ -155,11 +152,9 @@ class BroadcastSession(UpdateSession):
                 if _has_failed([call]):
                     call.result()
             missing: list[str] = []
-            first = 1
-            for member, call in zip(self._members, calls, strict=True):
+            for member, call, first in zip(self._members, calls, self._first_ranks, strict=False):
                 last = first + member.key.tp - 1
                 ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-                first = last + 1
                 if not call.done():
                     missing.append(f"{ranks}: {member.key} has not answered")
                     continue
@@ -178,14 +173,7 @@ def _has_failed(calls: Sequence[Future[Any]]) -> bool:
 
 
 class BroadcastTransport(Transport[BroadcastSession]):
-    """Keeps the groups of replicas that are well from one update to the next.
-
-    Args:
-        config: The recipe's section.
-        admin_key: The run's secret for control routes.
-        device: Where the trainer's weights are; must suit the backend.
-        backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.
-    """
+    """Keeps the groups of replicas that are well from one update to the next."""
 
     def __init__(
         self, config: WeightsConfig, admin_key: str, device: torch.device, backend: str
@@ -231,10 +219,11 @@ class BroadcastTransport(Transport[BroadcastSession]):
         for keys in [*self._sessions]:
             if keys not in groups and any(key.place in places for key in keys):
                 self._sessions.pop(keys).abandon()  # a member was restarted or is grouped otherwise
-        standing = [self._sessions.pop(keys) for keys in groups if keys in self._sessions]
-        formed = {session.keys for session in standing}
+        standing: list[BroadcastSession] = []
         for keys in groups:
-            if keys not in formed:
+            if keys in self._sessions:
+                standing.append(self._sessions.pop(keys))
+            else:
                 update.live.append(self._new_session(order.version, keys))
         update.each("join", lambda session: session.join())
         update.live += standing
@@ -278,12 +267,10 @@ def sends_in_place(backend: str, replicas_per_group: int) -> bool:
 def partition_replicas(
     replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
 ) -> list[tuple[ReplicaKey, ...]]:
-    """Groups of `size` neighbors. A suspect gets a group of its own: it may fail the next too.
+    """Groups of `size` neighbors; the last one may have fewer.
 
-    Args:
-        replicas: Those to update.
-        size: Replicas of a group; the last group may have fewer.
-        suspects: Places whose last update failed.
+    Suspects are places whose last update failed. Each gets a group of its own: it may fail the next
+    one too.
     """
     ordered = sorted(replicas, key=lambda key: key.place)
     trusted = [key for key in ordered if key.place not in suspects]

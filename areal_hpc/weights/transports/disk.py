@@ -34,12 +34,8 @@ _FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
 class WeightsFolder:
     """One version in the writing, then in place under `name`.
 
-    Every method but the last two raises WeightStorageError: the disk is full, say.
-
-    Args:
-        root: Where the folders of all versions lie.
-        version: The version.
-        serial: Tells apart folders of the same version.
+    `serial` tells apart folders of the same version. Every method but the last two raises
+    WeightStorageError: the disk is full, say.
     """
 
     def __init__(self, root: Path, version: WeightVersion, serial: int) -> None:
@@ -112,11 +108,7 @@ class DiskSession(UpdateSession):
 class DiskTransport(Transport[DiskSession]):
     """Writes a version while replicas still generate, and has them load it.
 
-    Args:
-        config: The recipe's section.
-        admin_key: The run's secret for control routes.
-        device: Where buckets are packed; that of the replicas.
-        root: Where folders are written.
+    Buckets are packed on `device`, which is that of the replicas, and written below `root`.
     """
 
     def __init__(

@@ -56,11 +56,8 @@ class UpdateProcessGroup:
     def join(self, refused: Callable[[], bool]) -> None:
         """Wait until every rank is there.
 
-        Args:
-            refused: True when a member will not come: there is then nothing to wait for.
-
         Raises:
-            WeightSyncError: Not all came in time.
+            WeightSyncError: Not all came in time, or `refused` said that a member will not come.
         """
         # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
         forming = _start_daemon(self._construct)
@@ -91,14 +88,10 @@ class UpdateProcessGroup:
         return group
 
     def broadcast(self, messages: Sequence[torch.Tensor], refused: Callable[[], bool]) -> None:
-        """Send a full bucket from here to every member.
-
-        Args:
-            messages: Contiguous, on the device of the group's backend.
-            refused: True when a member answered that it will not receive.
+        """Send a bucket's messages, contiguous and on the backend's device, to every member.
 
         Raises:
-            WeightSyncError: The send failed, or a member did not take it in time.
+            WeightSyncError: The send failed, or a member did not take it in time or at all.
         """
         assert self._group is not None, "join first"
         try:

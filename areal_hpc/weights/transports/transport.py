@@ -39,10 +39,7 @@ class UpdateOrder:
 class Transport(ABC, Generic[SessionT]):
     """Brings versions to replicas.
 
-    Args:
-        config: The recipe's section.
-        admin_key: The run's secret for control routes.
-        replica_device: `cpu` or `cuda`: decides the kind of hash that replicas report.
+    `replica_device`, `cpu` or `cuda`, decides the kind of hash that replicas report.
     """
 
     def __init__(self, config: WeightsConfig, admin_key: str, replica_device: str) -> None:

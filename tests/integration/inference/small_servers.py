@@ -12,9 +12,9 @@ import httpx
 
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
-from areal_hpc.inference.multi_node import MultiNodeReplica
 from areal_hpc.inference.replica import BuildCommand, Replica
 from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.waiting import wait_for
@@ -84,16 +84,15 @@ def make_replica(
     healthy_s: float = 600,
     **timeouts: float,
 ) -> Replica:
-    """The first of `cell-0`, which logs in a folder; not started."""
+    """The first of `cell-0`, which logs in a folder; not started. Timeouts may be of any length."""
+    config = InferenceConfig(tp=nodes, nodes_per_replica=nodes)
     return Replica(
         0,
-        tp=nodes,
-        nodes=MultiNodeReplica(nodes),
+        config.model_copy(update={"startup_timeout_s": 60, **timeouts}),
         launch=launch,
         log_dir=folder,
         events=EventLog(folder / "events.jsonl", "cell-0"),
         policy=RestartPolicy(max_restarts, healthy_s=healthy_s),
-        **{"startup_timeout_s": 60, "health_timeout_s": 60, **timeouts},
     )
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
 
+from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
+    Empty,
     EvaluationResultRequest,
     LeaseReply,
     LeaseRequest,
@@ -33,7 +38,8 @@ from areal_hpc.wire.proxy import (
 )
 
 KEY = "stand-in-admin-key"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[str, Any], Awaitable[object]]
+"""(key of the caller, the request) to the reply."""
 
 
 class Service:
@@ -44,14 +50,14 @@ class Service:
         self._name = name
         self._runner: web.AppRunner | None = None
 
-    def routes(self) -> dict[str, Handler]:
+    def routes(self) -> dict[str, tuple[type, Handler]]:
         raise NotImplementedError
 
     async def start(self) -> None:
         app = web.Application()
-        for path, handler in self.routes().items():
-            app.router.add_post(path, handler)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        for path, (form, handler) in self.routes().items():
+            app.router.add_post(path, partial(answer, form, handler))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)  # 0: none
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -62,15 +68,31 @@ class Service:
         assert self._runner is not None
         await self._runner.cleanup()
 
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
 
-def answer(reply: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(reply), content_type="application/json", status=status
-    )
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
 
 
-def key_of(request: web.Request) -> str:
-    return request.headers["Authorization"].removeprefix("Bearer ")
+async def answer(form: type, handler: Handler, request: web.Request) -> web.Response:
+    key = request.headers["Authorization"].removeprefix("Bearer ")
+    reply = await handler(key, msgspec.json.decode(await request.read(), type=form))
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+
+@asynccontextmanager
+async def driving(
+    directory: Path, key: str = KEY, name: str = "proxy-cell-0"
+) -> AsyncIterator[tuple[ServiceClient, Any]]:
+    """A client of the service, and the HTTP client of agents, as a driver has them."""
+    peer, http_client = ServiceClient(directory, name, key), make_http_client(60.0)
+    try:
+        yield peer, http_client
+    finally:
+        await http_client.aclose()
+        await peer.close()
 
 
 @dataclass
@@ -102,14 +124,17 @@ class StandInLedger(Service):
         self.script = script
         self.refuse_leases = False
 
-    def routes(self) -> dict[str, Handler]:
-        return {"/lease": self.lease, "/drop": self.drop, "/report_evaluation": self.evaluated}
+    def routes(self) -> dict[str, tuple[type, Handler]]:
+        return {
+            "/lease": (LeaseRequest, self.lease),
+            "/drop": (DropRequest, self.drop),
+            "/report_evaluation": (EvaluationResultRequest, self.evaluated),
+        }
 
-    async def lease(self, request: web.Request) -> web.Response:
-        assert key_of(request) == KEY
+    async def lease(self, key: str, asked: LeaseRequest) -> LeaseReply:
+        assert key == KEY
         if self.refuse_leases:
             raise web.HTTPForbidden(text="an older generation")
-        asked = msgspec.json.decode(await request.read(), type=LeaseRequest)
         script = self.script
         script.requests.append(asked)
         script.heard_at_s.append(asyncio.get_running_loop().time())
@@ -128,20 +153,18 @@ class StandInLedger(Service):
             room -= grant.n_episodes
             grants.append(grant)
         stop = script.stop_when_done and not script.open
-        return answer(LeaseReply(grants, script.seal_now, stop, pause_s=script.pause_s))
+        return LeaseReply(grants, script.seal_now, stop, pause_s=script.pause_s)
 
-    async def drop(self, request: web.Request) -> web.Response:
-        told = msgspec.json.decode(await request.read(), type=DropRequest)
+    async def drop(self, key: str, told: DropRequest) -> Acknowledged:
         self.script.leased.pop(told.ref, None)
         drops = self.script.filtered if told.kind == "filtered" else self.script.dropped
         drops[told.ref] = told.reason
-        return answer(Acknowledged())
+        return Acknowledged()
 
-    async def evaluated(self, request: web.Request) -> web.Response:
-        told = msgspec.json.decode(await request.read(), type=EvaluationResultRequest)
+    async def evaluated(self, key: str, told: EvaluationResultRequest) -> Acknowledged:
         self.script.leased.pop(told.ref, None)
         self.script.evaluated[told.ref] = told.rewards
-        return answer(Acknowledged())
+        return Acknowledged()
 
 
 @dataclass
@@ -155,11 +178,10 @@ class Session:
 
 
 class StandInProxy(Service):
-    """Sessions in memory, lost with the process; `reply` is what the model says to anything."""
+    """Sessions in memory, lost with the process. The model says `Answer: 4` to anything."""
 
-    def __init__(self, directory: Path, cell: str = "cell-0", reply: str = "Answer: 4") -> None:
-        super().__init__(directory, f"proxy-{cell}")
-        self.reply = reply
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "proxy-cell-0")
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, list[str]] = {}
         self.discarded: list[TicketRef] = []
@@ -171,14 +193,14 @@ class StandInProxy(Service):
         self.incarnation = 0
         self.script: LedgerScript | None = None
 
-    def routes(self) -> dict[str, Handler]:
+    def routes(self) -> dict[str, tuple[type, Handler]]:
         return {
-            "/rl/start_session": self.start_session,
-            "/rl/set_reward": self.set_reward,
-            "/rl/end_session": self.end_session,
-            "/rl/finish_ticket": self.finish_ticket,
-            "/rl/seal": self.seal,
-            "/v1/chat/completions": self.complete,
+            "/rl/start_session": (StartSessionRequest, self.start_session),
+            "/rl/set_reward": (SetRewardRequest, self.set_reward),
+            "/rl/end_session": (Empty, self.end_session),
+            "/rl/finish_ticket": (FinishTicketRequest, self.finish_ticket),
+            "/rl/seal": (Empty, self.seal),
+            "/v1/chat/completions": (dict, self.complete),
         }
 
     async def start(self) -> None:
@@ -186,35 +208,35 @@ class StandInProxy(Service):
         self.incarnation += 1
         await super().start()
 
-    def session_of(self, request: web.Request) -> Session:
-        session = self.sessions.get(key_of(request))
+    def session_of(self, key: str) -> Session:
+        session = self.sessions.get(key)
         if session is None:
             raise web.HTTPUnauthorized(text="no such session")
         return session
 
-    async def start_session(self, request: web.Request) -> web.Response:
-        assert key_of(request) == KEY
-        started = msgspec.json.decode(await request.read(), type=StartSessionRequest)
+    async def start_session(self, key: str, started: StartSessionRequest) -> StartSessionReply:
+        assert key == KEY
         self.opened += 1
         name = f"{self.incarnation}-{self.opened}"
         self.sessions[name] = Session(started)
         open_now = sum(not one.ended for one in self.sessions.values())
         self.most_open = max(self.most_open, open_now)
-        return answer(StartSessionReply(name, name))
+        return StartSessionReply(name, name)
 
-    async def complete(self, request: web.Request) -> web.Response:
-        session = self.session_of(request)
+    async def complete(self, key: str, request: dict[str, Any]) -> dict[str, Any]:
+        session = self.session_of(key)
         if not self.has_replica:
             self.unserved_calls += 1
             raise web.HTTPServiceUnavailable(text="no replica is available")
-        await request.read()
         name = f"chatcmpl-{len(session.interactions)}"
         session.interactions.append(name)
-        return web.json_response(completion(name, self.reply))
+        message = {"role": "assistant", "content": "Answer: 4"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        envelope = {"object": "chat.completion", "created": 0, "model": "stand-in"}
+        return {"id": name, **envelope, "choices": [choice]}
 
-    async def set_reward(self, request: web.Request) -> web.Response:
-        session = self.session_of(request)
-        told = msgspec.json.decode(await request.read(), type=SetRewardRequest)
+    async def set_reward(self, key: str, told: SetRewardRequest) -> SetRewardReply:
+        session = self.session_of(key)
         known = session.interactions
         if not known:
             raise web.HTTPBadRequest(text="the session has no interaction")
@@ -222,54 +244,34 @@ class StandInProxy(Service):
         if name not in known:
             raise web.HTTPBadRequest(text=f"no interaction {name}; known: {known}")
         session.rewards[name] = told.reward
-        return answer(SetRewardReply(name))
+        return SetRewardReply(name)
 
-    async def end_session(self, request: web.Request) -> web.Response:
-        session = self.session_of(request)
+    async def end_session(self, key: str, request: Empty) -> EndSessionReply:
+        session = self.session_of(key)
         session.ended = True
         rewarded = [session.rewards[one] for one in session.interactions if one in session.rewards]
         reward = rewarded[-1] if rewarded else None
         count, replicas = len(session.interactions), int(self.has_replica)
-        return answer(EndSessionReply("ended", count, reward, replicas))
+        return EndSessionReply("ended", count, reward, replicas)
 
-    async def finish_ticket(self, request: web.Request) -> web.Response:
-        assert key_of(request) == KEY
-        told = msgspec.json.decode(await request.read(), type=FinishTicketRequest)
+    async def finish_ticket(self, key: str, told: FinishTicketRequest) -> FinishTicketReply:
+        assert key == KEY
         if told.discard:
             assert not told.session_ids
             self.discarded.append(told.ref)
-            return answer(FinishTicketReply(0))
+            return FinishTicketReply(0)
         unknown = [one for one in told.session_ids if one not in self.sessions]
         if unknown:
             raise web.HTTPNotFound(text=f"no sessions {unknown}")
         assert all(self.sessions[one].ended for one in told.session_ids)
         self.finished[told.ref] = told.session_ids
-        return answer(FinishTicketReply(len(told.session_ids)))
+        return FinishTicketReply(len(told.session_ids))
 
-    async def seal(self, request: web.Request) -> web.Response:
+    async def seal(self, key: str, request: Empty) -> SealReply:
         self.seals += 1
         if self.script is not None:
             self.script.seal_now = False
             for ref in self.finished:  # settled before the answer
                 if self.script.leased.pop(ref, None):
                     self.script.finished.add(ref)
-        return answer(SealReply(len(self.finished)))
-
-
-def completion(name: str, text: str) -> dict[str, Any]:
-    """A chat completion as the OpenAI SDK expects it."""
-    return {
-        "id": name,
-        "object": "chat.completion",
-        "created": 0,
-        "model": "stand-in",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "stop",
-                "logprobs": None,
-            }
-        ],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-    }
+        return SealReply(len(self.finished))

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from openai import AsyncOpenAI
 
+from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.service_client import ServiceClient
-from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.ledger import Empty, TicketRef
+from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
 from examples.quickstart.agent import ArithmeticAgent
-from tests.integration.rollout.standins import KEY, StandInProxy
+from tests.integration.rollout.standins import StandInProxy, driving
 
 Result = TypeVar("Result")
 
@@ -39,26 +41,19 @@ async def ask(extra_kwargs: dict[str, Any]) -> str:
     return name
 
 
-class Returns:
-    """Calls the model `calls` times, then returns what it was told to."""
+class Ends:
+    """Calls the model `calls` times, then returns, or raises, what it was told to."""
 
-    def __init__(self, returned: Any, calls: int = 1) -> None:
-        self.returned = returned
+    def __init__(self, how: Any, calls: int = 1) -> None:
+        self.how = how
         self.calls = calls
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         for _ in range(self.calls):
             await ask(extra_kwargs)
-        return self.returned
-
-
-class Raises:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await ask(extra_kwargs)
-        raise self.error
+        if isinstance(self.how, BaseException):
+            raise self.how
+        return self.how
 
 
 class Sleeps:
@@ -84,37 +79,26 @@ def spec(timeout_s: float = 60.0) -> EpisodeSpec:
 async def play(
     run_dir: Path, agent: Agent, timeout_s: float = 60.0
 ) -> tuple[EpisodeOutcome, StandInProxy]:
-    proxy = StandInProxy(run_dir)
-    await proxy.start()
-    peer = ServiceClient(run_dir, "proxy-cell-0", KEY)
-    http_client = make_http_client(10.0)
-    try:
+    async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
         return await run_episode(spec(timeout_s), agent, peer, http_client), proxy
-    finally:
-        await http_client.aclose()
-        await peer.close()
-        await proxy.kill()
 
 
-def test_float_becomes_the_reward_of_the_last_interaction(tmp_path: Path) -> None:
-    outcome, proxy = finish(play(tmp_path, Returns(0.25, calls=3)))
+@pytest.mark.parametrize(
+    ("returned", "rewards", "reward"),
+    [
+        (0.25, {"chatcmpl-2": 0.25}, 0.25),
+        ({"chatcmpl-1": 0.5, "chatcmpl-0": -1.0}, {"chatcmpl-1": 0.5, "chatcmpl-0": -1.0}, 0.5),
+    ],
+    ids=["float", "dict"],
+)
+def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
+    tmp_path: Path, returned: Any, rewards: dict[str, float], reward: float
+) -> None:
+    outcome, proxy = finish(play(tmp_path, Ends(returned, calls=3)))
     (session,) = proxy.sessions.values()
-    assert outcome == EpisodeOutcome("ok", outcome.session_id, reward=0.25)
-    assert session.rewards == {"chatcmpl-2": 0.25}
-    assert session.ended
-
-
-def test_dict_gives_each_named_interaction_its_reward(tmp_path: Path) -> None:
-    rewards = {"chatcmpl-1": 0.5, "chatcmpl-0": -1.0}
-    outcome, proxy = finish(play(tmp_path, Returns(rewards, calls=3)))
-    (session,) = proxy.sessions.values()
+    assert outcome == EpisodeOutcome("ok", outcome.session_id, reward=reward)
     assert session.rewards == rewards
-    assert (outcome.status, outcome.reward) == ("ok", 0.5)
-
-
-def test_session_says_which_ticket_and_how_to_sample(tmp_path: Path) -> None:
-    _, proxy = finish(play(tmp_path, Returns(1.0)))
-    (session,) = proxy.sessions.values()
+    assert session.ended
     started = session.started
     assert (started.ref, started.episode, started.seed) == (TicketRef(3, 0), 1, 11)
     assert started.sampling.temperature == 0.7
@@ -128,30 +112,25 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        (Returns(None), "returned None (NoneType), expected a finite float"),
-        (Returns(math.nan), "returned nan (float), expected a finite float"),
-        (Returns("good"), "returned 'good' (str)"),
-        (Returns(1.0, calls=0), "the session has no interaction"),
-        (Returns({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
-        (Raises(ValueError("no luck")), "the agent raised ValueError: no luck"),
-        (Raises(SystemExit(3)), "the agent raised SystemExit: 3"),
-        (Raises(ValueError("half an emoji: \ud83d")), "half an emoji: \\ud83d"),
-        (Raises(asyncio.CancelledError()), "the agent cancelled itself"),
-        (Raises(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
+        (Ends(None), "returned None (NoneType), expected a finite float"),
+        (Ends(math.nan), "returned nan (float), expected a finite float"),
+        (Ends("good"), "returned 'good' (str)"),
+        (Ends(1.0, calls=0), "the session has no interaction"),
+        (Ends({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
+        (Ends(ValueError("no luck")), "the agent raised ValueError: no luck"),
+        (Ends(ValueError("no luck")), "    raise self.how\n"),
+        (Ends(SystemExit(3)), "the agent raised SystemExit: 3"),
+        (Ends(ValueError("half an emoji: \ud83d")), "half an emoji: \\ud83d"),
+        (Ends(asyncio.CancelledError()), "the agent cancelled itself"),
+        (Ends(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
     ],
 )
 def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, said: str) -> None:
     outcome, proxy = finish(play(tmp_path, agent))
     assert outcome.status == "failed"
     assert said in outcome.reason
-    assert outcome.reason.encode(), "it travels as UTF-8"
+    assert len(outcome.reason.encode()) < 2000, "it travels as UTF-8"
     assert all(session.ended for session in proxy.sessions.values())
-
-
-def test_failure_carries_the_end_of_the_agents_traceback(tmp_path: Path) -> None:
-    outcome, _ = finish(play(tmp_path, Raises(ValueError("no luck"))))
-    assert "raise self.error" in outcome.reason
-    assert len(outcome.reason) < 2000
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -174,49 +153,51 @@ def test_episode_ends_at_its_deadline_whatever_the_agent_does(
 
 
 def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:
-    async def interrupted() -> EpisodeOutcome:
-        proxy = StandInProxy(tmp_path)
-        await proxy.start()
-        peer = ServiceClient(tmp_path, "proxy-cell-0", KEY)
-
-        class Unlucky:
-            async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-                await ask(extra_kwargs)
-                await proxy.kill()
-                await proxy.start()
-                await ask(extra_kwargs)
-                return 1.0
-
-        http_client = make_http_client(10.0)
-        try:
-            return await run_episode(spec(), Unlucky(), peer, http_client)
-        finally:
-            await http_client.aclose()
-            await peer.close()
+    class Unlucky:
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+            await ask(extra_kwargs)
             await proxy.kill()
+            await proxy.start()
+            await ask(extra_kwargs)
+            return 1.0
 
+    async def interrupted() -> EpisodeOutcome:
+        async with proxy, driving(tmp_path) as (peer, http_client):
+            return await run_episode(spec(), Unlucky(), peer, http_client)
+
+    proxy = StandInProxy(tmp_path)
     outcome = finish(interrupted())
     assert outcome.status == "interrupted"
     assert outcome.reason
 
 
-def test_http_client_suits_the_installed_sdk() -> None:
-    async def build() -> None:
-        from openai import AsyncOpenAI
+def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did(tmp_path: Path) -> None:
+    async def incarnations() -> list[float]:
+        found = []
+        async with StandInProxy(tmp_path), driving(tmp_path, "no session's key") as (peer, _):
+            for _ in range(2):
+                with pytest.raises(HttpStatusError, match="no such session"):
+                    await peer.call("/rl/end_session", Empty(), EndSessionReply)
+                found.append(peer.instance)
+                rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", peer.url)
+        return found
 
-        http_client = make_http_client(10.0)
-        AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", http_client=http_client)
-        await http_client.aclose()
-
-    finish(build())
+    first, second = finish(incarnations())
+    assert first < second
 
 
-def test_http_client_does_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
+@pytest.mark.parametrize("has_sdk", [True, False])
+def test_the_http_client_suits_the_installed_sdk_and_does_without(
+    has_sdk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_sdk:
+        monkeypatch.setitem(sys.modules, "openai", None)
 
     async def build() -> str:
         http_client = make_http_client(10.0)
+        if has_sdk:
+            AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", http_client=http_client)
         await http_client.aclose()
         return type(http_client).__module__
 
-    assert finish(build()) == "httpx"
+    assert (finish(build()) == "httpx") is not has_sdk

@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.episodes.group import GroupFilter
 from areal_hpc.wire.ledger import TicketRef
-from tests.integration.rollout.test_driver import Cell, evaluations, tickets
+from tests.integration.rollout.test_driver import Cell, Fails, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
 
 HERE = "tests.integration.rollout.test_groups"
@@ -59,7 +59,7 @@ def test_groups_whose_rewards_are_all_equal_are_filtered_if_the_recipe_says_so(
     assert sorted(cell.proxy.discarded, key=lambda ref: ref.ticket_id) == equal
     assert cell.script.finished == {TicketRef(0, 0), TicketRef(2, 0)}
     assert cell.script.dropped == {}
-    assert sum(event["event"] == "group_filtered" for event in cell.events) == 2
+    assert len(cell.events("group_filtered")) == 2
 
 
 def test_the_users_filter_sees_the_rewards_and_the_task(tmp_path: Path) -> None:
@@ -130,48 +130,35 @@ def test_the_first_episodes_to_end_make_the_group_and_the_others_are_cut(tmp_pat
     (sessions,) = cell.proxy.finished.values()
     assert len(sessions) == 4
     assert agent.cancelled == 2
-    assert [event["count"] for event in cell.events if event["event"] == "episodes_cancelled"] == [
-        2
-    ]
+    assert [event["count"] for event in cell.events("episodes_cancelled")] == [2]
 
 
 def test_extra_episodes_make_up_for_failed_ones(tmp_path: Path) -> None:
-    agent = FailsAt({0, 2})
-    cell = Cell(tmp_path, agent, tickets(1, n_samples=6), extra_samples=2, max_episode_tries=1)
+    grants = tickets(1, n_samples=6)
+    cell = Cell(tmp_path, fails_at(0, 2), grants, extra_samples=2, max_episode_tries=1)
     cell.run()
     (sessions,) = cell.proxy.finished.values()
     assert [cell.proxy.sessions[one].started.episode for one in sessions] == [1, 3, 4, 5]
 
 
-class FailsAt:
-    """Fails for good at some places of a group."""
-
-    def __init__(self, places: set[int]) -> None:
-        self.places = places
-        self.begun = 0
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        place, self.begun = self.begun, self.begun + 1
-        await ask(extra_kwargs)
-        if place in self.places:
-            raise RuntimeError(f"no luck at {place}")
-        return float(place)
+def fails_at(*places: int) -> Fails:
+    return Fails(lambda _, begun: begun in places)
 
 
 def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, FailsAt({1}), tickets(1), min_samples=3, max_episode_tries=1)
+    cell = Cell(tmp_path, fails_at(1), tickets(1), min_samples=3, max_episode_tries=1)
     cell.run()
     (sessions,) = cell.proxy.finished.values()
     assert [cell.proxy.sessions[one].started.episode for one in sessions] == [0, 2, 3]
-    (missing,) = (event for event in cell.events if event["event"] == "group_incomplete")
+    (missing,) = cell.events("group_incomplete")
     assert missing["count"] == 1
-    assert "no luck at 1" in missing["reason"]
+    assert "no luck with task 0 at 1" in missing["reason"]
 
 
 @pytest.mark.parametrize("rollout", [{}, {"min_samples": 3}])
 def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[str, int]) -> None:
-    cell = Cell(tmp_path, FailsAt({0, 1}), tickets(1), max_episode_tries=1, **rollout)
+    cell = Cell(tmp_path, fails_at(0, 1), tickets(1), max_episode_tries=1, **rollout)
     cell.run()
-    assert "no luck at" in cell.script.dropped[TicketRef(0, 0)]
+    assert "no luck with" in cell.script.dropped[TicketRef(0, 0)]
     assert cell.proxy.finished == {}
     assert cell.proxy.discarded == [TicketRef(0, 0)], "cut episodes left open sessions behind"

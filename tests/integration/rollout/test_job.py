@@ -21,6 +21,8 @@ from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
 from tests.support.environments import CHECKOUT
 
+ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
+BLOCKING = "tests.integration.rollout.process_agents.Blocking"
 START = """
 import json, sys
 from areal_hpc.rollout.job import run
@@ -52,28 +54,16 @@ def config(layout: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
 
 async def serve(layout: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
     """Stand in for ledger and proxy until the driver's process ends."""
-    ledger = StandInLedger(layout.rendezvous_dir, script)
-    proxy = StandInProxy(layout.rendezvous_dir)
-    await proxy.start()
-    await ledger.start()
-    try:
+    async with StandInProxy(layout.rendezvous_dir), StandInLedger(layout.rendezvous_dir, script):
         while process.poll() is None:
             if script.finished and not script.stop_when_done:
                 process.send_signal(signal.SIGTERM)
                 script.finished.clear()
                 script.signalled_at = time.monotonic()
             await asyncio.sleep(0.02)
-    finally:
-        await ledger.kill()
-        await proxy.kill()
 
 
-def drive(
-    layout: RunPaths,
-    script: LedgerScript,
-    workflow: str = "examples.quickstart.agent.ArithmeticAgent",
-    **agent: Any,
-) -> int:
+def drive(layout: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
     job = json.dumps(config(layout, workflow, **agent))
     process = subprocess.Popen([sys.executable, "-c", START, job])
     try:
@@ -84,18 +74,17 @@ def drive(
     return process.returncode
 
 
-def test_driver_process_works_until_the_ledger_says_stop(layout: RunPaths) -> None:
-    grants = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
-    script = LedgerScript(queue=grants)
-    assert drive(layout, script) == 0
+@pytest.mark.parametrize(
+    ("workflow", "agent"),
+    [(ARITHMETIC, {}), (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2})],
+    ids=["inline", "in processes of their own"],
+)
+def test_driver_process_runs_agents_until_the_ledger_says_stop(
+    layout: RunPaths, workflow: str, agent: dict[str, Any]
+) -> None:
+    script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)])
+    assert drive(layout, script, workflow, **agent) == 0
     assert len(script.finished) == 6
-
-
-def test_driver_process_runs_agents_in_processes_of_their_own(layout: RunPaths) -> None:
-    script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i, i, 4) for i in range(2)])
-    workflow = "tests.integration.rollout.process_agents.Blocking"
-    assert drive(layout, script, workflow, mode="subproc", subproc_max_workers=2) == 0
-    assert len(script.finished) == 2
 
 
 def test_driver_process_stops_soon_after_a_signal(layout: RunPaths) -> None:
@@ -105,7 +94,7 @@ def test_driver_process_stops_soon_after_a_signal(layout: RunPaths) -> None:
 
 
 def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunPaths) -> None:
-    job = config(layout, "examples.quickstart.agent.ArithmeticAgent") | {"idle_timeout_s": 1.0}
+    job = config(layout, ARITHMETIC) | {"idle_timeout_s": 1.0}
     driver = [sys.executable, "-c", START, json.dumps(job)]
     waiting = subprocess.Popen(driver)  # elsewhere there is nobody to start it again
     environ = {**os.environ, "AREAL_HPC_START": "1"}
@@ -120,7 +109,6 @@ def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunPaths) -> Non
 
 
 def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunPaths) -> None:
-    with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
-        run(config(layout, "examples.quickstart.agent.ArithmetikAgent"))
-    with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
-        run(config(layout, "examples.quickstart.agent.ArithmetikAgent", mode="subproc"))
+    for mode in ("inline", "subproc"):
+        with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
+            run(config(layout, ARITHMETIC.replace("tic", "tik"), mode=mode))

@@ -11,17 +11,13 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import ServiceClient
 from tests.integration.rollout.process_agents import Blocking
-from tests.integration.rollout.standins import KEY, StandInProxy
-from tests.integration.rollout.test_episode import TASK, spec
+from tests.integration.rollout.standins import StandInProxy, driving
+from tests.integration.rollout.test_episode import TASK, finish, spec
 
 PATH = "tests.integration.rollout.process_agents.Blocking"
-
-
-HANG_S = 5.0
+HANG_S = 2.0
 """The limit of an episode that hangs; others have a minute."""
 
 
@@ -29,28 +25,17 @@ async def play(
     run_dir: Path, agent: SubprocessAgent, *tasks: dict[str, Any]
 ) -> tuple[list[EpisodeOutcome], StandInProxy]:
     """One episode per task, side by side."""
-    proxy = StandInProxy(run_dir)
-    await proxy.start()
-    peer = ServiceClient(run_dir, "proxy-cell-0", KEY)
-    http_client = make_http_client(60.0)
     specs = [
         dataclasses.replace(
             spec(HANG_S if task.get("then") == "hang" else 60.0), data={**TASK, **task}
         )
         for task in tasks
     ]
-    try:
+    async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
         episodes = (run_episode(one, agent, peer, http_client) for one in specs)
-        return await asyncio.gather(*episodes), proxy
-    finally:
-        agent.close()
-        await http_client.aclose()
-        await peer.close()
-        await proxy.kill()
-
-
-def finish(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 100))
+        outcomes = await asyncio.gather(*episodes)
+    agent.close()
+    return outcomes, proxy
 
 
 @pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
@@ -114,8 +99,8 @@ def test_an_agent_is_built_once_per_process(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
-    agent = SubprocessAgent(PATH.replace("Blocking", "Unbuildable"), {}, 1)
-    with pytest.raises(RecipeError, match="no license"):
-        finish(agent.check())
-    with pytest.raises(RecipeError, match="did you mean 'Blocking'"):
-        finish(SubprocessAgent(PATH + "x", {}, 1).check())
+    for name, said in (("Unbuildable", "no license"), ("Blockingx", "did you mean 'Blocking'")):
+        agent = SubprocessAgent(PATH.replace("Blocking", name), {}, 1)
+        with pytest.raises(RecipeError, match=said):
+            finish(agent.check())
+        agent.close()

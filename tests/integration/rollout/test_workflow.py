@@ -12,19 +12,13 @@ import pytest
 
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import (
-    ExportSettings,
-    FinishTicketRequest,
-    StartSessionRequest,
-)
+from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest, StartSessionRequest
+from tests.integration.rollout.standins import driving
 from tests.support.proxy_stage import Stage
-from tests.support.scripted_sglang import CELL
 
 PATH = "examples.frameworks.recording_clients.TwoTries"
 TASK = {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"}
@@ -43,13 +37,9 @@ def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
     spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
-        peer = ServiceClient(stage.layout.rendezvous_dir, f"proxy-{CELL}", stage.admin_key)
-        http_client = make_http_client(30.0)
-        try:
+        directory, key = stage.layout.rendezvous_dir, stage.admin_key
+        async with driving(directory, key) as (peer, http_client):
             return await run_episode(spec, agent, peer, http_client)
-        finally:
-            await http_client.aclose()
-            await peer.close()
 
     return asyncio.run(episode())
 
