@@ -43,7 +43,7 @@ def evidence(place: Path, *jobs: JobView, **more: Any) -> RunInspection:
 
 
 def log_file(job: str, process: str) -> LogFile:
-    return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, 0, "n01")
+    return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, "n01")
 
 
 def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> None:
