@@ -158,12 +158,13 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
 
 def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
+    names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
     told = {(start.job_id, start.end) for start in evidence.past}
     for start in evidence.past:
         if start.state.is_failure:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
-            yield _of_state(evidence.names.get(start.job_id, start.job_id), known)
+            yield _of_state(names.get(start.job_id, start.job_id), known)
     ends: dict[str, float | None] = {}
     for job in evidence.run.jobs:
         queued = job.queued

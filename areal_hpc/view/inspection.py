@@ -54,8 +54,6 @@ class RunInspection:
     run: RunJobs
     past: tuple[QueuedJob, ...]
     """Every start of every job that accounting knows, oldest first."""
-    names: dict[str, str]
-    """Name of the job behind an id of Slurm."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
     last_words: tuple[TaskExitRecord, ...]
@@ -81,7 +79,6 @@ def inspect_run(layout: RunPaths, queue: JobQueue) -> RunInspection:
     return RunInspection(
         run=run,
         past=tuple(queue.history(submissions)),
-        names={job_id: submission.job for job_id, submission in submissions.items()},
         events=events,
         last_words=last_words,
         stacks=tuple(_stacks(layout, events, last_words)),
