@@ -82,11 +82,12 @@ class ArealError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.problems))
+        # An exception's own form calls `__init__` with the message alone.
+        return (_make_blank, (type(self), self.args), self.__dict__)
 
 
-def _rebuild(cls: type[ArealError], problems: tuple[Problem, ...]) -> ArealError:
-    return cls.of(problems)
+def _make_blank(cls: type[ArealError], args: tuple[object, ...]) -> ArealError:
+    return cls.__new__(cls, *args)
 
 
 class RecipeError(ArealError):
@@ -120,9 +121,6 @@ class HttpStatusError(ClusterError):
         super().__init__(f"{url} answered {status}: {body[:500]}")
         self.status, self.url, self.body = status, url, body
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (HttpStatusError, (self.status, self.url, self.body))
-
 
 class WeightSyncError(ArealError):
     """New weights did not reach a replica. The replica is fenced and gets a full resend."""
@@ -143,8 +141,6 @@ class ShardError(ArealError):
 class AgentError(ArealError):
     """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
 
-    exit_code = 70
-
 
 class WorkerLostError(AgentError):
     """The process died during the call. Another one takes its place."""
@@ -163,10 +159,8 @@ class RunInterruptedError(ArealError):
 
     exit_code = 130
 
-    def __init__(
-        self, message: str = "the run was stopped", *, key: str = "", hint: str = ""
-    ) -> None:
-        super().__init__(message, key=key, hint=hint)
+    def __init__(self) -> None:
+        super().__init__("the run was stopped")
 
 
 class SupersededTrainerError(ArealError):
@@ -185,14 +179,6 @@ class LedgerRequestError(ArealError):
     def __init__(self, status: int, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.status = status
-
-    def __reduce__(self) -> tuple[object, ...]:
-        problem = self.problems[0]
-        return (_rebuild_ledger_request, (self.status, problem.message, problem.hint))
-
-
-def _rebuild_ledger_request(status: int, message: str, hint: str) -> LedgerRequestError:
-    return LedgerRequestError(status, message, hint=hint)
 
 
 class RequestError(ArealError):
@@ -216,10 +202,6 @@ class RequestError(ArealError):
         """The parameter at fault."""
         return self.problems[0].key or None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        problem = self.problems[0]
-        return (_rebuild_request, (self.status, problem.message, problem.key, problem.hint))
-
 
 class PromptTooLongError(RequestError):
     """A prompt that leaves no room for a reply, in the words by which OpenAI's clients know it.
@@ -239,13 +221,6 @@ class PromptTooLongError(RequestError):
         )
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (PromptTooLongError, (self.prompt_tokens, self.context_tokens, self.param or ""))
-
-
-def _rebuild_request(status: int, message: str, key: str, hint: str) -> RequestError:
-    return RequestError(status, message, key=key, hint=hint)
 
 
 class ControlCallError(ArealError):

@@ -206,7 +206,7 @@ def _shards_ls(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import format_shards_json, list_shards
 
     write = format_shards_json if arguments.json else list_shards
-    print(write(parse_run_dir(arguments.run), _version_text))
+    print(write(parse_run_dir(arguments.run)))
     return 0
 
 
@@ -217,7 +217,7 @@ def _shards_show(arguments: argparse.Namespace) -> int:
     run_dir = path.parent.parent if path.is_file() else path
     rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
     tokenizer = _tokenizer_of(RunPaths(run_dir))
-    print("\n\n".join(show_trajectory(path, row, tokenizer, _version_text) for row in rows))
+    print("\n\n".join(show_trajectory(path, row, tokenizer) for row in rows))
     return 0
 
 
@@ -237,12 +237,6 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
         )
     print(format_verification(report))
     return ShardError.exit_code if report.problems else 0
-
-
-def _version_text(packed: int) -> str:
-    from areal_hpc.wire.weight_version import WeightVersion
-
-    return str(WeightVersion.unpack(packed))
 
 
 def _tokenizer_of(layout: RunPaths) -> Path | None:

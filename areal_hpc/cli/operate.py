@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
-from areal_hpc.errors import RecipeError, RunInterruptedError
+from areal_hpc.errors import ClusterError, RecipeError, RunInterruptedError
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 
 STOP_MARGIN_S = 10.0
@@ -66,14 +66,28 @@ def add_commands(commands: CommandGroup) -> None:
     replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
 
 
+def _parse_slurm_run_dir(path: Path) -> RunPaths:
+    """The run at `path`, if it ever went to Slurm."""
+    from areal_hpc.launch.run import get_program_name
+    from areal_hpc.view.jobs import list_job_ids
+
+    layout = parse_run_dir(path)
+    if not list_job_ids(layout):
+        raise ClusterError(
+            "this run has no Slurm jobs",
+            hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
+            f"{get_program_name()} run",
+        )
+    return layout
+
+
 def _cancel(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.view.jobs import get_job_label, list_job_ids, require_slurm_run
+    from areal_hpc.view.jobs import get_job_label, list_job_ids
     from areal_hpc.view.progress_summary import read_run_progress
 
-    layout = parse_run_dir(arguments.run)
-    require_slurm_run(list_job_ids(layout), get_program_name())
+    layout = _parse_slurm_run_dir(arguments.run)
     grace_s = 0.0
     if not arguments.now:
         grace_s = read_run_progress(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
@@ -90,10 +104,9 @@ def _resume(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
-    from areal_hpc.view.jobs import find_submit_dir, list_job_ids, require_slurm_run
+    from areal_hpc.view.jobs import find_submit_dir
 
-    layout = parse_run_dir(arguments.run)
-    require_slurm_run(list_job_ids(layout), get_program_name())
+    layout = _parse_slurm_run_dir(arguments.run)
     folder = find_submit_dir(read_submissions(layout.submissions)[-1])
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there

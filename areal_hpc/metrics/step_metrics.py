@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.wire.weight_version import WeightVersion
 
 EVAL_REWARD = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One record for each step, in the order of steps: what several lines say of one is merged.
-
-    Args:
-        path: JSON lines with a key `step`, as metrics are written.
-    """
+    """One record for each step, in the order of steps: what several lines say of one is merged."""
     found: dict[int, dict[str, Any]] = {}
     for line in read_lines(path):
         found.setdefault(line["step"], {}).update(line)
@@ -49,7 +44,3 @@ class PhaseTimer:
     def metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""
         return {f"time/{name}_s": round(value, 4) for name, value in self.seconds.items()}
-
-
-def _order(version: str) -> WeightVersion:
-    return WeightVersion.parse(version) if version else WeightVersion(-1, -1)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.metrics.step_metrics import EVAL_REWARD, _order, read_metrics
+from areal_hpc.metrics.step_metrics import EVAL_REWARD, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.wire.replicas import UpdatePause
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 def replace_non_finite(line: FlatRow) -> FlatRow:
@@ -38,6 +39,10 @@ def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
         "weights/paused_requests": sum(pause.requests for pause in held),
         "weights/recomputed_tokens": sum(pause.recomputed_tokens for pause in held),
     }
+
+
+def _order(version: str) -> WeightVersion:
+    return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 
 class MetricsWriter:

@@ -39,7 +39,7 @@ def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # boundary: importing runs the user's code
         raise RecipeError(
             f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
@@ -48,5 +48,4 @@ def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=key)
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function

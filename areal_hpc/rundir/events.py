@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.rundir.jsonl import append_line, decode_lines
+from areal_hpc.rundir.jsonl import append_line, decode_lines, read_tail
 
-READ_BYTES = 1 << 20
+RECENT_BYTES = 1 << 20
 """The end of the log that is read, for those who look for what happened lately."""
 
 
@@ -25,13 +25,10 @@ class EventLog:
         append_line(self._path, line)
 
 
-def read_recent_events(path: Path, size_bytes: int = READ_BYTES) -> list[dict[str, Any]]:
+def read_recent_events(path: Path) -> list[dict[str, Any]]:
     """The events at the end of the log, oldest first; none if there is no log."""
     try:
-        with path.open("rb") as stream:
-            begin = stream.seek(max(0, path.stat().st_size - size_bytes))
-            content = stream.read()
+        content = read_tail(path, RECENT_BYTES)
     except FileNotFoundError:
         return []
-    whole_lines = content.partition(b"\n")[2] if begin else content
-    return decode_lines(whole_lines, dict[str, Any], f"the end of {path},")
+    return decode_lines(content, dict[str, Any], f"the end of {path},")

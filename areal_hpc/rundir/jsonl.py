@@ -93,6 +93,15 @@ def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     return decode_lines(content, kind, str(path))
 
 
+def read_tail(path: Path, size_bytes: int) -> bytes:
+    """The end of a file, from the beginning of a line."""
+    with path.open("rb") as stream:
+        whole_bytes = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, whole_bytes - size_bytes))
+        content = stream.read(size_bytes)
+    return content if whole_bytes <= size_bytes else content.partition(b"\n")[2]
+
+
 def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[RecordT]:
     """The records in a piece of a file.
 

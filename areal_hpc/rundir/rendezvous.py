@@ -88,10 +88,7 @@ def await_endpoint(
             raise ClusterError(f"stopped while waiting for {name}")
         if time.monotonic() >= give_up_at:
             raise ClusterError(
-                (
-                    f"{name} did not start within {timeout_s:.0f} s "
-                    f"(no endpoint file in {directory})"
-                ),
+                f"{name} did not start within {timeout_s:.0f} s (no endpoint file in {directory})",
                 hint=f"read the log of {name} in logs/latest",
             )
         time.sleep(poll_s)

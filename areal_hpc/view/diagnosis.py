@@ -50,10 +50,10 @@ class Diagnosis:
     """Answer of `areal-hpc why`."""
 
     headline: str
-    chain: tuple[FailureEvent, ...]
+    chain: tuple[FailureEvent, ...] = ()
     """Of the last failure, oldest first."""
-    hint: str
-    is_well: bool
+    hint: str = ""
+    is_well: bool = False
     """True if nobody needs to do anything."""
 
 
@@ -65,37 +65,25 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     chain = find_last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.rank) if chain else None
     if state == "finished":
-        return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
+        return Diagnosis("the run is finished: every step was trained", is_well=True)
     if state in ("cancelled", "being cancelled"):
-        return Diagnosis(
-            f"the run was {state} with areal-hpc cancel",
-            (),
-            "areal-hpc resume RUN continues it",
-            is_well=True,
-        )
+        headline = f"the run was {state} with areal-hpc cancel"
+        return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        silence = evidence.run.look.silence
-        return Diagnosis(
-            f"Slurm does not respond: {silence}", chain, "scontrol ping", is_well=False
-        )
-    if state == "waiting" and (waiting := _waiting(evidence, chain)) is not None:
+        headline = f"Slurm does not respond: {evidence.run.look.silence}"
+        return Diagnosis(headline, chain, "scontrol ping")
+    waiting = _waiting(evidence, chain)
+    if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
-        stuck = _waiting(evidence, chain)
-        if stuck is not None and not stuck.is_well:
-            return replace(stuck, headline=f"the run is running, but {stuck.headline}")
-        headline = "the run is running, and nothing has failed"
-        if cause:
-            headline = f"the run is running, after this: {cause.text}"
-        return Diagnosis(headline, chain, "", is_well=True)
+        if waiting is not None and not waiting.is_well:
+            return replace(waiting, headline=f"the run is running, but {waiting.headline}")
+        happened = f"after this: {cause.text}" if cause else "and nothing has failed"
+        return Diagnosis(f"the run is running, {happened}", chain, is_well=True)
     if cause is None:
-        return Diagnosis(
-            f"the run is {state}; it left no error message",
-            (),
-            "areal-hpc logs RUN shows the last lines of every process",
-            is_well=False,
-        )
-    return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint, is_well=False)
+        hint = "areal-hpc logs RUN shows the last lines of every process"
+        return Diagnosis(f"the run is {state}; it left no error message", hint=hint)
+    return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint)
 
 
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -148,11 +136,8 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
         yield _of_stack(stack, len(evidence.stacks))
     for row in evidence.events:
         if row["event"] == "process_exited":
-            yield FailureEvent(
-                row["time"],
-                f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",
-                rank=5,
-            )
+            text = f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}"
+            yield FailureEvent(row["time"], text, rank=5)
         elif row["event"] in _AGAIN:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
             yield FailureEvent(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
@@ -173,27 +158,25 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
 
 def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
-    current = {job.queued.job_id: job for job in evidence.run.jobs if job.queued}
-    told = set()
+    names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
+    told = {(start.job_id, start.end) for start in evidence.past}
     for start in evidence.past:
-        told.add((start.job_id, start.end))
         if start.state.is_failure:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
-            yield _of_state(evidence.names.get(start.job_id, start.job_id), known)
-    for job_id, job in current.items():
+            yield _of_state(names.get(start.job_id, start.job_id), known)
+    ends: dict[str, float | None] = {}
+    for job in evidence.run.jobs:
         queued = job.queued
-        if queued and queued.state.is_failure and (job_id, queued.end) not in told:
+        if queued and queued.state.is_failure and (queued.job_id, queued.end) not in told:
             yield _of_state(job.name, queued)
-    # Of a job that is alive, the end is that of its time limit.
-    ends = {job.name: job.queued.end for job in current.values() if job.queued and not job.is_alive}
+        if queued and not job.is_alive:  # else its end is that of its time limit
+            ends[job.name] = queued.end
     for name, line in evidence.slurm_lines:
         written = _WRITTEN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if mentions_oom(line):
-            yield FailureEvent(
-                at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY
-            )
+            yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY)
         else:
             rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
             yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", rank=rank)
@@ -241,46 +224,35 @@ def _of_stack(stack: LogTraceback, others: int) -> FailureEvent:
     if len(shown) > MAX_FRAMES:
         shown = (shown[0], "  ...", *shown[-(MAX_FRAMES - 2) :])
     more = f" (the first of {others} tracebacks)" if others > 1 else ""
+    is_oom = mentions_oom(stack.lines[-1])
     return FailureEvent(
         stack.at,
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
-        rank=0 if mentions_oom(stack.lines[-1]) else 3,
+        rank=0 if is_oom else 3,
         details=(*shown, f"at: {stack.file.path}"),
-        hint=_MEMORY if mentions_oom(stack.lines[-1]) else f"read {stack.file.path}",
+        hint=_MEMORY if is_oom else f"read {stack.file.path}",
     )
 
 
 def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
     outcome = word.outcome
-    is_recipe = outcome.exit_code == RecipeError.exit_code
-    return FailureEvent(
-        word.at,
-        (
-            f"task {word.rank} of {word.job} failed: "
-            f"{outcome.process or 'the supervisor'}: {_code(outcome.exit_code)}"
-        ),
-        rank=1 if is_recipe else 4,
-        details=tuple(reason[-MAX_FRAMES:]),
-        hint="change the recipe as it says, then areal-hpc resume RUN key=value"
-        if is_recipe
-        else f"read {outcome.log}"
-        if outcome.log
-        else "areal-hpc logs RUN",
-    )
+    rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
+    if outcome.exit_code == RecipeError.exit_code:
+        rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
+    who = f"task {word.rank} of {word.job} failed: {outcome.process or 'the supervisor'}"
+    text = f"{who}: {_code(outcome.exit_code)}"
+    return FailureEvent(word.at, text, rank, tuple(reason[-MAX_FRAMES:]), hint)
 
 
 def _code(code: int) -> str:
     """An exit code in words."""
     if code in _CODES:
         return f"exit code {code} ({_CODES[code]})"
-    if code > 128:
-        try:
-            name = signal.Signals(code - 128).name
-        except ValueError:
-            return f"exit code {code}"
-        also = ", which usually means out of memory" if name == "SIGKILL" else ""
-        return f"killed by {name}{also}"
-    return f"exit code {code}"
+    if code - 128 not in list(signal.Signals):
+        return f"exit code {code}"
+    name = signal.Signals(code - 128).name
+    also = ", which usually means out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{also}"
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import JobQueue, QueuedJob
 from areal_hpc.view.jobs import RunJobs, read_jobs
-from areal_hpc.view.logs import LogFile, log_files, parse_records, read_tail
+from areal_hpc.view.logs import LogFile, log_files, parse_records
 
 TRACEBACK = "Traceback (most recent call last):"
 LOG_BYTES = 64 * 1024
@@ -54,8 +54,6 @@ class RunInspection:
     run: RunJobs
     past: tuple[QueuedJob, ...]
     """Every start of every job that accounting knows, oldest first."""
-    names: dict[str, str]
-    """Name of the job behind an id of Slurm."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
     last_words: tuple[TaskExitRecord, ...]
@@ -81,7 +79,6 @@ def inspect_run(layout: RunPaths, queue: JobQueue) -> RunInspection:
     return RunInspection(
         run=run,
         past=tuple(queue.history(submissions)),
-        names={job_id: submission.job for job_id, submission in submissions.items()},
         events=events,
         last_words=last_words,
         stacks=tuple(_stacks(layout, events, last_words)),
@@ -121,7 +118,8 @@ def _stacks(
     found = []
     for file in log_files(layout, attempts[-1]):
         if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
-            stack = find_last_traceback(file, read_tail(file.path, LOG_BYTES))
+            text = read_tail(file.path, LOG_BYTES).decode(errors="replace")
+            stack = find_last_traceback(file, text)
             found += [stack] if stack else []
     return sorted(found, key=lambda stack: (stack.at is None, stack.at or 0.0, stack.file.path))
 
@@ -152,7 +150,7 @@ def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]
     for submission in submissions:
         for path in find_output_files(submission):
             seen = set()
-            for line in read_tail(path, LOG_BYTES).splitlines():
+            for line in read_tail(path, LOG_BYTES).decode(errors="replace").splitlines():
                 if (_SLURM_LINE.match(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line

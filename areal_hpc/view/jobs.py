@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
@@ -102,39 +100,29 @@ def build_run_jobs(layout: RunPaths, answer: QueueSnapshot) -> RunJobs:
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
     look = answer.of(ids, get_job_label(layout))
-    newest, held = (
-        latest_by_name(submissions),
-        {job.root.name for job in list_held_jobs(layout.jobs_dir)},
-    )
+    newest = latest_by_name(submissions)
+    held = {job.root.name for job in list_held_jobs(layout.jobs_dir)}
     names = set(newest) or {
         path.name for path in layout.jobs_dir.glob("*") if layout.job(path.name).launch.exists()
     }
-    return RunJobs(
-        layout,
-        tuple(
-            JobView(
-                name,
-                newest.get(name),
-                look.jobs.get(newest[name].job_id) if name in newest else None,
-                read_task_exits(layout.job(name)),
-                gave_nodes_back=name in held,
-            )
-            for name in sorted(names, key=_order)
-        ),
-        look,
-        ids,
+    jobs = tuple(
+        JobView(
+            name,
+            newest.get(name),
+            look.jobs.get(newest[name].job_id) if name in newest else None,
+            read_task_exits(layout.job(name)),
+            gave_nodes_back=name in held,
+        )
+        for name in sorted(names, key=_order)
     )
+    return RunJobs(layout, jobs, look, ids)
 
 
 def _order(name: str) -> tuple[bool, bool, str, int]:
     stem, _, number = name.rpartition("-")
-    is_numbered = number.isdigit()
-    return (
-        name != "sft",
-        name != "trainer",
-        stem if is_numbered else name,
-        int(number) if is_numbered else 0,
-    )
+    if not number.isdigit():
+        stem, number = name, "0"
+    return name != "sft", name != "trainer", stem, int(number)
 
 
 def get_run_state(run: RunJobs) -> str:
@@ -188,14 +176,8 @@ def _row(job: JobView, look: QueueSnapshot) -> tuple[str, str, str, str, str, st
         return (job.name, job_id, _unknown(job, look), "-", attempt, "-")
     if queued.restarts:
         attempt += f", restart {queued.restarts}"
-    return (
-        job.name,
-        job_id,
-        format_state(queued),
-        queued.nodes or "-",
-        attempt,
-        _time_text(queued),
-    )
+    state, nodes = format_state(queued), queued.nodes or "-"
+    return (job.name, job_id, state, nodes, attempt, _time_text(queued))
 
 
 def format_state(queued: QueuedJob) -> str:
@@ -239,16 +221,3 @@ def find_submit_dir(submission: Submission) -> Path | None:
         return None
     found = re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE)
     return Path(found[1].strip("'\"")) if found else None
-
-
-def require_slurm_run(ids: Sequence[str], program: str) -> None:
-    """Refuse what only a run that went to Slurm can do.
-
-    Raises:
-        ClusterError: There are no ids of Slurm.
-    """
-    if not ids:
-        raise ClusterError(
-            "this run has no Slurm jobs",
-            hint=f"it runs in the foreground: stop it with Ctrl-C, continue it with {program} run",
-        )

@@ -18,8 +18,6 @@ from areal_hpc.view.run_state import RunState, read_run_state
 
 SFT_LINES = 10
 """Lines SFT prints."""
-EVAL_ONLY_KEYS = ("step", EVAL_REWARD)
-"""Of a step that was told before its evaluation was over."""
 REFRESH_S = 1.0
 """Shortest time between two looks at the run."""
 
@@ -28,11 +26,7 @@ class PlainReporter:
     """One line per finished step, for logs and pipes."""
 
     def __init__(
-        self,
-        layout: RunPaths,
-        total_steps: int,
-        sft_steps: int,
-        console: Console | None = None,
+        self, layout: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
     ) -> None:
         self._layout = layout
         self._total_steps = total_steps
@@ -49,14 +43,16 @@ class PlainReporter:
         self._console.print(message)
 
     def watch(self, stage: str) -> None:
-        """Print a line for every step that finished since the last look."""
-        if time.monotonic() - self._looked_at < REFRESH_S:
-            return
-        self._looked_at = time.monotonic()
+        """Show what is new of a stage, about once a second."""
+        if time.monotonic() - self._looked_at >= REFRESH_S:
+            self._looked_at = time.monotonic()
+            self._show(stage)
+
+    def _show(self, stage: str) -> None:
         self.report_new_steps()
 
     def report_new_steps(self) -> None:
-        """Print what is new, without waiting."""
+        """Print a line for every step that finished since the last look."""
         snapshot = read_run_state(self._layout)
         # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _last_step(snapshot.steps))
@@ -64,17 +60,15 @@ class PlainReporter:
         for row in snapshot.sft:
             if row["step"] >= self._last_sft + self._sft_steps / SFT_LINES:
                 self._last_sft = row["step"]
-                self.say(format_sft_line(row, self._sft_steps))
+                loss = format_metric(row["loss"], ".4f")
+                self.say(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
         for row in snapshot.steps:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self.say(format_step_line(row, self._total_steps))
             elif EVAL_REWARD in row and row["step"] not in self._evaluated:
-                self.say(
-                    format_step_line(
-                        {name: row[name] for name in EVAL_ONLY_KEYS}, self._total_steps
-                    )
-                )
+                evaluation = {"step": row["step"], EVAL_REWARD: row[EVAL_REWARD]}
+                self.say(format_step_line(evaluation, self._total_steps))
         self._evaluated = {step for step, _ in snapshot.evaluations}
 
     def close(self) -> None:
@@ -82,50 +76,35 @@ class PlainReporter:
         self.report_new_steps()
 
 
-class LiveReporter:
+class LiveReporter(PlainReporter):
     """A panel that refreshes in place; finished steps scroll by above it."""
 
     def __init__(self, layout: RunPaths, total_steps: int, sft_steps: int) -> None:
-        self._layout = layout
-        self._total_steps = total_steps
-        self._sft_steps = sft_steps
         self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
-        self._plain = PlainReporter(layout, total_steps, sft_steps, self._live.console)
+        super().__init__(layout, total_steps, sft_steps, self._live.console)
         self._live.start()
-        self._looked_at = 0.0
         self._began_at = time.monotonic()
 
-    def say(self, message: str) -> None:
-        """Print a line above the panel."""
-        self._live.console.print(message)
-
-    def watch(self, stage: str) -> None:
-        """Refresh the panel, about once a second."""
-        if time.monotonic() - self._looked_at < REFRESH_S:
-            return
-        self._looked_at = time.monotonic()
-        self._plain.report_new_steps()
+    def _show(self, stage: str) -> None:
+        self.report_new_steps()
         snapshot = read_run_state(self._layout, ask_ledger=stage == "train")
-        self._live.update(self._panel(stage, snapshot))
-
-    def close(self) -> None:
-        """Remove the panel and print what the last look missed."""
-        self._plain.report_new_steps()
-        self._live.stop()
-
-    def _panel(self, stage: str, snapshot: RunState) -> Group:
-        rows = snapshot.sft if stage == "sft" else snapshot.steps
-        total = self._sft_steps if stage == "sft" else self._total_steps
+        rows, total = snapshot.steps, self._total_steps
+        if stage == "sft":
+            rows, total = snapshot.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
         head = Table.grid(padding=(0, 2))
-        elapsed_s = time.monotonic() - self._began_at
         head.add_row(
             Text(stage, style="bold"),
             ProgressBar(total=total, completed=done, width=40),
             f"step {done}/{total}",
-            f"{elapsed_s:.0f} s",
+            f"{time.monotonic() - self._began_at:.0f} s",
         )
-        return Group(head, Text(format_queue_line(snapshot), style="dim"))
+        self._live.update(Group(head, Text(format_queue_line(snapshot), style="dim")))
+
+    def close(self) -> None:
+        """Remove the panel and print what the last look missed."""
+        super().close()
+        self._live.stop()
 
 
 def _last_step(rows: Sequence[dict[str, Any]]) -> int:
@@ -137,22 +116,14 @@ def format_metric(number: float | None, form: str) -> str:
     return "not finite" if number is None else format(number, form)
 
 
-def format_sft_line(row: dict[str, Any], total: int) -> str:
-    """One step of the SFT stage, for people."""
-    return f"SFT      {row['step']:>5}/{total}  loss {format_metric(row['loss'], '.4f')}"
-
-
 def format_step_line(row: dict[str, Any], total: int) -> str:
     """One trained step, for people."""
     evaluated = f"  held-out {format_metric(row[EVAL_REWARD], '.3f')}" if EVAL_REWARD in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
-    compared = row["logprob/compared_tokens"]
-    gap = (
-        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e")
-        if compared
-        else "not compared"
-    )
+    gap = "not compared"
+    if row["logprob/compared_tokens"]:
+        gap = format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e")
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"

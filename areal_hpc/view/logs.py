@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 
 TAIL_BYTES = 256 * 1024
@@ -31,8 +32,6 @@ class LogFile:
     job: str
     process: str
     """Its name, and the rank if the job has several tasks."""
-    restart: int
-    """Number of Slurm's restarts of the job; 0 for the first start, and on one machine."""
     node: str
     """Empty where the log does not say."""
 
@@ -62,10 +61,10 @@ def log_files(layout: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> lis
     """
     found = []
     for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
-        for restart, folder in [(0, job_dir), *list_restart_dirs(job_dir)]:
+        for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
-                    found.append(LogFile(path, job_dir.name, path.stem, restart, _node_of(path)))
+                    found.append(LogFile(path, job_dir.name, path.stem, _node_of(path)))
     return found
 
 
@@ -115,15 +114,6 @@ def parse_records(text: str) -> list[LogRecord]:
     return records
 
 
-def read_tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
-    """The end of a file, from the beginning of a line."""
-    with path.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(0, size - size_bytes))
-        text = stream.read(size_bytes).decode(errors="replace")
-    return text if size <= size_bytes else text.partition("\n")[2]
-
-
 def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFile, LogRecord]]:
     """Records of several files in the order of their times."""
     streams = [
@@ -136,7 +126,7 @@ def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFi
 
 def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
     """The newest lines of all files together, in the order of time."""
-    pieces = [(file, read_tail(file.path)) for file in files]
+    pieces = [(file, read_tail(file.path, TAIL_BYTES).decode(errors="replace")) for file in files]
     flat = [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
     return flat[-lines:] if lines else []
 
@@ -149,10 +139,8 @@ class LogFollower:
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
-        self._offsets: dict[Path, int] = {}
         self._find()
-        for path in self._files:
-            self._offsets[path] = path.stat().st_size
+        self._offsets = {path: path.stat().st_size for path in self._files}
 
     @property
     def files(self) -> list[LogFile]:
@@ -161,7 +149,8 @@ class LogFollower:
 
     def look(self) -> list[tuple[LogFile, str]]:
         """The whole lines that came since the last look, in the order of time."""
-        if self._folders_changed():
+        # No folder is listed to find out whether one has got or lost an entry.
+        if any(_stamp(folder) != stamp for folder, stamp in self._stamps.items()):
             self._find()
         pieces = [(file, self._read_new(path)) for path, file in self._files.items()]
         return [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
@@ -185,10 +174,6 @@ class LogFollower:
             whole = piece  # one endless line
         self._offsets[path] = offset + len(whole)
         return whole.decode(errors="replace")
-
-    def _folders_changed(self) -> bool:
-        """True if a folder has got or lost an entry: no folder is listed to find out."""
-        return any(_stamp(folder) != stamp for folder, stamp in self._stamps.items())
 
     def _find(self) -> None:
         """List the newest attempt's folders: a few files for each job."""

@@ -24,8 +24,8 @@ class RunProgress:
     checkpoint_step: int | None
     """None before the first checkpoint."""
     checkpoint_s_ago: float
-    metrics_s_ago: float | None
-    """Since the last trained step was noted; None before the first."""
+    metrics_s_ago: float
+    """Since the last step was noted; 0 before the first."""
 
     @property
     def total_steps(self) -> int:
@@ -48,7 +48,7 @@ def read_run_progress(layout: RunPaths) -> RunProgress:
         snapshot=read_run_state(layout),
         checkpoint_step=checkpoint.state.step if checkpoint else None,
         checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
-        metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else None,
+        metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else 0.0,
     )
 
 
@@ -58,12 +58,7 @@ def format_run_progress(advance: RunProgress) -> list[str]:
     lines = [f"  step              {advance.step} of {advance.total_steps}"]
     if rows:
         last = rows[-1]
-        since = (
-            f", {format_duration(advance.metrics_s_ago)} ago"
-            if advance.metrics_s_ago is not None
-            else ""
-        )
-        lines[0] += since
+        lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
         rate = format_metric(last["throughput/trained_tokens_per_s"], ".0f")
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",

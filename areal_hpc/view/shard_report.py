@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,38 +13,34 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
+from areal_hpc.view.tables import format_table
 from areal_hpc.wire.trajectory import Trajectory
-
-VersionText = Callable[[int], str]
-"""How a packed weight version is shown: shards store versions without knowing their meaning."""
+from areal_hpc.wire.weight_version import WeightVersion
 
 
-def list_shards(layout: RunPaths, version_text: VersionText = str) -> str:
+def list_shards(layout: RunPaths) -> str:
     """One line per sealed shard and a total."""
     shards = read_index(layout.index_dir)
     if not shards:
         return f"no sealed shards in {layout.index_dir}"
     head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
-    lines = [_shard_line(layout.shards_dir / shard.file, shard, version_text) for shard in shards]
+    rows = [_shard_line(layout.shards_dir / shard.file, shard) for shard in shards]
     total = (
         f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
         f"{sum(shard.tokens for shard in shards)} tokens, "
         f"{sum(shard.bytes for shard in shards) / 2**20:.1f} MiB"
     )
-    return f"{_in_columns([head, *lines])}\n{total}"
+    return "\n".join([*format_table([head, *rows], right=range(1, len(head) - 1)), total])
 
 
-def format_shards_json(layout: RunPaths, version_text: VersionText = str) -> str:
+def format_shards_json(layout: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
-    return "\n".join(
-        msgspec.json.encode(
-            {
-                **msgspec.to_builtins(shard),
-                "versions": _version_range(layout.shards_dir / shard.file, version_text),
-            }
-        ).decode()
-        for shard in read_index(layout.index_dir)
-    )
+    lines = []
+    for shard in read_index(layout.index_dir):
+        versions = _version_range(layout.shards_dir / shard.file)
+        line = {**msgspec.to_builtins(shard), "versions": versions}
+        lines.append(msgspec.json.encode(line).decode())
+    return "\n".join(lines)
 
 
 def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
@@ -77,19 +72,13 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     return rows
 
 
-def show_trajectory(
-    path: Path,
-    row: int,
-    tokenizer_json: Path | None = None,
-    version_text: VersionText = str,
-) -> str:
+def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
     """One trajectory, token by token, decoded if a `tokenizer.json` is given.
 
     Args:
         path: A shard, or a run directory whose rows are then counted over all its shards.
         row: From 0.
         tokenizer_json: The tokenizer file of the model that was trained.
-        version_text: How to write a packed weight version.
 
     Raises:
         RecipeError: There is no such row or tokenizer.
@@ -106,9 +95,7 @@ def show_trajectory(
         f"{trajectory.num_tokens} tokens, {sampled} sampled"
     )
     head: tuple[str, ...] = ("position", "id", "mask", "logprob", "version")
-    lines = [
-        _token_line(trajectory, position, version_text) for position in range(trajectory.num_tokens)
-    ]
+    lines = [_token_line(trajectory, position) for position in range(trajectory.num_tokens)]
     if tokenizer is not None:
         texts = [
             tokenizer.decode([token], skip_special_tokens=False)
@@ -116,7 +103,7 @@ def show_trajectory(
         ]
         head = (*head, "text")
         lines = [(*line, repr(text)) for line, text in zip(lines, texts, strict=True)]
-    return f"{title}\n{_in_columns([head, *lines])}"
+    return "\n".join([title, *format_table([head, *lines], right=range(1, len(head) - 1))])
 
 
 def format_verification(report: VerifyReport) -> str:
@@ -128,7 +115,7 @@ def format_verification(report: VerifyReport) -> str:
     return "\n".join(lines)
 
 
-def _shard_line(path: Path, shard: SealedShard, version_text: VersionText) -> tuple[str, ...]:
+def _shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     return (
         shard.file,
@@ -136,12 +123,12 @@ def _shard_line(path: Path, shard: SealedShard, version_text: VersionText) -> tu
         str(shard.tokens),
         str(len(shard.tickets)),
         f"{shard.bytes / 2**20:.2f}",
-        _version_range(path, version_text),
+        _version_range(path),
         f"{np.mean(rewards):.3f}",
     )
 
 
-def _version_range(path: Path, version_text: VersionText) -> str:
+def _version_range(path: Path) -> str:
     try:
         versions = ShardReader(path).column("versions")
     except ShardError:
@@ -149,8 +136,8 @@ def _version_range(path: Path, version_text: VersionText) -> str:
     sampled = versions[versions >= 0]
     if not len(sampled):
         return "-"
-    oldest, newest = version_text(int(sampled.min())), version_text(int(sampled.max()))
-    return oldest if oldest == newest else f"{oldest}..{newest}"
+    oldest, newest = (WeightVersion.unpack(int(one)) for one in (sampled.min(), sampled.max()))
+    return str(oldest) if oldest == newest else f"{oldest}..{newest}"
 
 
 def _find_row(path: Path, row: int) -> tuple[Path, int]:
@@ -179,9 +166,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _token_line(
-    trajectory: Trajectory, position: int, version_text: VersionText
-) -> tuple[str, ...]:
+def _token_line(trajectory: Trajectory, position: int) -> tuple[str, ...]:
     version = int(trajectory.versions_T[position])
     sampled = bool(trajectory.loss_mask_T[position])
     return (
@@ -189,18 +174,5 @@ def _token_line(
         str(trajectory.input_ids_T[position]),
         str(trajectory.loss_mask_T[position]),
         f"{trajectory.logprobs_T[position]:.4f}" if sampled else "-",
-        version_text(version) if version >= 0 else "-",
-    )
-
-
-def _in_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Left-aligned text in the first and last column, right-aligned numbers between."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    last = len(widths) - 1
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in (0, last) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
+        str(WeightVersion.unpack(version)) if version >= 0 else "-",
     )

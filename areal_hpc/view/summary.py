@@ -45,22 +45,17 @@ def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
     lines += [
         f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s over all phases, "
         f"{seconds / len(trained):.1f} s per step",
-        (
-            f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
-            f"over {compared} tokens"
-        ),
-        (
-            f"  staleness         {format_metric(last['staleness/mean'], '.2f')} mean, {oldest} "
-            "max; "
-            f"{spanning} replies contain tokens of two weight versions"
-        ),
+        f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
+        f"over {compared} tokens",
+        f"  staleness         {format_metric(last['staleness/mean'], '.2f')} mean, {oldest} max; "
+        f"{spanning} replies contain tokens of two weight versions",
         f"  run directory     {root}",
-        *(
-            [f"  learning curve    {shown_as.learning_curve}"]
-            if layout.learning_curve.exists()
-            else []
-        ),
-        *([f"  trained model     {exported}"] if exported.is_dir() else []),
+    ]
+    if layout.learning_curve.exists():
+        lines.append(f"  learning curve    {shown_as.learning_curve}")
+    if exported.is_dir():
+        lines.append(f"  trained model     {exported}")
+    lines += [
         "try next:",
         f"  {program} shards show {root} 0    # one recorded reply, token by token",
         f"  {program} shards verify {root}    # every digest checked",

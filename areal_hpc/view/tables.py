@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of one length as lines, every column as wide as its longest cell."""
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def format_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Rows of one length as lines, every column as wide as its longest cell.
+
+    Columns with an index in `right` are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pickle
 
-from areal_hpc.errors import Problem, RecipeError
+import pytest
+
+from areal_hpc.errors import (
+    ArealError,
+    HttpStatusError,
+    JobFailedError,
+    LedgerRequestError,
+    Problem,
+    PromptTooLongError,
+    RecipeError,
+    RequestError,
+    RunInterruptedError,
+)
 
 
 def test_message_has_the_place_and_the_next_step() -> None:
@@ -12,9 +24,20 @@ def test_message_has_the_place_and_the_next_step() -> None:
     assert str(error) == "expected 4, got 5\n  at: trainer.parallel.tp\n  try: use 4"
 
 
-def test_several_problems_survive_a_pickle() -> None:
-    error = RecipeError.of([Problem("one", "a"), Problem("two", hint="b")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RecipeError.of([Problem("one", "a"), Problem("two", hint="b")]),
+        HttpStatusError(503, "http://n01/ready", "later"),
+        JobFailedError("the job ended", code=65),
+        LedgerRequestError(409, "a newer trainer", hint="go"),
+        PromptTooLongError(17, 16, "messages"),
+        RequestError(400, "no such tool", key="tool_choice"),
+        RunInterruptedError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_survives_a_pickle_with_all_that_it_carries(error: ArealError) -> None:
     copy = pickle.loads(pickle.dumps(error))
-    assert copy.problems == error.problems
-    assert str(copy) == str(error)
-    assert copy.exit_code == 78
+    assert type(copy) is type(error)
+    assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))

@@ -89,15 +89,11 @@ def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
-        problems.append(
-            Problem(
-                (
-                    f"the checkpoint of step {newest.step} consumed batches {newest.consumed}; "
-                    f"expected each of 1 to {newest.step} exactly once"
-                ),
-                str(directory),
-            )
+        message = (
+            f"the checkpoint of step {newest.step} consumed batches {newest.consumed}; "
+            f"expected each of 1 to {newest.step} exactly once"
         )
+        problems.append(Problem(message, str(directory)))
     return newest
 
 
@@ -111,10 +107,8 @@ def _whole_manifests(
             problems += error.problems
             continue
         if manifest.step != step:
-            path = str(layout.manifest(step))
-            problems.append(
-                Problem(f"expected the batch of step {step}, got {manifest.step}", path)
-            )
+            message = f"expected the batch of step {step}, got {manifest.step}"
+            problems.append(Problem(message, str(layout.manifest(step))))
         yield step, manifest
 
 

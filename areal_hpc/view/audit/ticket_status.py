@@ -101,17 +101,13 @@ class AuditReport:
         )
 
 
+_Use = tuple[int, SettledTicket]
+"""A step, and a ticket in its batch."""
+
+
 def audit_run(layout: RunPaths) -> AuditReport:
     """Judge every ticket of a run, live or not."""
     return classify_tickets(read_ticket_records(layout))
-
-
-@dataclass(frozen=True, slots=True)
-class _BatchUse:
-    """A ticket in a batch."""
-
-    step: int
-    ticket: SettledTicket
 
 
 def classify_tickets(evidence: TicketRecords) -> AuditReport:
@@ -144,36 +140,31 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
         elif ticket_id in strays or ticket_id in again:
             status, why = TicketStatus.LOST, "no record of it, and no cell can still hold it"
         else:
-            status, why = (
-                TicketStatus.OPEN,
-                "no record yet: running in a cell, or to be issued again on resume",
-            )
+            why = "no record yet: running in a cell, or to be issued again on resume"
+            status = TicketStatus.OPEN
         tickets.append(AuditedTicket(ticket_id, status, why))
-    problems = [*evidence.problems]
-    problems += [
+    doubts = [
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
-    checkpoint = evidence.checkpoint
-    return AuditReport(
-        tickets, problems, checkpoint.untrained, checkpoint.step, evidence.is_finished
-    )
+    problems, newest = [*evidence.problems, *doubts], evidence.checkpoint
+    return AuditReport(tickets, problems, newest.untrained, newest.step, evidence.is_finished)
 
 
-def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
+def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_Use]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
     A batch that the checkpoint consumed twice counts twice; one it did not consume counts once:
     it is pending, or was passed over.
     """
     times = Counter(evidence.checkpoint.consumed)
-    uses: dict[int, list[_BatchUse]] = {}
+    uses: dict[int, list[_Use]] = {}
     shared: dict[int, int] = {}
     holder: dict[tuple[str, int], int] = {}
     for step, manifest in evidence.manifests.items():
         for ticket in manifest.tickets:
             ticket_id = ticket.ref.ticket_id
-            uses.setdefault(ticket_id, []).extend([_BatchUse(step, ticket)] * max(1, times[step]))
+            uses.setdefault(ticket_id, []).extend([(step, ticket)] * max(1, times[step]))
             for row in set(ticket.rows):
                 other = holder.setdefault((ticket.shard, row), ticket_id)
                 if other != ticket_id:
@@ -208,19 +199,16 @@ def _beyond_reach(evidence: TicketRecords, traceless: list[int], highest_batched
 
 
 def _of_batched(
-    evidence: TicketRecords, rows: _ShardRows, uses: list[_BatchUse], shares_with: int | None
+    evidence: TicketRecords, rows: _ShardRows, uses: list[_Use], shares_with: int | None
 ) -> tuple[TicketStatus, str]:
-    step, ticket = uses[0].step, uses[0].ticket
+    step, ticket = uses[0]
     checkpoint = evidence.checkpoint
     where = f"step {step}, {ticket.shard} rows {ticket.rows}"
     if len(uses) > 1:
-        steps = " and ".join(str(use.step) for use in uses)
+        steps = " and ".join(str(step) for step, _ in uses)
         return TicketStatus.DUPLICATE, f"in the batches of steps {steps}"
     if shares_with is not None:
-        return (
-            TicketStatus.DUPLICATE,
-            f"{where}: some rows also belong to ticket {shares_with}",
-        )
+        return TicketStatus.DUPLICATE, f"{where}: some rows also belong to ticket {shares_with}"
     if fault := rows.fault_of(ticket):
         return TicketStatus.LOST, f"{where}: {fault}"
     if step in checkpoint.consumed:
@@ -231,29 +219,21 @@ def _of_batched(
                 return TicketStatus.SKIPPED, f"{where}: {one.reason}"
         return TicketStatus.TRAINED, where
     if step <= checkpoint.step:
-        return (
-            TicketStatus.LOST,
-            f"{where}: the checkpoint of step {checkpoint.step} skipped that batch",
-        )
+        fault = f"the checkpoint of step {checkpoint.step} skipped that batch"
+        return TicketStatus.LOST, f"{where}: {fault}"
     if evidence.is_finished and step <= evidence.total_steps:
-        return (
-            TicketStatus.LOST,
-            f"{where}: the run has finished, but no checkpoint holds that batch",
-        )
-    return (
-        TicketStatus.OPEN,
-        f"{where}: not in a checkpoint yet; the batch will be replayed unchanged",
-    )
+        fault = "the run has finished, but no checkpoint holds that batch"
+        return TicketStatus.LOST, f"{where}: {fault}"
+    reason = "not in a checkpoint yet; the batch will be replayed unchanged"
+    return TicketStatus.OPEN, f"{where}: {reason}"
 
 
 def _of_sealed(rows: _ShardRows, file: str, doubtful: dict[int, str]) -> tuple[TicketStatus, str]:
     if fault := rows.fault_of_file(file):
         return TicketStatus.LOST, f"sealed in {file}: {fault}"
     if doubtful:
-        return (
-            TicketStatus.LOST,
-            f"sealed in {file}, perhaps trained: {next(iter(doubtful.values()))}",
-        )
+        doubt = next(iter(doubtful.values()))
+        return TicketStatus.LOST, f"sealed in {file}, perhaps trained: {doubt}"
     return TicketStatus.OPEN, f"sealed in {file}, in no batch yet"
 
 
@@ -285,8 +265,7 @@ class _ShardRows:
         """Why the rows that a manifest names are not there; empty if they are."""
         if fault := self.fault_of_file(ticket.shard):
             return fault
-        key = (ticket.shard, ticket.ref.ticket_id, ticket.ref.attempt)
-        held = self._places.get(key)
+        held = self._places.get((ticket.shard, ticket.ref.ticket_id, ticket.ref.attempt))
         if held != ticket.rows:
             return f"that shard holds {held or 'no rows'} of the ticket"
         return ""

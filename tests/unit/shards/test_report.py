@@ -28,12 +28,8 @@ def layout(tmp_path: Path) -> RunPaths:
     return layout
 
 
-def step_of(packed: int) -> str:
-    return f"{packed >> 32}.{packed & 0xFFFFFFFF}"
-
-
 def test_the_list_has_a_line_per_shard_and_a_total(layout: RunPaths) -> None:
-    head, first, second, total = list_shards(layout, step_of).splitlines()
+    head, first, second, total = list_shards(layout).splitlines()
     assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
     assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
     assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
@@ -41,7 +37,7 @@ def test_the_list_has_a_line_per_shard_and_a_total(layout: RunPaths) -> None:
 
 
 def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunPaths) -> None:
-    first, second = map(json.loads, format_shards_json(layout, step_of).splitlines())
+    first, second = map(json.loads, format_shards_json(layout).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
@@ -67,7 +63,7 @@ def test_the_list_of_a_run_without_shards_says_so(tmp_path: Path) -> None:
 
 
 def test_a_trajectory_is_shown_token_by_token(layout: RunPaths) -> None:
-    title, head, *lines = show_trajectory(layout.root, 5, version_text=step_of).splitlines()
+    title, head, *lines = show_trajectory(layout.root, 5).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
     assert head.split() == ["position", "id", "mask", "logprob", "version"]

@@ -38,12 +38,12 @@ def evidence(place: Path, *jobs: JobView, **more: Any) -> RunInspection:
     look = QueueSnapshot({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)
-    empty = RunInspection(run, (), {}, (), (), (), (), ())
+    empty = RunInspection(run, (), (), (), (), (), ())
     return dataclasses.replace(empty, **more)
 
 
 def log_file(job: str, process: str) -> LogFile:
-    return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, 0, "n01")
+    return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, "n01")
 
 
 def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
     past = QueuedJob("1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", end=NOW)
-    found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,), names={"1": "trainer"})
+    found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,))
     diagnosis = diagnose(found)
     assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well

@@ -5,8 +5,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.logs import LogFollower, log_files, parse_records, read_last_lines, read_tail
+from areal_hpc.view.logs import LogFollower, log_files, parse_records, read_last_lines
 
 
 def make_run(place: Path) -> RunPaths:
@@ -80,8 +81,8 @@ def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path
 def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "long.log"
     path.write_text("".join(f"line {number}\n" for number in range(1000)))
-    assert read_tail(path, 25) == "line 998\nline 999\n"
-    assert read_tail(path) == path.read_text()
+    assert read_tail(path, 25) == b"line 998\nline 999\n"
+    assert read_tail(path, 1 << 20) == path.read_bytes()
 
 
 @given(st.text(max_size=300))
