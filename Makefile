@@ -18,7 +18,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-wo
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make or mend the environments in .venvs/
+setup: ## make or repair the environments in .venvs/
 	@scripts/setup.sh all
 
 frameworks: ## all environments, those of the agent frameworks included, which only tests need

@@ -45,7 +45,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, where, and the one next step that mends it."""
+    """One thing that is wrong, where, and the one next step that fixes it."""
 
     message: str
     """Problem in words, with the value expected and the value found."""

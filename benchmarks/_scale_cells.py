@@ -84,14 +84,14 @@ class Storehouse:
     def __init__(
         self,
         cell: str,
-        layout: RunPaths,
+        paths: RunPaths,
         ledger: ServiceClient,
         tempo: Tempo,
         tally: Tally,
         pool: Executor,
     ) -> None:
         self._cell = cell
-        self._layout = layout
+        self._paths = paths
         self._ledger = ledger
         self._tempo = tempo
         self._tally = tally
@@ -134,7 +134,7 @@ class Storehouse:
         self._sequence += 1
         if self._tempo.with_shards:
             rows = [row for ref in refs for row in trajectories(ref, rewards)]
-            shards_dir, index_dir = self._layout.shards_dir, self._layout.index_dir
+            shards_dir, index_dir = self._paths.shards_dir, self._paths.index_dir
             loop = asyncio.get_running_loop()
             shard = await loop.run_in_executor(
                 self._pool, seal_shard, rows, shards_dir, index_dir, self._cell
@@ -200,14 +200,14 @@ class SleepingCell(LeaseLoop):
     def __init__(
         self,
         number: int,
-        layout: RunPaths,
+        paths: RunPaths,
         ledger: ServiceClient,
         stores: Storehouse,
         tempo: Tempo,
         tally: Tally,
     ) -> None:
         job = RolloutJobConfig(
-            run_dir=layout.root,
+            run_dir=paths.root,
             cell=f"cell-{number}",
             rollout=RolloutConfig(n_samples=tempo.n_samples),
             evaluation_sampling=SamplingConfig(),
@@ -215,7 +215,7 @@ class SleepingCell(LeaseLoop):
         )
         services = Services(ledger=ledger, proxy=ledger)
         tickets = LeasedTickets(job.episode_slots, tempo.n_samples)
-        events = EventLog(layout.events, "cells")
+        events = EventLog(paths.events, "cells")
         runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
         super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
         self._stores = stores
@@ -226,17 +226,17 @@ class SleepingCell(LeaseLoop):
 
 
 async def run_cells(
-    count: int, layout: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
+    count: int, paths: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
 ) -> None:
     """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
     peers: list[ServiceClient] = []
     try:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
-                ledger, other = to_ledger(layout), to_ledger(layout)
+                ledger, other = to_ledger(paths), to_ledger(paths)
                 peers += ledger, other
-                stores = Storehouse(f"cell-{number}", layout, other, tempo, tally, pool)
-                cell = SleepingCell(number, layout, ledger, stores, tempo, tally)
+                stores = Storehouse(f"cell-{number}", paths, other, tempo, tally, pool)
+                cell = SleepingCell(number, paths, ledger, stores, tempo, tally)
                 group.create_task(stores.run())
                 group.create_task(cell.run())
                 await asyncio.sleep(0.001)  # jobs do not start in the same moment
@@ -245,22 +245,22 @@ async def run_cells(
             await peer.close()
 
 
-def to_ledger(layout: RunPaths) -> ServiceClient:
+def to_ledger(paths: RunPaths) -> ServiceClient:
     """A connection of its own."""
-    return ServiceClient(layout.rendezvous_dir, "ledger", ensure_admin_key(layout.admin_key))
+    return ServiceClient(paths.rendezvous_dir, "ledger", ensure_admin_key(paths.admin_key))
 
 
-async def run_trainer(layout: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:
+async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:
     """Ask for batch after batch, and say at once that it was trained, until cancelled."""
-    ledger = to_ledger(layout)
+    ledger = to_ledger(paths)
     try:
-        await _train(layout, ledger, batch_size, tempo, tally)
+        await _train(paths, ledger, batch_size, tempo, tally)
     finally:
         await ledger.close()
 
 
 async def _train(
-    layout: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
+    paths: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
     await ledger.call("/open_generation", OpenGenerationRequest(1, 0), Acknowledged)
     while True:
@@ -270,7 +270,7 @@ async def _train(
             tally.manifest_s.append(manifest_s)
         if tempo.with_shards:
             began = time.monotonic()
-            await asyncio.to_thread(read_rows, manifest, layout.shards_dir)
+            await asyncio.to_thread(read_rows, manifest, paths.shards_dir)
             tally.read_s.append(time.monotonic() - began)
         await ledger.call("/publish", PublishRequest(1, step), Acknowledged)
         tally.steps = step

@@ -50,10 +50,10 @@ class Settings:
 
 
 @contextlib.contextmanager
-def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
+def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
     """The real ledger of a run directory, as its job starts it; its process id."""
     config = {
-        "run_dir": str(layout.root),
+        "run_dir": str(paths.root),
         "batch_size": settings.batch_size,
         "episodes_per_ticket": settings.tempo.n_samples,
         "max_head_offpolicyness": BOUND,
@@ -65,7 +65,7 @@ def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
         "n_valid_tasks": 0,
         "total_steps": ENOUGH_STEPS,
     }
-    file = layout.root / "ledger.json"
+    file = paths.root / "ledger.json"
     file.write_text(json.dumps(config))
     process = subprocess.Popen(
         [
@@ -79,7 +79,7 @@ def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
     )
     try:
         rendezvous.await_endpoint(
-            layout.rendezvous_dir,
+            paths.rendezvous_dir,
             "ledger",
             START_TIMEOUT_S,
             is_cancelled=lambda: process.poll() is not None,
@@ -96,13 +96,13 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-async def measure(layout: RunPaths, settings: Settings) -> dict[str, Any]:
+async def measure(paths: RunPaths, settings: Settings) -> dict[str, Any]:
     """Let everything run; what happened after the run-in."""
     tally, ourselves = Tally(), os.getpid()
-    with running_ledger(layout, settings) as ledger, ThreadPoolExecutor(SEALERS) as pool:
-        cells = asyncio.create_task(run_cells(settings.nodes, layout, settings.tempo, tally, pool))
+    with running_ledger(paths, settings) as ledger, ThreadPoolExecutor(SEALERS) as pool:
+        cells = asyncio.create_task(run_cells(settings.nodes, paths, settings.tempo, tally, pool))
         trainer = asyncio.create_task(
-            run_trainer(layout, settings.batch_size, settings.tempo, tally)
+            run_trainer(paths, settings.batch_size, settings.tempo, tally)
         )
         both = (cells, trainer)
         await asyncio.wait(both, timeout=settings.run_in_s, return_when=asyncio.FIRST_COMPLETED)
@@ -144,11 +144,11 @@ def main() -> None:
     """Measure what the arguments say."""
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
-    layout = RunPaths(Path(sys.argv[2]))
+    paths = RunPaths(Path(sys.argv[2]))
     raise_file_limit()
-    layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
-    claim_next_number(layout.generations_dir)
-    print(json.dumps(uvloop.run(measure(layout, settings))))
+    paths.rendezvous_dir.mkdir(parents=True, exist_ok=True)
+    claim_next_number(paths.generations_dir)
+    print(json.dumps(uvloop.run(measure(paths, settings))))
 
 
 if __name__ == "__main__":

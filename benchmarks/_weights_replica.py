@@ -113,8 +113,8 @@ class Streams:
 class Replica:
     """One replica of one cell, and every way to update it."""
 
-    def __init__(self, layout: RunPaths, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
-        self._layout = layout
+    def __init__(self, paths: RunPaths, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
+        self._paths = paths
         self._weights = weights
         self._specs = [
             TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
@@ -125,12 +125,12 @@ class Replica:
         self._publishers = {
             name: Publisher(
                 WeightsConfig(bucket_bytes=bucket_bytes, **settings),
-                layout.rendezvous_dir,
+                paths.rendezvous_dir,
                 1,
-                layout.admin_key.read_text(),
+                paths.admin_key.read_text(),
                 "nccl" if device.type == "cuda" else "gloo",
                 device,
-                layout.weights_dir,
+                paths.weights_dir,
             )
             for name, settings in TRANSPORTS.items()
         }
@@ -151,8 +151,8 @@ class Replica:
             arrivals = iter(self._weights.items())
             report = publisher.publish(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
-        relay = rendezvous.await_endpoint(self._layout.rendezvous_dir, "control-cell-0", 1)
-        key = self._layout.admin_key.read_text()
+        relay = rendezvous.await_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
+        key = self._paths.admin_key.read_text()
         answer = httpx.get(
             f"{relay.url}/replicas", headers={"authorization": f"Bearer {key}"}, trust_env=False
         )
@@ -195,13 +195,13 @@ def running_replica(
     run_dir: Path, weights: Mapping[str, torch.Tensor], bucket_bytes: int
 ) -> Iterator[Replica]:
     """A cell that serves the model in `run_dir`, with random weights at first."""
-    layout = RunPaths(run_dir)
-    rendezvous.ensure_admin_key(layout.admin_key)
+    paths = RunPaths(run_dir)
+    rendezvous.ensure_admin_key(paths.admin_key)
     config = {
         "run_dir": str(run_dir),
         "cell": "cell-0",
         "inference": {"dtype": "float32", "max_running_requests": STREAMS},
-        "model_path": str(layout.tiny_model_dir),
+        "model_path": str(paths.tiny_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / "cell.json").write_text(json.dumps(config))
@@ -213,7 +213,7 @@ def running_replica(
             stderr=log_file,
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
         )
-    replica = Replica(layout, weights, bucket_bytes)
+    replica = Replica(paths, weights, bucket_bytes)
     try:
         yield replica
     finally:

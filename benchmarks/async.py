@@ -128,21 +128,21 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
     answer = subprocess.run(command, capture_output=True, text=True, cwd=RECIPE.parents[1])
     if answer.returncode:
         raise ClusterError(f"{name} failed: {answer.stdout[-2000:]}\n{answer.stderr[-2000:]}")
-    layout = RunPaths(folder / "async" / name)
-    published = [row for row in read_lines(layout.events) if row["event"] == "weights_published"]
+    paths = RunPaths(folder / "async" / name)
+    published = [row for row in read_lines(paths.events) if row["event"] == "weights_published"]
     return Side(
         name,
         first,
         last,
         {int(row["version"].split(".")[1]): row["time"] for row in reversed(published)},
-        {row["step"]: row for row in read_lines(layout.metrics)},
+        {row["step"]: row for row in read_lines(paths.metrics)},
         read_lines(log),
     )
 
 
 def draw(sides: Sequence[Side], out: Path) -> None:
     """Slots in use and the trainer at work over time, a panel a side."""
-    figure = Figure(figsize=(9.0, 2.6 * len(sides)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9.0, 2.6 * len(sides)), dpi=130, paths="constrained")
     for axes, side in zip(figure.subplots(len(sides), 1, squeeze=False)[:, 0], sides, strict=True):
         _draw_side(axes, side)
     figure.savefig(out)

@@ -57,7 +57,7 @@ install() {
 }
 install || { apt-get update >>"$log" 2>&1 && install; } || {
   tail -n 15 "$log" | sed 's/^/    /' >&2
-  fail "apt-get failed; its whole output is in $log" "mend what it says and repeat"
+  fail "apt-get failed; its whole output is in $log" "fix what it says and repeat"
 }
 rm -f "$log"
 

@@ -133,7 +133,7 @@ build_with_progress() {
     printf '\nset-up: %s failed; the last lines of %s:\n' "$role" "$log" >&2
     tail -n 15 "$log" | sed 's/^/    /' >&2
     fail "the $role environment is not complete; the next set-up builds it again" \
-      "mend what the log says and repeat; docs/installation.md covers machines without a package index"
+      "fix what the log says and repeat; docs/installation.md covers machines without a package index"
   fi
   trap - INT TERM
   ! $on_terminal || printf '\r%80s\r' ''

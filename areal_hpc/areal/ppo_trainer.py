@@ -23,7 +23,7 @@ from areal_hpc.rollout.execution.agent_pickle import (
     PICKLE_MODULE,
     get_import_path,
     is_json,
-    pickle_by_value,
+    pickle_agent,
     save_agent,
 )
 from areal_hpc.rundir.atomic import write_atomic
@@ -129,23 +129,23 @@ class PPOTrainer:
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
-        layout = RunPaths(_run_dir(self._config))
+        paths = RunPaths(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _pickle_agent(workflow, kwargs, layout, PICKLE_MODULE)
+            rollout |= _pickle_agent(workflow, kwargs, paths, PICKLE_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
         if other and not _is_same(workflow, kwargs, other, others):
-            evaluation |= _pickle_agent(other, others, layout, EVALUATION_MODULE)
+            evaluation |= _pickle_agent(other, others, paths, EVALUATION_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
-            tree[f"{split}_dataset"] = {"path": str(layout.dataset(split))}
+            tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
         tree["cluster"] = _cluster(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
-            _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
+            _put(lines, paths.dataset(split), recipe, f"{split}_dataset")
         # The script's own keys and the rows that it hands over are not lost.
         return recipe, [
             f"ignored  {one.key}={one.value}: {one.reason}"
@@ -172,7 +172,7 @@ def _is_same(
         return map_areal_module(workflow) == map_areal_module(other) and others == kwargs
     if other is workflow and others == kwargs:
         return True
-    return pickle_by_value((workflow, kwargs)) == pickle_by_value((other, others))
+    return pickle_agent((workflow, kwargs)) == pickle_agent((other, others))
 
 
 def _run_dir(config: BaseExperimentConfig) -> Path:
@@ -184,7 +184,7 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
 
 
 def _pickle_agent(
-    workflow: Any, kwargs: Mapping[str, Any], layout: RunPaths, module: str
+    workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = IMPORT_HOOK_MODULE in sys.modules
@@ -192,7 +192,7 @@ def _pickle_agent(
     if path is not None and is_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    path = save_agent(handed, kwargs, layout.agent_dir, (_script_folder(),), alias, module)
+    path = save_agent(handed, kwargs, paths.agent_dir, (_script_folder(),), alias, module)
     return {"workflow": path, "workflow_kwargs": {}}
 
 

@@ -80,9 +80,9 @@ def parse_run_dir(path: Path) -> RunPaths:
     Raises:
         RecipeError: There is none.
     """
-    layout = RunPaths(path.resolve())
-    if not layout.recipe.exists():
+    paths = RunPaths(path.resolve())
+    if not paths.recipe.exists():
         raise RecipeError(
             f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE}"
         )
-    return layout
+    return paths

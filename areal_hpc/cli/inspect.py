@@ -88,14 +88,14 @@ def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
     from areal_hpc.view.progress_summary import format_run_progress, read_run_progress
 
-    layout = parse_run_dir(arguments.run)
-    run, advance = read_jobs(layout, JobQueue()), read_run_progress(layout)
-    lines = [f"{layout.root.parent.name}/{layout.root.name}: {get_run_state(run)}"]
+    paths = parse_run_dir(arguments.run)
+    run, advance = read_jobs(paths, JobQueue()), read_run_progress(paths)
+    lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
     lines += format_run_progress(advance)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
-    if advance.step > 0 and (run.is_local or layout.finished_marker.exists()):
-        lines += ["", format_summary(layout)]
+    if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
+        lines += ["", format_summary(paths)]
     print("\n".join(lines))
     return 0
 
@@ -113,7 +113,7 @@ def _why(arguments: argparse.Namespace) -> int:
 def _logs(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.logs import LogFile, LogFollower, choose_attempt, log_files, read_last_lines
 
-    layout = parse_run_dir(arguments.run)
+    paths = parse_run_dir(arguments.run)
     if arguments.follow and arguments.attempt:
         raise RecipeError(
             f"--follow needs the newest attempt; attempt {arguments.attempt} has ended",
@@ -125,12 +125,12 @@ def _logs(arguments: argparse.Namespace) -> int:
         for file, line in lines:
             print(_colored(file.source, line), flush=arguments.follow)
 
-    follower = LogFollower(layout, arguments.names) if arguments.follow else None
+    follower = LogFollower(paths, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
-        attempt = choose_attempt(layout, arguments.attempt)
-        files = log_files(layout, attempt, arguments.names)
+        attempt = choose_attempt(paths, arguments.attempt)
+        files = log_files(paths, attempt, arguments.names)
         if not files and follower is None:
-            known = sorted({file.job for file in log_files(layout, attempt)})
+            known = sorted({file.job for file in log_files(paths, attempt)})
             raise RecipeError(
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
@@ -228,24 +228,24 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
     from areal_hpc.shards.verify import verify_run
     from areal_hpc.view.shard_report import format_verification
 
-    layout = parse_run_dir(arguments.run)
+    paths = parse_run_dir(arguments.run)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verifying", total=None)
         report = verify_run(
-            layout, lambda done, total: progress.update(task, completed=done, total=total)
+            paths, lambda done, total: progress.update(task, completed=done, total=total)
         )
     print(format_verification(report))
     return ShardError.exit_code if report.problems else 0
 
 
-def _tokenizer_of(layout: RunPaths) -> Path | None:
+def _tokenizer_of(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
     from areal_hpc.recipe.loading import load_recipe
 
-    folders = [layout.sft_export, layout.tiny_model_dir]
-    if layout.recipe.exists():
-        named = load_recipe(layout.recipe).model.path
+    folders = [paths.sft_export, paths.tiny_model_dir]
+    if paths.recipe.exists():
+        named = load_recipe(paths.recipe).model.path
         folders += [named] if named else []
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.is_file()), None)

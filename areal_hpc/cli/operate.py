@@ -71,14 +71,14 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
     from areal_hpc.launch.run import get_program_name
     from areal_hpc.view.jobs import list_job_ids
 
-    layout = parse_run_dir(path)
-    if not list_job_ids(layout):
+    paths = parse_run_dir(path)
+    if not list_job_ids(paths):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
             f"{get_program_name()} run",
         )
-    return layout
+    return paths
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
@@ -87,13 +87,13 @@ def _cancel(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.jobs import get_job_label, list_job_ids
     from areal_hpc.view.progress_summary import read_run_progress
 
-    layout = _parse_slurm_run_dir(arguments.run)
+    paths = _parse_slurm_run_dir(arguments.run)
     grace_s = 0.0
     if not arguments.now:
-        grace_s = read_run_progress(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
-    layout.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
-    find_jobs = partial(list_job_ids, layout)
-    ended = cancel_jobs(find_jobs, label=get_job_label(layout), grace_s=grace_s, say=say)
+        grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
+    paths.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
+    find_jobs = partial(list_job_ids, paths)
+    ended = cancel_jobs(find_jobs, label=get_job_label(paths), grace_s=grace_s, say=say)
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
 
@@ -106,22 +106,22 @@ def _resume(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.view.jobs import find_submit_dir
 
-    layout = _parse_slurm_run_dir(arguments.run)
-    folder = find_submit_dir(read_submissions(layout.submissions)[-1])
+    paths = _parse_slurm_run_dir(arguments.run)
+    folder = find_submit_dir(read_submissions(paths.submissions)[-1])
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
-    recipe = load_recipe(layout.recipe, arguments.overrides)
-    if recipe.run_dir.resolve() != layout.root:
+    recipe = load_recipe(paths.recipe, arguments.overrides)
+    if recipe.run_dir.resolve() != paths.root:
         raise RecipeError(
             f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
             key="cluster.fileroot, experiment_name, trial_name",
             hint="use `areal-hpc submit` to start a run under another name",
         )
-    if is_finished(recipe, layout):
+    if is_finished(recipe, paths):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
     slurm_launcher.submit(recipe, say=say)
-    print(f"next     {get_program_name()} status {layout.root}")
+    print(f"next     {get_program_name()} status {paths.root}")
     return 0
 
 
@@ -129,8 +129,8 @@ def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.plan import get_initial_policy
     from areal_hpc.recipe.loading import load_recipe
 
-    layout = parse_run_dir(arguments.run)
-    recipe = load_recipe(layout.recipe)
+    paths = parse_run_dir(arguments.run)
+    recipe = load_recipe(paths.recipe)
     out: Path | None = arguments.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(
@@ -142,17 +142,17 @@ def _export(arguments: argparse.Namespace) -> int:
         return _in_train_environment(recipe.cluster.train.python, arguments)
     from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
-    checkpoint = choose_checkpoint(layout.checkpoints_dir, arguments.step)
-    target = (out or layout.export(format_step_dir(checkpoint.state.step))).resolve()
-    print(f"exporting step {checkpoint.state.step} of {layout.root}", flush=True)
-    base = get_initial_policy(recipe, layout)
+    checkpoint = choose_checkpoint(paths.checkpoints_dir, arguments.step)
+    target = (out or paths.export(format_step_dir(checkpoint.state.step))).resolve()
+    print(f"exporting step {checkpoint.state.step} of {paths.root}", flush=True)
+    base = get_initial_policy(recipe, paths)
     export_checkpoint(checkpoint, base, target, partial(print, flush=True))
     print(target)
     return 0
 
 
 def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
-    """The same command by the Python of the role `train`, which has torch."""
+    """Run this command by the Python of the role `train`, which has torch."""
     from areal_hpc.jobs.environment import get_interpreter
 
     python = get_interpreter("train", configured)
@@ -178,9 +178,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     run = parse_run_dir(arguments.run)
     first, last = parse_steps(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
-    layout = RunPaths(out.resolve())
-    replay = ReplayRun(run, first, last, arguments.overrides, layout)
-    reporter = PlainReporter(layout, last, 0)
+    paths = RunPaths(out.resolve())
+    replay = ReplayRun(run, first, last, arguments.overrides, paths)
+    reporter = PlainReporter(paths, last, 0)
     reporter.say(f"replay   steps {first} to {last} of {run.root}")
     try:
         with stop_on_signals(STOPPING) as stop:
@@ -188,5 +188,5 @@ def _replay(arguments: argparse.Namespace) -> int:
     except RunInterruptedError as interrupted:
         print("stopped; the same command continues the replay")
         return interrupted.exit_code
-    print(layout.root)
+    print(paths.root)
     return 0

@@ -88,9 +88,9 @@ def _prefetch(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import RunPaths
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    layout = RunPaths(recipe.run_dir)
-    prefetch(recipe, layout, say)
-    print(f"everything is in the cache; recorded in {layout.prefetched}")
+    paths = RunPaths(recipe.run_dir)
+    prefetch(recipe, paths, say)
+    print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
 
 

@@ -39,7 +39,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     for option, help_ in (
         ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
-        ("--no-submit", "set up everything but do not call sbatch"),
+        ("--write-only", "set up everything but do not call sbatch"),
         ("--wait", "show progress until the run ends; Ctrl-C detaches"),
     ):
         submit.add_argument(option, action="store_true", help=help_)
@@ -80,13 +80,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.jobs.gpus import visible_gpus
-    from areal_hpc.launch.devices import assign, describe
+    from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
 
     visible = visible_gpus(os.environ)
     if not visible.ids:
         return
     try:
-        for line in describe(assign(stage, visible, recipe)):
+        for line in format_assignment(assign_gpus(stage, visible, recipe)):
             yield f"GPUs with areal-hpc run on this machine: {line}"
     except RecipeError as error:
         yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
@@ -108,15 +108,15 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.sweep:
         return _submit_sweep(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
-    layout = RunPaths(recipe.run_dir.resolve())
+    paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
         requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
-        print(format_requests(layout, requests), end="")
+        print(format_requests(paths, requests), end="")
         return 0
-    if arguments.no_submit:
-        if not arguments.fresh and is_already_finished(recipe, layout):
+    if arguments.write_only:
+        if not arguments.fresh and is_already_finished(recipe, paths):
             return 0
-        say(f"run      {layout.root}")
+        say(f"run      {paths.root}")
         for script in slurm_launcher.write_scripts(recipe, say=say, fresh=arguments.fresh):
             print(f"sbatch   {script}")
         return 0
@@ -130,7 +130,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_requests
 
-    for option in ("wait", "no_submit"):
+    for option in ("wait", "write_only"):
         if getattr(arguments, option):
             shown = option.replace("_", "-")
             raise RecipeError(
@@ -143,7 +143,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     sweep = read_sweep(read, arguments.sweep)
     if arguments.dry_run:
         requests = build_array_requests(sweep, Path.cwd(), arguments.after)
-        print(format_requests(sweep.layout, requests, len(sweep.runs)), end="")
+        print(format_requests(sweep.paths, requests, len(sweep.runs)), end="")
         return 0
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)

@@ -1,7 +1,7 @@
 """`ArealOpenAI`: an `AsyncOpenAI` whose requests are answered and recorded in this process.
 
 It is the proxy's own application behind a transport that needs no socket, so that whatever the
-proxy serves (dialects, tools, splicing) behaves the same here. For agents that hold a client
+proxy serves (dialects, tools, token reuse) behaves the same here. For agents that hold a client
 rather than an address; what they recorded is exported from the client. Streams arrive whole.
 """
 
@@ -84,7 +84,7 @@ class ArealOpenAI(AsyncOpenAI):
         )
         self._engine = EngineEndpoint.at(engine)
         self._owns_engine = not isinstance(engine, EngineEndpoint)
-        self.tree = recorder.book.sessions[session_id].tree
+        self.tree = recorder.store.sessions[session_id].tree
         """What was recorded."""
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
@@ -236,9 +236,9 @@ def _asgi_transport(
                 admin_key=generate_key(),
                 max_request_bytes=MAX_REQUEST_BYTES,
                 model=model,
-                book=recorder.book,
-                caller=CompletionService(model, router, upstream, recorder, limits, parsers),
-                control=DriverApi(recorder, router, None, max_sessions=1),
+                store=recorder.store,
+                completions=CompletionService(model, router, upstream, recorder, limits, parsers),
+                driver_api=DriverApi(recorder, router, None, max_sessions=1),
             )
         await app(scope, receive, send)
 

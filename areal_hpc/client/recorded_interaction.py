@@ -91,7 +91,7 @@ class RecordedInteraction:
         )
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as tensors: `session.export.batch_of_one` and `original_rewards`; made once.
+        """The row as tensors: `session.export.to_batch` and `original_rewards`; made once.
 
         Rewards are 0 where there is none.
         """

@@ -1,1 +1,1 @@
-"""SERVE: SGLang processes of one cell. Tokens in, tokens out."""
+"""SGLang processes of one cell. Tokens in, tokens out."""

@@ -72,9 +72,9 @@ def build_command(
     return replace(command, environment=command.environment | job.serve_variables)
 
 
-def get_log_dir(job: InferenceJobConfig, layout: RunPaths) -> Path:
+def get_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
     """Log folder of this cell's replicas."""
-    return get_task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
+    return get_task_log_dir(paths.log_dir(max(paths.attempts(), default=1)) / job.cell)
 
 
 def resolve_device(

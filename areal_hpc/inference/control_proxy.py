@@ -22,8 +22,8 @@ from starlette.requests import Request
 
 from areal_hpc.errors import ControlCallError
 from areal_hpc.inference.replica import ControlCaller, Replica
-from areal_hpc.inference.update_pause import UpdatePauseMonitor
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
+from areal_hpc.inference.update_pause import UpdatePauseTimer
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, is_authorized, read_body
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     FORWARDED_ROUTES,
@@ -61,7 +61,7 @@ class ControlProxyApp(JsonApp):
         self._replicas = replicas
         self._admin_key = admin_key
         self._weights_dir = weights_dir
-        self._pauses = [UpdatePauseMonitor(replica, self._read_loads) for replica in replicas]
+        self._pauses = [UpdatePauseTimer(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
@@ -72,7 +72,7 @@ class ControlProxyApp(JsonApp):
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, then act or ask SGLang."""
-        if not has_key(request, self._admin_key):
+        if not is_authorized(request, self._admin_key):
             raise HTTPException(401, "the admin key of the run is required")
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:

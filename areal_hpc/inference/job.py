@@ -28,33 +28,33 @@ def run(config: dict[str, Any]) -> None:
         ClusterError: A replica keeps dying.
     """
     job = InferenceJobConfig.model_validate(config)
-    layout = RunPaths(job.run_dir)
+    paths = RunPaths(job.run_dir)
     stop = StopRequest.install()
-    events = EventLog(layout.events, job.cell)
+    events = EventLog(paths.events, job.cell)
     replicas = [
         Replica(
             index,
             job.inference,
             launch=partial(build_command, job, index),
-            log_dir=get_log_dir(job, layout),
+            log_dir=get_log_dir(job, paths),
             events=events,
             policy=RestartPolicy(job.inference.max_restarts),
         )
         for index in range(job.inference.replicas_per_cell)
     ]
-    admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    app = ControlProxyApp(job.cell, replicas, admin_key, layout.weights_dir)
+    admin_key = rendezvous.ensure_admin_key(paths.admin_key)
+    app = ControlProxyApp(job.cell, replicas, admin_key, paths.weights_dir)
     control_proxy = ControlProxyServer(app, get_advertised_host())
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
-    rendezvous.publish_endpoint(layout.rendezvous_dir, service, control_proxy.url)
+    rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
     try:
         while not stop.requested:
             for replica in replicas:
                 replica.tick()
             stop.wait(POLL_S)
     finally:
-        rendezvous.remove_endpoint(layout.rendezvous_dir, service)
+        rendezvous.remove_endpoint(paths.rendezvous_dir, service)
         for replica in replicas:
             replica.request_stop()
         gone_by = time.monotonic() + STOP_GRACE_S

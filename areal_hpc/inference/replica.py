@@ -255,7 +255,7 @@ class Replica:
             return self.view()
 
     def called(self, caller: ControlCaller, route: str) -> str:
-        """A control call for SGLang came in; the server's address, if it may be relayed."""
+        """A control call for SGLang came in; the server's address, if it may be forwarded."""
         with self._lock:
             self._check(caller)
             self._update_state.on_call_started(route, time.monotonic(), caller.deadline_s)

@@ -19,7 +19,7 @@ import psutil
 
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.topology import LOOPBACK
-from areal_hpc.wire.http import is_accepted
+from areal_hpc.wire.http import responds_ok
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
@@ -102,7 +102,7 @@ class SGLangServer:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        if not is_accepted("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
+        if not responds_ok("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
             return False
         if self._members is None:
             if not _listens(self.pid, self._http_port):
@@ -112,7 +112,7 @@ class SGLangServer:
 
     def continue_generation(self) -> bool:
         """End a pause; false when SGLang does not answer."""
-        return is_accepted("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
+        return responds_ok("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
 
     def describe_exit(self) -> str:
         """Why the server is dead, in words; empty while it lives.
@@ -226,5 +226,5 @@ class HealthProbe:
         return now - self._alive_at > self._timeout_s
 
     def _ask(self) -> None:
-        if is_accepted("GET", f"{self._url}/health_generate", self._timeout_s / 2):
+        if responds_ok("GET", f"{self._url}/health_generate", self._timeout_s / 2):
             self._alive_at = time.monotonic()

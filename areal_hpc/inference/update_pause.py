@@ -43,7 +43,7 @@ ReadRoute = Callable[[str], Awaitable[bytes]]
 """The body of SGLang's answer about its load, by the server's address."""
 
 
-class UpdatePauseMonitor:
+class UpdatePauseTimer:
     """Follows the control calls of one replica; all in the control proxy's event loop."""
 
     def __init__(self, replica: Replica, read: ReadRoute) -> None:

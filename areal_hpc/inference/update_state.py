@@ -54,7 +54,7 @@ class WeightUpdateState:
         self._await_sender(now + deadline_s)
 
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
-        """A control call is about to be relayed to SGLang."""
+        """A control call is about to be forwarded to SGLang."""
         self._calls_in_flight += 1
         if route in CHANGING_ROUTES:
             self._version, self.is_changed = "", True
@@ -63,7 +63,7 @@ class WeightUpdateState:
     def on_call_finished(
         self, route: str, now: float, deadline_s: float, *, accepted: bool
     ) -> None:
-        """A relayed call is over.
+        """A forwarded call is over.
 
         Each one that SGLang accepted puts off the deadline, but for pauses: SGLang accepts
         those even when it is stuck.

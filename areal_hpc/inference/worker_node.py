@@ -36,16 +36,16 @@ BuildPartCommand = Callable[[int, ServerPorts, NodePart], ServerCommand]
 def run(config: dict[str, Any]) -> None:
     """Follow the cell's first node until told to stop."""
     job = InferenceJobConfig.model_validate(config)
-    layout = RunPaths(job.run_dir)
+    paths = RunPaths(job.run_dir)
     stop = StopRequest.install()
     worker = WorkerNode(
         get_task_position().rank,
         job.inference.nodes_per_replica,
         launch=partial(build_command, job, 0),
         cell=job.cell,
-        rendezvous_dir=layout.rendezvous_dir,
-        admin_key=rendezvous.ensure_admin_key(layout.admin_key),
-        log_dir=get_log_dir(job, layout),
+        rendezvous_dir=paths.rendezvous_dir,
+        admin_key=rendezvous.ensure_admin_key(paths.admin_key),
+        log_dir=get_log_dir(job, paths),
     )
     try:
         while not stop.requested:
@@ -89,7 +89,7 @@ class WorkerNode:
     def tick(self) -> None:
         """Ask once, and do what was said."""
         if self._server is not None and (death := self._server.describe_exit()):
-            log.error("node part of restart %d %s", self._incarnation, death)
+            log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
             self._end_part()
         try:
             reply = self._ask()

@@ -1,1 +1,1 @@
-"""Processes of a job: supervisor, restarts, signals, time limit, topology."""
+"""Processes of a job: supervisor, starts, restart policy, signals, time limit, topology."""

@@ -149,7 +149,7 @@ class ReachabilityServer:
             raise ClusterError(
                 f"cannot listen on {host}: {error}",
                 key="cluster.slurm.network.interface",
-                hint="set AREAL_HPC_HOST to an own address",
+                hint="set AREAL_HPC_HOST to an address of this host",
             ) from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 

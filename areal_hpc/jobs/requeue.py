@@ -32,7 +32,7 @@ RETRY_PAUSE_S = 1.0
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
 RequeueResult = Literal[
-    "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
+    "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "not requeued"
 ]
 
 
@@ -91,7 +91,7 @@ def requeue_or_resubmit(
     job is not started before `release_held` is called for its run.
 
     Returns:
-        What was done; "ended by Slurm" where it already ends or requeues the job, "without Slurm"
+        What was done; "ended by Slurm" where it already ends or requeues the job, "not requeued"
         where it could not be asked.
     """
     assert launch.slurm is not None
@@ -100,13 +100,13 @@ def requeue_or_resubmit(
         try:
             return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
         except SlurmTimeoutError as silence:
-            log.warning("%s", silence)
+            log.warning("slurmctld did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
-                return "without Slurm"
+                return "not requeued"
             time.sleep(RETRY_PAUSE_S)
         except (SlurmNotFoundError, SlurmCommandError) as refusal:
             log.error("this job cannot be requeued: %s", refusal)
-            return "without Slurm"
+            return "not requeued"
     return "cancelled"
 
 

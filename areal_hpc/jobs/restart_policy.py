@@ -13,7 +13,7 @@ from typing import Literal
 from areal_hpc.errors import ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
-RestartDecision = Literal["done", "again", "without", "hold", "fail"]
+RestartDecision = Literal["done", "restart", "continue_without", "hold", "fail"]
 """It is done; start it again; go on without it; start it again once there is work; give up."""
 
 
@@ -23,7 +23,7 @@ class RestartPolicy:
 
     max_failures: int
     max_cluster_failures: int | None = None
-    """The same for failures with the exit code of ClusterError; None: no other limit."""
+    """Limit for failures with the exit code of ClusterError alone; None: `max_failures`."""
     healthy_s: float = 600.0
     """A start that lived this long made progress, whatever the run did meanwhile."""
     progress_excuses_failure: bool = False
@@ -51,8 +51,8 @@ class RestartPolicy:
         if self.max_cluster_failures is not None and set(exit_codes) == {ClusterError.exit_code}:
             allowed = self.max_cluster_failures
         if failures <= allowed:
-            return "again"
-        return "without" if is_dispensable else "fail"
+            return "restart"
+        return "continue_without" if is_dispensable else "fail"
 
 
 SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure=True)
@@ -73,7 +73,7 @@ def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecisi
     if not crashes and IDLE_EXIT_CODE in codes:
         return "hold"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
-        return "again"
+        return "restart"
     return SLURM_POLICY.decide(crashes, failures)
 
 

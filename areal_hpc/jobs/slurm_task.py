@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs import restarts, time_limit
+from areal_hpc.jobs import starts, time_limit
 from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_node
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
@@ -70,8 +70,8 @@ class SlurmTask:
         self._node = os.environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{get_slurm_restart_count(os.environ)}"
         self._paths = launch.paths
-        self._restarts_dir = self._paths.restarts_dir
-        self._start: restarts.Restart | None = None
+        self._starts_dir = self._paths.starts_dir
+        self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
         self._progress_tracker = ProgressTracker(self._paths, slurm.progress)
         self._ends_at: float | None = None
@@ -92,11 +92,11 @@ class SlurmTask:
             if position.is_first:
                 self._start = self._open_start(environ, nodes)
             else:
-                self._start = restarts.wait_for_restart(
-                    self._restarts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
+                self._start = starts.wait_for_start(
+                    self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
-                    restarts.report_node(self._restarts_dir, self._start, position.node_rank)
+                    starts.report_node(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
             return self._exclude_node(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
@@ -112,23 +112,21 @@ class SlurmTask:
             return self._blame_absent(self._start, expand_node_list(environ["SLURM_JOB_NODELIST"]))
         return None
 
-    def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Restart:
+    def _open_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
         address = ""
         if nodes > 1:
             greeter = ReachabilityServer(find_reachable_host(self._slurm.interface, environ))
             greeter.answer(self._slurm.join_timeout_s)
             address = greeter.address
-        start = restarts.take_next_restart(
-            self._restarts_dir, self._incarnation, self._node, address
-        )
+        start = starts.take_next_start(self._starts_dir, self._incarnation, self._node, address)
         self._ends_at = time_limit.read_end_time(environ)
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
-    def _blame_absent(self, start: restarts.Restart, nodes: list[str]) -> TaskExit | None:
+    def _blame_absent(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
-        absent = restarts.await_nodes(self._restarts_dir, start, len(nodes), timeout_s)
+        absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
         reason = (
             f"no task on this node joined within {timeout_s:.0f} s; "
             f"is {self._paths.root} mounted there?"
@@ -167,15 +165,15 @@ class SlurmTask:
         return {
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
-            "AREAL_HPC_START": str(self._start.number),
-            restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
+            "AREAL_HPC_JOB_START": str(self._start.number),
+            starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
             time_limit.CHECKPOINT_TIME_VARIABLE: str(self._paths.checkpoint_time),
         }
 
     @property
     def _stop_note_path(self) -> Path:
         assert self._start is not None
-        return restarts.stop_note_path(self._restarts_dir, self._start)
+        return starts.stop_note_path(self._starts_dir, self._start)
 
     def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
@@ -193,15 +191,15 @@ class SlurmTask:
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _check(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
-        if restarts.is_superseded(self._restarts_dir, start):
+    def _check(self, start: starts.JobStart, now: float, *, is_leading: bool) -> TaskExit | None:
+        if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
-            return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later restart of this job")
+            return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             self._done_since = self._done_since or now
             if now - self._done_since >= DONE_GRACE_S:
                 return TaskExit(0, reason="there is no work left")
-        note = restarts.read_stop_note(self._stop_note_path)
+        note = starts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None:
@@ -220,12 +218,12 @@ class SlurmTask:
         if self._position.is_first:
             grace_s = self._grace_s(outcome)
         try:
-            said = restarts.read_stop_note(self._stop_note_path)
+            said = starts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
                 grace_s = max(0.0, said.kill_at - time.time())
             else:
-                note = restarts.StopNotice(outcome.reason, outcome.exit_code, time.time() + grace_s)
-                restarts.write_stop_note(self._stop_note_path, note)
+                note = starts.StopNotice(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                starts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("could not notify the other tasks: %s", error)
         self._kill_at = time.monotonic() + grace_s
@@ -296,7 +294,7 @@ class SlurmTask:
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
-        if requeue_result == "without Slurm" and not crashes:
+        if requeue_result == "not requeued" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
             _await(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)

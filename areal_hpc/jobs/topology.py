@@ -55,9 +55,9 @@ def get_task_log_dir(otherwise: Path) -> Path:
     return Path(os.environ.get("AREAL_HPC_LOG_DIR", otherwise))
 
 
-def get_restart_id() -> int:
+def get_job_start() -> int:
     """Which start of its job this process belongs to, from 1; 0 where starts are not counted."""
-    return int(os.environ.get("AREAL_HPC_START", "0"))
+    return int(os.environ.get("AREAL_HPC_JOB_START", "0"))
 
 
 def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:

@@ -15,7 +15,12 @@ from areal_hpc.jobs.gpus import visible_gpus
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch import setup
-from areal_hpc.launch.devices import Assignment, assign, describe, shortages
+from areal_hpc.launch.gpu_assignment import (
+    Assignment,
+    assign_gpus,
+    find_gpu_shortages,
+    format_assignment,
+)
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -64,7 +69,7 @@ def run(
         say=reporter.say,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=shortages(recipe, visible_gpus(os.environ)),
+        known_problems=find_gpu_shortages(recipe, visible_gpus(os.environ)),
     ) as ready:
         for stage in ready.stages:
             if stop.is_set():
@@ -75,7 +80,7 @@ def run(
 def run_stage(
     stage: JobStage,
     recipe: Recipe,
-    layout: RunPaths,
+    paths: RunPaths,
     *,
     reporter: ProgressReporter,
     stop: threading.Event,
@@ -88,9 +93,9 @@ def run_stage(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    with hold_lock(layout.lock):
+    with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
-        ready = PreparedRun(layout, setup.create_attempt(layout), pythons, (stage,))
+        ready = PreparedRun(paths, setup.create_attempt(paths), pythons, (stage,))
         LocalLauncher(recipe, ready, reporter, stop).run(stage)
 
 
@@ -134,20 +139,20 @@ class LocalLauncher:
         stop: threading.Event,
     ) -> None:
         self._recipe = recipe
-        self._layout = ready.layout
-        self._log_dir = ready.layout.log_dir(ready.attempt)
+        self._paths = ready.paths
+        self._log_dir = ready.paths.log_dir(ready.attempt)
         self._pythons = ready.pythons
         self._reporter = reporter
         self._stop = stop
-        self._events = EventLog(ready.layout.events, "launcher")
+        self._events = EventLog(ready.paths.events, "launcher")
         self._jobs: list[_Job] = []
         self._gpus: Assignment = {}
 
     def run(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        self._gpus = assign(stage, visible_gpus(os.environ), self._recipe)
-        for line in describe(self._gpus):
+        self._gpus = assign_gpus(stage, visible_gpus(os.environ), self._recipe)
+        for line in format_assignment(self._gpus):
             self._reporter.say(f"GPUs     {line}")
         try:
             for spec in stage.jobs:
@@ -162,12 +167,12 @@ class LocalLauncher:
         cluster = self._recipe.cluster
         launch = LaunchFile(
             job=spec,
-            job_dir=str(self._layout.job(spec.name).root),
+            job_dir=str(self._paths.job(spec.name).root),
             log_dir=str(self._log_dir),
-            events=str(self._layout.events),
+            events=str(self._paths.events),
             pythons=self._pythons,
             variables={role: dict(getattr(cluster, role).variables) for role in ROLES},
-            launcher_lock=str(self._layout.lock),
+            launcher_lock=str(self._paths.lock),
             stop_grace_s=cluster.stop_grace_s,
             gpus=self._gpus[spec.name],
         )
@@ -177,7 +182,7 @@ class LocalLauncher:
 
     def _step(self) -> int:
         """Last step of the run that has metrics."""
-        rows = read_metrics(self._layout.metrics)
+        rows = read_metrics(self._paths.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
     def _watch(self, stage: JobStage) -> None:
@@ -213,7 +218,7 @@ class LocalLauncher:
             raise failure
         what = failure.problems[0].message.splitlines()[0].rstrip(":")
         job.handle.kill()
-        if decision == "without":
+        if decision == "continue_without":
             self._reporter.say(f"{what}; the run goes on without this job")
             self._jobs.remove(job)
         else:
@@ -230,7 +235,7 @@ class LocalLauncher:
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
         if not outcomes:
-            what, key = "without an exit status", self._layout.job(handle.name).submitit_dir
+            what, key = "without an exit status", self._paths.job(handle.name).submitit_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code
         return JobFailedError(f"job {handle.name} ended {what}", key=str(key), hint=hint, code=code)

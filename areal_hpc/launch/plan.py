@@ -1,6 +1,6 @@
 """Recipe -> jobs. Pure: the same recipe and facts always give the same plan.
 
-Every process gets a configuration that it declares in its package's `job_config`, which imports
+Every process gets a configuration that it declares in its package's `config`, which imports
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
@@ -57,7 +57,7 @@ class JobStage:
 
 
 def plan_run(
-    recipe: Recipe, layout: RunPaths, facts: LaunchFacts | None = None
+    recipe: Recipe, paths: RunPaths, facts: LaunchFacts | None = None
 ) -> tuple[JobStage, ...]:
     """Decide every job of a run, stage after stage.
 
@@ -66,16 +66,16 @@ def plan_run(
     facts = facts or LaunchFacts(1, 0, "python", (), (1,) * len(recipe.train_dataset.sources))
     reinforcement = JobStage(
         name="train",
-        leader=_trainer_job(recipe, layout, facts),
-        others=_cell_jobs(recipe, layout, facts),
-        done_marker=layout.finished_marker,
+        leader=_trainer_job(recipe, paths, facts),
+        others=_cell_jobs(recipe, paths, facts),
+        done_marker=paths.finished_marker,
     )
     if recipe.sft is None:
         return (reinforcement,)
     process = SftJobConfig(
-        run_dir=layout.root,
-        model_path=get_base_model(recipe, layout),
-        dataset_path=layout.dataset("sft"),
+        run_dir=paths.root,
+        model_path=get_base_model(recipe, paths),
+        dataset_path=paths.dataset("sft"),
         seed=recipe.seed,
         sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
@@ -83,17 +83,17 @@ def plan_run(
         dtype=recipe.trainer.dtype,
     ).build_process("sft", ends_job=True, uses_gpus=True)
     sft = build_training_job("sft", recipe, [process])
-    return (JobStage("sft", sft, (), layout.sft_export), reinforcement)
+    return (JobStage("sft", sft, (), paths.sft_export), reinforcement)
 
 
-def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
+def get_base_model(recipe: Recipe, paths: RunPaths) -> Path:
     """The model before any training."""
-    return recipe.model.path.resolve() if recipe.model.path else layout.tiny_model_dir
+    return recipe.model.path.resolve() if recipe.model.path else paths.tiny_model_dir
 
 
-def get_initial_policy(recipe: Recipe, layout: RunPaths) -> Path:
+def get_initial_policy(recipe: Recipe, paths: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return layout.sft_export if recipe.sft else get_base_model(recipe, layout)
+    return paths.sft_export if recipe.sft else get_base_model(recipe, paths)
 
 
 def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
@@ -110,11 +110,11 @@ def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) 
     )
 
 
-def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpec:
+def _trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
     ledger = LedgerJobConfig(
-        run_dir=layout.root,
+        run_dir=paths.root,
         batch_size=recipe.trainer.batch_size,
         episodes_per_ticket=rollout.episodes_per_ticket,
         max_head_offpolicyness=rollout.max_head_offpolicyness,
@@ -129,8 +129,8 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpe
         sys_path=facts.sys_path if rollout.curriculum else (),
     )
     trainer = TrainerJobConfig(
-        run_dir=layout.root,
-        model_path=get_initial_policy(recipe, layout),
+        run_dir=paths.root,
+        model_path=get_initial_policy(recipe, paths),
         seed=recipe.seed,
         trainer=recipe.trainer,
         weights=recipe.weights,
@@ -150,23 +150,23 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpe
     )
 
 
-def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
+def _cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     named = {format_cell_name(index): splits for index in range(recipe.inference.cells)}
     if is_apart:
         named[EVALUATION_CELL] = ("valid",)
-    return tuple(_cell_job(recipe, layout, facts, name, tasks) for name, tasks in named.items())
+    return tuple(_cell_job(recipe, paths, facts, name, tasks) for name, tasks in named.items())
 
 
 def _cell_job(
-    recipe: Recipe, layout: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
+    recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
 ) -> JobSpec:
     inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
-    model = get_initial_policy(recipe, layout)
+    model = get_initial_policy(recipe, paths)
     server = InferenceJobConfig(
-        run_dir=layout.root,
+        run_dir=paths.root,
         cell=name,
         inference=inference,
         model_path=model,
@@ -176,7 +176,7 @@ def _cell_job(
     ).build_process("inference", tasks="first", restarts=MAX_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=FOLLOWER_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
-        run_dir=layout.root,
+        run_dir=paths.root,
         cell=name,
         proxy=recipe.proxy,
         shards=recipe.shards,
@@ -189,7 +189,7 @@ def _cell_job(
         online=rollout.agent.mode == "online",
     ).build_process("proxy", tasks="first", restarts=MAX_RESTARTS)
     driver = RolloutJobConfig(
-        run_dir=layout.root,
+        run_dir=paths.root,
         cell=name,
         rollout=rollout,
         evaluation_sampling=evaluation.sampling,

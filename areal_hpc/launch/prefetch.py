@@ -55,14 +55,14 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     return found
 
 
-def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
+def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
     Raises:
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
     """
-    before = _known(layout.prefetched)
+    before = _known(paths.prefetched)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
@@ -81,7 +81,7 @@ def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> No
         say(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.of(problems)
-    write_atomic(layout.prefetched, json.dumps(record, indent=2).encode())
+    write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())
 
 
 def _put_in_place(want: PrefetchItem) -> Path:

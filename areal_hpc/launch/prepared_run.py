@@ -24,7 +24,7 @@ from areal_hpc.slurm.queue import filter_live_jobs
 class PreparedRun:
     """A run directory in which jobs can start."""
 
-    layout: RunPaths
+    paths: RunPaths
     attempt: int
     pythons: dict[str, str]
     """Interpreter of each role."""
@@ -50,65 +50,65 @@ def prepare_run(
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
-    pythons, layout = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
-    folders = (str(Path.cwd()), *sys_path, str(layout.agent_dir))
+    pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
+    folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
     problems = [*known_problems, *input_checks.check_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
         raise RecipeError.of(problems)
-    refuse_live_jobs(layout)
-    if fresh and (kept := archive_run(layout)) is not None:
+    refuse_live_jobs(paths)
+    if fresh and (kept := archive_run(paths)) is not None:
         say(f"moved    the earlier run to {kept}")
-    with hold_lock(layout.lock):
-        setup.report_recipe_changes(recipe, layout, say)
-        if not is_finished(recipe, layout):
-            layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
-        layout.cancelled_marker.unlink(missing_ok=True)
-        facts = setup.set_up_run_dir(recipe, layout, say, pythons["serve"], folders)
-        attempt = setup.create_attempt(layout)
-        setup.record_provenance(recipe, layout, attempt)
-        stages = plan_run(recipe, layout, facts)
+    with hold_lock(paths.lock):
+        setup.report_recipe_changes(recipe, paths, say)
+        if not is_finished(recipe, paths):
+            paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+        paths.cancelled_marker.unlink(missing_ok=True)
+        facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
+        attempt = setup.create_attempt(paths)
+        setup.record_provenance(recipe, paths, attempt)
+        stages = plan_run(recipe, paths, facts)
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
-        yield PreparedRun(layout, attempt, pythons, left)
+        yield PreparedRun(paths, attempt, pythons, left)
 
 
-def refuse_live_jobs(layout: RunPaths) -> None:
+def refuse_live_jobs(paths: RunPaths) -> None:
     """Make sure that none of the run's Slurm jobs waits or runs.
 
     Raises:
         ClusterError: Some do, or slurmctld does not answer.
     """
-    newest = latest_by_name(read_submissions(layout.submissions))
+    newest = latest_by_name(read_submissions(paths.submissions))
     names = {submission.job_id: job for job, submission in newest.items()}
     if live := filter_live_jobs(list(names)):
         raise ClusterError(
             "jobs of this run are still pending or running: "
             + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
-            key=str(layout.root),
-            hint=f"wait for them, or cancel them: areal-hpc cancel {layout.root}",
+            key=str(paths.root),
+            hint=f"wait for them, or cancel them: areal-hpc cancel {paths.root}",
         )
 
 
-def is_finished(recipe: Recipe, layout: RunPaths) -> bool:
+def is_finished(recipe: Recipe, paths: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
-    if not layout.finished_marker.exists():
+    if not paths.finished_marker.exists():
         return False
-    rows = read_metrics(layout.metrics)
+    rows = read_metrics(paths.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive_run(layout: RunPaths) -> Path | None:
+def archive_run(paths: RunPaths) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:
         ClusterError: A launcher is working in it.
     """
-    if not layout.recipe.exists():
+    if not paths.recipe.exists():
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
-    with hold_lock(layout.lock):
-        layout.root.rename(kept)
+    kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
+    with hold_lock(paths.lock):
+        paths.root.rename(kept)
     return kept

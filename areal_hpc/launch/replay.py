@@ -234,7 +234,7 @@ def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]
         yield "compare  skipped: the overrides change what is learned"
         return
     recorded, replayed = (
-        {line["step"]: line for line in read_metrics(layout.metrics)} for layout in (run, out)
+        {line["step"]: line for line in read_metrics(paths.metrics)} for paths in (run, out)
     )
     known = [step for step in steps if step in recorded and "loss" in recorded[step]]
     if len(known) < len(steps):

@@ -79,12 +79,12 @@ def run(
         JobFailedError: A job failed for good.
     """
     recipe = _build_recipe(recipe, overrides)
-    layout = RunPaths(recipe.run_dir.resolve())
-    if not fresh and is_already_finished(recipe, layout, new_run_hint):
-        return _read_result(layout, "finished")
+    paths = RunPaths(recipe.run_dir.resolve())
+    if not fresh and is_already_finished(recipe, paths, new_run_hint):
+        return _read_result(paths, "finished")
     try:
-        with stop_on_signals(STOPPING) as stop, show_progress(recipe, layout) as reporter:
-            for note in (*notes, f"run      {layout.root}"):
+        with stop_on_signals(STOPPING) as stop, show_progress(recipe, paths) as reporter:
+            for note in (*notes, f"run      {paths.root}"):
                 reporter.say(note)
             local_launcher.run(
                 recipe,
@@ -94,10 +94,10 @@ def run(
                 sys_path=sys_path,
             )
     except errors.RunInterruptedError:
-        draw_learning_curve(layout)
+        draw_learning_curve(paths)
         print("stopped; run the same command again to resume")
-        return _read_result(layout, "interrupted")
-    return _finish(layout)
+        return _read_result(paths, "interrupted")
+    return _finish(paths)
 
 
 def submit(
@@ -122,31 +122,31 @@ def submit(
         JobFailedError: A job failed for good while this waited.
     """
     recipe = _build_recipe(recipe, overrides)
-    layout = RunPaths(recipe.run_dir.resolve())
-    if not fresh and is_already_finished(recipe, layout, new_run_hint):
-        return _read_result(layout, "finished")
-    for note in (*notes, f"run      {layout.root}"):
+    paths = RunPaths(recipe.run_dir.resolve())
+    if not fresh and is_already_finished(recipe, paths, new_run_hint):
+        return _read_result(paths, "finished")
+    for note in (*notes, f"run      {paths.root}"):
         say(note)
     slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
-        say(f"next     {get_program_name()} status {layout.root}\n         squeue --me")
-        return _read_result(layout, "submitted")
+        say(f"next     {get_program_name()} status {paths.root}\n         squeue --me")
+        return _read_result(paths, "submitted")
     try:
-        with stop_on_signals() as stop, show_progress(recipe, layout) as reporter:
-            slurm_launcher.watch(recipe, layout, reporter, stop)
+        with stop_on_signals() as stop, show_progress(recipe, paths) as reporter:
+            slurm_launcher.watch(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
-        print(f"detached; jobs keep running: {get_program_name()} status {layout.root}")
-        return _read_result(layout, "interrupted")
-    return _finish(layout)
+        print(f"detached; jobs keep running: {get_program_name()} status {paths.root}")
+        return _read_result(paths, "interrupted")
+    return _finish(paths)
 
 
-def is_already_finished(recipe: Recipe, layout: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
+def is_already_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
     """True if a run has nothing left to do; its summary is then printed."""
-    if not is_finished(recipe, layout):
+    if not is_finished(recipe, paths):
         return False
-    if not layout.learning_curve.exists():  # a run under Slurm that nobody waited for
-        draw_learning_curve(layout)
-    print(format_summary(layout))
+    if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
+        draw_learning_curve(paths)
+    print(format_summary(paths))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
 
@@ -176,23 +176,23 @@ def stop_on_signals(message: str = "") -> Iterator[threading.Event]:
 
 
 @contextmanager
-def show_progress(recipe: Recipe, layout: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
+def show_progress(recipe: Recipe, paths: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
     """Show how a run goes until the context ends."""
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     sft_steps = recipe.sft.total_steps if recipe.sft else 0
-    reporter = reporter_class(layout, recipe.trainer.total_steps, sft_steps)
+    reporter = reporter_class(paths, recipe.trainer.total_steps, sft_steps)
     try:
         yield reporter
     finally:
         reporter.close()
 
 
-def format_summary(layout: RunPaths) -> str:
+def format_summary(paths: RunPaths) -> str:
     """The summary of a run so far. Writes nothing."""
-    return summarize(layout, read_run_state(layout), get_program_name())
+    return summarize(paths, read_run_state(paths), get_program_name())
 
 
-def draw_learning_curve(layout: RunPaths) -> None:
+def draw_learning_curve(paths: RunPaths) -> None:
     """Draw the run's learning curve into its directory, if matplotlib is installed.
 
     Only commands that train call this: those that look at a run may have no right to write there.
@@ -201,10 +201,10 @@ def draw_learning_curve(layout: RunPaths) -> None:
         return  # a training script may run in an environment of its own
     from areal_hpc.view.learning_curve import plot_learning_curve
 
-    snapshot = read_run_state(layout)
+    snapshot = read_run_state(paths)
     if snapshot.steps:
-        title = f"{layout.root.parent.name} / {layout.root.name}"
-        plot_learning_curve(snapshot, title, layout.learning_curve)
+        title = f"{paths.root.parent.name} / {paths.root.name}"
+        plot_learning_curve(snapshot, title, paths.learning_curve)
 
 
 def get_program_name() -> str:
@@ -228,20 +228,20 @@ def _build_recipe(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> 
     return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
 
 
-def _finish(layout: RunPaths) -> RunResult:
-    draw_learning_curve(layout)
-    print(format_summary(layout))
-    return _read_result(layout, "finished")
+def _finish(paths: RunPaths) -> RunResult:
+    draw_learning_curve(paths)
+    print(format_summary(paths))
+    return _read_result(paths, "finished")
 
 
 def _read_result(
-    layout: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
+    paths: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
-    snapshot = read_run_state(layout)
+    snapshot = read_run_state(paths)
     last = snapshot.steps[-1] if snapshot.steps else {}
     evaluations = snapshot.evaluations
     return RunResult(
-        layout.root,
+        paths.root,
         exit_reason,
         step=last.get("step", 0),
         reward=last.get("reward/mean"),

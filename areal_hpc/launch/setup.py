@@ -42,7 +42,7 @@ IMMUTABLE_KEYS = (
 
 def set_up_run_dir(
     recipe: Recipe,
-    layout: RunPaths,
+    paths: RunPaths,
     say: Callable[[str], None],
     serve_python: str,
     sys_path: tuple[str, ...],
@@ -51,9 +51,9 @@ def set_up_run_dir(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    train, valid, sft = (layout.dataset(name) for name in ("train", "valid", "sft"))
+    train, valid, sft = (paths.dataset(name) for name in ("train", "valid", "sft"))
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
-    sources, task_counts = recipe.train_dataset.sources, layout.task_counts
+    sources, task_counts = recipe.train_dataset.sources, paths.task_counts
     if not train.exists() or (sources and not task_counts.exists()):
         say("data     writing the train set")
         counts = materialize(recipe.train_dataset.parts("train_dataset"), train, check)
@@ -65,15 +65,15 @@ def set_up_run_dir(
     if recipe.sft is not None and not sft.exists():
         say("data     writing the SFT set")
         materialize([(recipe.sft.dataset, "sft.dataset")], sft)
-    if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
+    if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
-        make_tiny_model(layout.tiny_model_dir, _texts(sft), seed=recipe.seed, **sizes)
-    if recipe.model.hub is not None and not layout.tiny_model_dir.exists():
-        layout.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        make_tiny_model(paths.tiny_model_dir, _texts(sft), seed=recipe.seed, **sizes)
+    if recipe.model.hub is not None and not paths.tiny_model_dir.exists():
+        paths.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
-        layout.tiny_model_dir.symlink_to(cached)
-    ensure_admin_key(layout.admin_key)
+        paths.tiny_model_dir.symlink_to(cached)
+    ensure_admin_key(paths.admin_key)
     return LaunchFacts(
         train_tasks=count_rows(train),
         valid_tasks=count_rows(valid) if recipe.valid_dataset is not None else 0,
@@ -91,24 +91,24 @@ def _texts(demonstrations: Path) -> Iterator[str]:
                 yield message["content"]
 
 
-def create_attempt(layout: RunPaths) -> int:
+def create_attempt(paths: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
-    attempt = max(layout.attempts(), default=0) + 1
-    layout.log_dir(attempt).mkdir(parents=True)
-    layout.latest_log.unlink(missing_ok=True)
-    layout.latest_log.symlink_to(layout.log_dir(attempt).name)
+    attempt = max(paths.attempts(), default=0) + 1
+    paths.log_dir(attempt).mkdir(parents=True)
+    paths.latest_log.unlink(missing_ok=True)
+    paths.latest_log.symlink_to(paths.log_dir(attempt).name)
     return attempt
 
 
-def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
+def report_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Tell what differs from the recipe this run was started with.
 
     Raises:
         RecipeError: A key differs that recorded data depends on.
     """
-    if not layout.recipe.exists():
+    if not paths.recipe.exists():
         return
-    before = flatten_keys(yaml.safe_load(layout.recipe.read_text()))
+    before = flatten_keys(yaml.safe_load(paths.recipe.read_text()))
     now = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     problems = [
@@ -141,12 +141,12 @@ def write_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> No
     write_atomic_private(path, text.encode())
 
 
-def record_provenance(recipe: Recipe, layout: RunPaths, attempt: int) -> None:
+def record_provenance(recipe: Recipe, paths: RunPaths, attempt: int) -> None:
     """Write the resolved recipe, and add this launch to the provenance file."""
-    write_recipe(recipe, layout.recipe, layout.replaced_recipe(attempt))
+    write_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
     launches = []
-    if layout.provenance.exists():
-        launches = json.loads(layout.provenance.read_text())["launches"]
+    if paths.provenance.exists():
+        launches = json.loads(paths.provenance.read_text())["launches"]
     launches.append(
         {
             "attempt": attempt,
@@ -158,7 +158,7 @@ def record_provenance(recipe: Recipe, layout: RunPaths, attempt: int) -> None:
             "host": platform.node(),
         }
     )
-    write_atomic_private(layout.provenance, json.dumps({"launches": launches}, indent=2).encode())
+    write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
 
 
 def _get_git_revision() -> str | None:

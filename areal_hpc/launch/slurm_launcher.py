@@ -106,7 +106,7 @@ def all_or_none() -> Iterator[list[str]]:
 def _build_jobs(
     stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
-    place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
+    place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
     requests = build_job_requests(stage.jobs, recipe.cluster.slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
         yield request, build_launch_file(spec, stage, recipe, ready)
@@ -114,47 +114,47 @@ def _build_jobs(
 
 def record_job(ready: PreparedRun, job: str, job_id: str) -> None:
     """Write down that a job was submitted."""
-    layout = ready.layout
-    submission = Submission(job, job_id, ready.attempt, time.time(), str(layout.job(job).script))
-    record_submission(layout.submissions, submission)
-    EventLog(layout.events, "launcher").record("job_submitted", job=job, job_id=job_id)
+    paths = ready.paths
+    submission = Submission(job, job_id, ready.attempt, time.time(), str(paths.job(job).script))
+    record_submission(paths.submissions, submission)
+    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=job_id)
 
 
 def build_launch_file(
     spec: JobSpec, stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> LaunchFile:
     """Launch facts for the supervisors of a job under Slurm."""
-    cluster, layout = recipe.cluster, ready.layout
+    cluster, paths = recipe.cluster, ready.paths
     network = cluster.slurm.network
     return LaunchFile(
         job=spec,
-        job_dir=str(layout.job(spec.name).root),
-        log_dir=str(layout.log_dir(ready.attempt)),
-        events=str(layout.events),
+        job_dir=str(paths.job(spec.name).root),
+        log_dir=str(paths.log_dir(ready.attempt)),
+        events=str(paths.events),
         pythons=ready.pythons,
         variables={role: network.variables() | getattr(cluster, role).variables for role in ROLES},
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
-            submissions=str(layout.submissions),
-            script=str(layout.job(spec.name).script),
-            excluded_nodes=str(layout.excluded_nodes),
-            cancelled=str(layout.cancelled_marker),
+            submissions=str(paths.submissions),
+            script=str(paths.job(spec.name).script),
+            excluded_nodes=str(paths.excluded_nodes),
+            cancelled=str(paths.cancelled_marker),
             interface=network.interface,
-            progress=str(layout.sft_metrics if stage.name == "sft" else layout.metrics),
+            progress=str(paths.sft_metrics if stage.name == "sft" else paths.metrics),
             done_marker=str(stage.done_marker),
         ),
     )
 
 
 def build_run_context(
-    recipe: Recipe, layout: RunPaths, pythons: dict[str, str], working_folder: Path
+    recipe: Recipe, paths: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunContext:
     """Options that all jobs of a run share."""
-    nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
+    nodes = {row["node"] for row in read_lines(paths.excluded_nodes)}
     return RunContext(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
-        run_dir=layout.root,
-        jobs_dir=layout.jobs_dir,
+        run_dir=paths.root,
+        jobs_dir=paths.jobs_dir,
         pythons=pythons,
         working_folder=working_folder,
         mounted=(recipe.model.path.resolve(),) if recipe.model.path else (),
@@ -176,9 +176,9 @@ def build_requests(
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
-    layout = RunPaths(recipe.run_dir.resolve())
-    place = place or build_run_context(recipe, layout, get_interpreters(recipe), working_folder)
-    stages = [one for one in plan_run(recipe, layout) if not one.done_marker.exists()]
+    paths = RunPaths(recipe.run_dir.resolve())
+    place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
+    stages = [one for one in plan_run(recipe, paths) if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     requests = {
         request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
@@ -198,7 +198,7 @@ def build_dependency(job_ids: Sequence[str]) -> str:
 
 
 def watch(
-    recipe: Recipe, layout: RunPaths, reporter: ProgressReporter, stop: threading.Event
+    recipe: Recipe, paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
@@ -207,8 +207,8 @@ def watch(
         Interrupted: `stop` was set. The jobs go on.
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
-    while not layout.finished_marker.exists():
-        left = (one for one in plan_run(recipe, layout) if not one.done_marker.exists())
+    while not paths.finished_marker.exists():
+        left = (one for one in plan_run(recipe, paths) if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
         reporter.watch(stage.name)
@@ -216,39 +216,39 @@ def watch(
             raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
             continue
-        is_gone = _is_gone(layout, stage.leader.name)
-        if is_gone and was_gone and not layout.finished_marker.exists():
-            raise _why_gone(layout, stage.leader.name)
+        is_gone = _is_gone(paths, stage.leader.name)
+        if is_gone and was_gone and not paths.finished_marker.exists():
+            raise _why_gone(paths, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
         poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
     reporter.watch("train")
-    _see_jobs_off(layout, reporter, stop)
+    _see_jobs_off(paths, reporter, stop)
 
 
-def _is_gone(layout: RunPaths, job: str) -> bool:
+def _is_gone(paths: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
-    newest = latest_by_name(read_submissions(layout.submissions))[job]
+    newest = latest_by_name(read_submissions(paths.submissions))[job]
     try:
         return not filter_live_jobs([newest.job_id])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
 
-def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
-    for job in (leader, *latest_by_name(read_submissions(layout.submissions))):
-        if (crash := find_crash(job, list(read_task_exits(layout.job(job)).values()))) is not None:
+def _why_gone(paths: RunPaths, leader: str) -> JobFailedError:
+    for job in (leader, *latest_by_name(read_submissions(paths.submissions))):
+        if (crash := find_crash(job, list(read_task_exits(paths.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
         f"job {leader} disappeared before its work was done",
-        key=str(layout.job(leader).submitit_dir),
+        key=str(paths.job(leader).submitit_dir),
         hint="read the files in that directory; submit again to resume",
         code=ClusterError.exit_code,
     )
 
 
-def _see_jobs_off(layout: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
-    live = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
+def _see_jobs_off(paths: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
+    live = [one.job_id for one in latest_by_name(read_submissions(paths.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now

@@ -36,7 +36,7 @@ class Sweep:
     runs: tuple[Recipe, ...]
 
     @property
-    def layout(self) -> RunPaths:
+    def paths(self) -> RunPaths:
         """The directory of the arrays' files; each run has a directory of its own beside it."""
         return RunPaths(self.base.run_dir.resolve())
 
@@ -70,8 +70,8 @@ def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
         message = "the runs of a sweep must request the same resources"
         hint = "submit them one by one, each with a trial_name of its own"
         problems.append(Problem(message, key, hint))
-    if sweep.layout.recipe.exists():
-        message = f"there is a run in {sweep.layout.root}, where the arrays' files would lie"
+    if sweep.paths.recipe.exists():
+        message = f"there is a run in {sweep.paths.root}, where the arrays' files would lie"
         problems.append(Problem(message, "trial_name", "give the sweep another trial_name"))
     if problems:
         raise RecipeError.of(problems)
@@ -88,7 +88,7 @@ def build_array_requests(
 
 def _place(sweep: Sweep, working_folder: Path) -> RunContext:
     first = sweep.runs[0]
-    place = build_run_context(first, sweep.layout, get_interpreters(first), working_folder)
+    place = build_run_context(first, sweep.paths, get_interpreters(first), working_folder)
     return replace(
         place,
         name=f"{sweep.base.experiment_name}-{sweep.base.trial_name}",
@@ -138,7 +138,7 @@ def _submit_array(
     request = build_job_requests(specs[:1], slurm, _place(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
-        place = build_run_context(run, one.layout, one.pythons, Path.cwd())
+        place = build_run_context(run, one.paths, one.pythons, Path.cwd())
         alone += build_job_requests([spec], slurm, place)
         launches.append(build_launch_file(spec, stage, run, one))
     asked = request.depending_on(dependency) if dependency else request

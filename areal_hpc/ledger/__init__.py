@@ -1,1 +1,1 @@
-"""ADMIT: which ticket is where, who may start an episode, and what forms a batch."""
+"""Ledger: which ticket is where, who may start an episode, and what forms a batch."""

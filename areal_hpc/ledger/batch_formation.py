@@ -17,9 +17,9 @@ from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, Tick
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 
-def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
+def read_settled(paths: RunPaths) -> Iterator[SettledTicket]:
     """Every ticket of every sealed shard, those of old batches and of lost races included."""
-    for shard in read_index(layout.index_dir):
+    for shard in read_index(paths.index_dir):
         for ticket in shard.tickets:
             ref = TicketRef(ticket.ticket_id, ticket.attempt)
             yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)

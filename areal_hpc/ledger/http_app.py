@@ -20,7 +20,7 @@ from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.paths import ADMIN_KEY
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, has_key, read_body
+from areal_hpc.wire.asgi import JsonApp, is_authorized, read_body
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LedgerApp(JsonApp):
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, decode, let the service answer, encode."""
         path = request.scope["path"]
-        if not has_key(request, self._admin_key):
+        if not is_authorized(request, self._admin_key):
             hint = f"read {ADMIN_KEY}"
             raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:

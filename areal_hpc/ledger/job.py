@@ -44,32 +44,32 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
-    """Rebuild, listen, publish the address, sweep; return soon after `stop` is requested.
+    """Rebuild, listen, publish the address, expire leases; return soon after `stop` is requested.
 
     Raises:
         ClusterError: The run directory cannot be written, or its manifests have a gap.
         ShardError: A file of the ledger is damaged.
         RecipeError: The curriculum cannot be imported.
     """
-    layout = RunPaths(config.run_dir)
+    paths = RunPaths(config.run_dir)
     try:
         service = LedgerService(
-            layout,
+            paths,
             config.policy,
             TaskStream(
                 config.task_sources or (TaskSource(config.n_train_tasks),),
                 config.episodes_per_ticket,
                 config.seed,
-                load_curriculum(config, layout) if config.curriculum else None,
+                load_curriculum(config, paths) if config.curriculum else None,
             ),
             n_valid_tasks=config.n_valid_tasks,
             clock=time.monotonic,
         )
-        key = rendezvous.ensure_admin_key(layout.admin_key)
+        key = rendezvous.ensure_admin_key(paths.admin_key)
     except OSError as error:
         raise ClusterError(
             f"the ledger cannot write to the run directory: {error}",
-            key=str(layout.root),
+            key=str(paths.root),
             hint="check free space, quota and permissions",
         ) from error
     app = LedgerApp(service, key, time.monotonic)
@@ -77,43 +77,43 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
-    log.info("listening on %s:%d (restart %d of this run)", host, port, service.incarnation)
-    sweep_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
-    swept_at_s = time.monotonic()
-    releasing = asyncio.create_task(_release_cells(layout))
+    rendezvous.publish_endpoint(paths.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
+    log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
+    expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
+    checked_at_s = time.monotonic()
+    releasing = asyncio.create_task(_release_cells(paths))
     while not stop.requested and not serving.done():
         await asyncio.sleep(STOP_POLL_S)
-        if time.monotonic() - swept_at_s >= sweep_every_s:
-            service.sweep()
-            swept_at_s = time.monotonic()
+        if time.monotonic() - checked_at_s >= expiry_check_every_s:
+            service.expire_leases()
+            checked_at_s = time.monotonic()
     releasing.cancel()
     app.close()
     server.should_exit = True
     await serving
 
 
-async def _release_cells(layout: RunPaths) -> None:
+async def _release_cells(paths: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
-        released = await asyncio.to_thread(release_held, layout.jobs_dir)
+        released = await asyncio.to_thread(release_held, paths.jobs_dir)
         if released:
-            log.info("wanted again: %s", ", ".join(released))
+            log.info("released held jobs: %s", ", ".join(released))
         await asyncio.sleep(RELEASE_PERIOD_S)
 
 
-def load_curriculum(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
+def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
-        layout.curriculum,
+        paths.curriculum,
         load_user_function(config.curriculum, KEY),
         n_tasks=config.n_train_tasks,
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    for ticket in read_settled(layout):
+    for ticket in read_settled(paths):
         curriculum.note(ticket.ref.ticket_id, ticket.rewards)
-    for drop in read_drops(layout):
+    for drop in read_drops(paths):
         curriculum.note(drop.ref.ticket_id, drop.rewards)
     return curriculum

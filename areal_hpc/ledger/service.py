@@ -38,7 +38,7 @@ class LedgerService:
 
     def __init__(
         self,
-        layout: RunPaths,
+        paths: RunPaths,
         policy: TicketPolicy,
         stream: TaskStream,
         *,
@@ -46,12 +46,12 @@ class LedgerService:
         clock: Callable[[], float],
     ) -> None:
         """Rebuild the state from the run directory and count this start as an incarnation."""
-        self._layout = layout
+        self._paths = paths
         self._policy = policy
         self._stream = stream
         self._n_valid_tasks = n_valid_tasks
         self._clock = clock
-        before = manifests.read_state(layout)
+        before = manifests.read_state(paths)
         self.incarnation = before.incarnation + 1
         """Which start of the run's ledger this is, from 1."""
         self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
@@ -60,16 +60,16 @@ class LedgerService:
             policy,
             incarnation=self.incarnation,
             version_step=before.version_step,
-            manifests=manifests.read_manifests(layout),
-            dropped=read_drops(layout),
-            settled=batch_formation.read_settled(layout),
+            manifests=manifests.read_manifests(paths),
+            dropped=read_drops(paths),
+            settled=batch_formation.read_settled(paths),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
-        manifests.write_state(layout, self._state)
+        manifests.write_state(paths, self._state)
         self._evaluation: EvaluationState | None = None
         self._batch_wanted_until_s = float("-inf")
-        self._stopped = layout.finished_marker.exists()
+        self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
@@ -112,7 +112,7 @@ class LedgerService:
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
             if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.
-                append_drop(self._layout, drop)
+                append_drop(self._paths, drop)
         self._notify()
         return ACKNOWLEDGED
 
@@ -128,7 +128,7 @@ class LedgerService:
         self._notify()
         return ACKNOWLEDGED
 
-    def sweep(self) -> None:
+    def expire_leases(self) -> None:
         """Re-issue what silent cells held. Call about every second."""
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
@@ -258,18 +258,18 @@ class LedgerService:
     def _manifest_of(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.formed_steps:
-            return manifests.read_manifest(self._layout, step)
+            return manifests.read_manifest(self._paths, step)
         request_checks.require_next_step(step, tickets.formed_steps, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
         for drop in self._ages.too_old(tickets, generation, forks):
             self._check_newest_on_disk(generation)
-            append_drop(self._layout, drop)  # durable first: its rows are never trained
+            append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)
             self._notify()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(generation)
-            manifest = manifests.write_manifest(self._layout, manifest)
+            manifest = manifests.write_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest
@@ -279,7 +279,7 @@ class LedgerService:
         evaluation = self._evaluation
         if evaluation is None or (evaluation.step, evaluation.n_tasks) != (step, n_tasks):
             self._evaluation = None
-            result = manifests.read_evaluation(self._layout, step)
+            result = manifests.read_evaluation(self._paths, step)
             if result and result.n_tasks == n_tasks and self._state.keeps(result):
                 return n_tasks, result.mean_reward
             first_attempt, generation = self._tickets.first_attempt, self._state.generation
@@ -289,7 +289,7 @@ class LedgerService:
             self._evaluation = evaluation
             self._notify()
         if (mean_reward := evaluation.mean_reward) is not None:
-            manifests.write_evaluation(self._layout, build_result(evaluation, mean_reward))
+            manifests.write_evaluation(self._paths, build_result(evaluation, mean_reward))
             self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
@@ -298,7 +298,7 @@ class LedgerService:
         self._check_newest_on_disk(state.generation)  # the newest trainer may have another ledger
         request_checks.require_formed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
-            manifests.write_state(self._layout, state)
+            manifests.write_state(self._paths, state)
             self._state = state
         self._tickets.publish(state.version_step)
         self._notify()
@@ -314,5 +314,5 @@ class LedgerService:
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
     def _check_newest_on_disk(self, generation: int) -> None:
-        newest = read_newest_number(self._layout.generations_dir)
+        newest = read_newest_number(self._paths.generations_dir)
         request_checks.require_newest_generation(generation, max(self._state.generation, newest))

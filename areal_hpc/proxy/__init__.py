@@ -1,1 +1,1 @@
-"""RECORD: the OpenAI-compatible endpoint that records what the model really saw and said."""
+"""OpenAI-compatible endpoint of agents, which records what the model saw and said."""

@@ -46,8 +46,8 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
-    layout = RunPaths(job.run_dir)
-    admin_key = rendezvous.ensure_admin_key(layout.admin_key)
+    paths = RunPaths(job.run_dir)
+    admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     model = ServedModel.load(
         job.model_name,
         job.model_path,
@@ -57,25 +57,25 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     )
     journal = get_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
-    sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
+    sealer = Sealer(recorder, paths, job.cell, job.shards, admin_key)
     sealer.recover()
-    source = CellReplicaSource(layout.rendezvous_dir, job.cell, admin_key)
+    source = CellReplicaSource(paths.rendezvous_dir, job.cell, admin_key)
     service = ProxyService(
         job.proxy, model, job.serve_python, admin_key, recorder, source, sealer, online=job.online
     )
     name = rendezvous.format_proxy_name(job.cell)
-    listener = _listen(layout.rendezvous_dir, name)
+    listener = _listen(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
-        rendezvous.publish_endpoint(layout.rendezvous_dir, name, f"http://{host}:{port}")
+        rendezvous.publish_endpoint(paths.rendezvous_dir, name, f"http://{host}:{port}")
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
-    rendezvous.remove_endpoint(layout.rendezvous_dir, name)
-    if layout.finished_marker.exists() and not recorder.book.finished and not recorder.book.sealed:
+    rendezvous.remove_endpoint(paths.rendezvous_dir, name)
+    if paths.finished_marker.exists() and not recorder.store.finished and not recorder.store.sealed:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
@@ -94,7 +94,9 @@ def _listen(directory: Path, name: str) -> socket.socket:
             return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
         except OSError as error:
             log.warning("cannot listen on %s:%d: %s", host, port, error)
-    raise ClusterError(f"no port of {host} is free", hint="set AREAL_HPC_HOST to an own address")
+    raise ClusterError(
+        f"no port of {host} is free", hint="set AREAL_HPC_HOST to an address of this host"
+    )
 
 
 def get_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:

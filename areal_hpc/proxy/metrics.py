@@ -41,14 +41,14 @@ class ProxyMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
 
-    def watch(self, book: SessionStore) -> None:
+    def watch(self, store: SessionStore) -> None:
         """Add gauges of what a book holds; they are read when somebody asks for them."""
 
         def gauge(name: str, text: str, count: Callable[[], int]) -> None:
             one = Gauge(f"areal_hpc_proxy_{name}", text, registry=self._registry)
             one.set_function(count)
 
-        sessions, finished = book.sessions, book.finished
+        sessions, finished = store.sessions, store.finished
         gauge("sessions", "Open sessions.", lambda: len(sessions))
         gauge(
             "requests_in_flight",

@@ -73,11 +73,13 @@ class ProxyService:
             admin_key=admin_key,
             max_request_bytes=limits.max_request_bytes,
             model=model,
-            book=recorder.book,
-            caller=CompletionService(
+            store=recorder.store,
+            completions=CompletionService(
                 model, self._router, self._upstream, recorder, limits, parsers
             ),
-            control=DriverApi(recorder, self._router, sealer, limits.max_sessions, online=online),
+            driver_api=DriverApi(
+                recorder, self._router, sealer, limits.max_sessions, online=online
+            ),
             passthrough=GeneratePassthrough(
                 self._router,
                 self._upstream,
@@ -140,7 +142,7 @@ class ProxyService:
     async def _drop_idle_sessions(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
-            for session in self._recorder.book.idle_sessions(self._limits.session_timeout_s):
+            for session in self._recorder.store.idle_sessions(self._limits.session_timeout_s):
                 log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled

@@ -11,7 +11,7 @@ from typing import Any
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answer_extraction import extract_boxed
-from areal_hpc.reward.answering import AnsweringProcesses, ProcessDiedError
+from areal_hpc.reward.verifier_pool import ProcessDiedError, VerifierPool
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MATH_MEMORY_BYTES = 1024**3
 DEEPEST_NESTING = 100
 """Of brackets within a box. The parser of math-verify gives up not far above this."""
 
-_COMPARISONS = AnsweringProcesses(
+_COMPARISONS = VerifierPool(
     Path(math_process.__file__),
     str(MATH_TIMEOUT_S + 1.0),
     str(MATH_MEMORY_BYTES),

@@ -1,6 +1,6 @@
 """Comparisons by math-verify: `python math_process.py TIMEOUT_S MEMORY_BYTES`, its own process.
 
-Stands alone: it is started by its path, by `areal_hpc/reward/answering.py`. Reads lines of
+Stands alone: it is started by its path, by `areal_hpc/reward/verifier_pool.py`. Reads lines of
 `["the right answer", "what the model said"]` from a socket, its standard input.
 """
 

@@ -1,1 +1,1 @@
-"""DRIVE: runs the user's agent against the proxy and reports what it earned."""
+"""Rollout driver: runs the user's agent against the proxy and reports its rewards."""

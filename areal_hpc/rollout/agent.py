@@ -162,7 +162,7 @@ def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Age
 def _broken(module: str, dotted_path: str, error: BaseException) -> RecipeError:
     return _refused(
         f"{dotted_path!r}: importing {module!r} failed: {_last_line(error)}",
-        "mend that module; packages it needs belong in the agents environment",
+        "fix that module; packages it needs belong in the agents environment",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import uvloop
 
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import get_restart_id
+from areal_hpc.jobs.topology import get_job_start
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
@@ -58,24 +58,24 @@ def _agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> 
 
 
 async def _drive(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -> None:
-    layout = RunPaths(job.run_dir)
+    paths = RunPaths(job.run_dir)
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
     for agent in agents.values():
         if isinstance(agent, SubprocessAgent):
             await agent.check()
-    key = ensure_admin_key(layout.admin_key)
+    key = ensure_admin_key(paths.admin_key)
     services = Services(
-        ledger=ServiceClient(layout.rendezvous_dir, LEDGER, key),
-        proxy=ServiceClient(layout.rendezvous_dir, format_proxy_name(job.cell), key),
+        ledger=ServiceClient(paths.rendezvous_dir, LEDGER, key),
+        proxy=ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
     )
     http_client = make_http_client(job.rollout.episode_timeout_s)
     tickets = LeasedTickets(job.episode_slots, job.rollout.episodes_per_ticket)
-    events = EventLog(layout.events, f"driver-{job.cell}")
+    events = EventLog(paths.events, f"driver-{job.cell}")
     runner = TicketRunner(
         job,
         agents={split: agent or agents["train"] for split, agent in agents.items()},
-        tasks={split: TaskSet.read(layout.dataset(split)) for split in agents},
+        tasks={split: TaskSet.read(paths.dataset(split)) for split in agents},
         tickets=tickets,
         services=services,
         http_client=http_client,
@@ -87,11 +87,11 @@ async def _drive(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -
         tickets=tickets,
         services=services,
         events=events,
-        job_start=get_restart_id(),
+        job_start=get_job_start(),
     )
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
-        idle_timeout_s = job.idle_timeout_s if get_restart_id() else float("inf")
+        idle_timeout_s = job.idle_timeout_s if get_job_start() else float("inf")
         await _run_unless_stopped(loop, stop, idle_timeout_s)
     finally:
         await http_client.aclose()

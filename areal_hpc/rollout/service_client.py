@@ -59,7 +59,7 @@ class ServiceClient:
         A session's `key` replaces the run's; `timeout_s` limits one try.
 
         Raises:
-            HttpStatusError: The peer answered with an error that repeating will not mend.
+            HttpStatusError: The peer answered with an error that repeating will not fix.
         """
         pauses = iter(BACKOFF)
         while True:

@@ -1,1 +1,1 @@
-"""RUN DIRECTORY: the one owner of its paths and of the formats of its files."""
+"""Run directory: the one owner of its paths and of the formats of its files."""

@@ -41,7 +41,7 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_atomic_private(path: Path, content: bytes) -> None:
-    """The same, for what only its owner may read."""
+    """Put a file in place as `write_atomic` does, readable by its owner alone."""
     write_atomic(path, content, mode=0o600)
 
 
@@ -54,7 +54,7 @@ def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
 
 @contextmanager
 def open_temporary(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """The same, to be written bit by bit. An error within the block leaves no file."""
+    """A hidden file next to `path` to write to, durable at the end; an error leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The node is part of the name: on shared storage two processes may have the same number.
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Event log of a run, `events.jsonl`: what happened, when, to which role."""
+"""Event log of a run, `events.jsonl`: what happened, when, to which service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECENT_BYTES = 1 << 20
 
 
 class EventLog:
-    """Append-only `events.jsonl`: what happened, when, to which role."""
+    """Append-only `events.jsonl`: what happened, when, to which service."""
 
     def __init__(self, path: Path, role: str) -> None:
         self._path = path

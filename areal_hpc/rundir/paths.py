@@ -153,7 +153,7 @@ class JobPaths(_Folder):
     """Script that sbatch was given."""
     submitit_dir = _Name("submitit")
     """Submitit's pickle of the job, and its logs."""
-    restarts_dir = _Name("restarts")
+    starts_dir = _Name("starts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
     failure_count = _Name("failures_without_progress.json")
     """Number of starts in a row that failed without progress."""

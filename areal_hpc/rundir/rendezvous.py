@@ -1,4 +1,4 @@
-"""Service discovery: one endpoint file per live role on shared storage, mode 0600."""
+"""Service discovery: one endpoint file per live service on shared storage, mode 0600."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def format_control_proxy_name(cell: str) -> str:
 
 
 class ServiceEndpoint(msgspec.Struct, frozen=True):
-    """Address of a live role. A restarted role overwrites its file with a new `started_at`."""
+    """Address of a live service. A restarted one overwrites its file with a new `started_at`."""
 
     name: str
     url: str
@@ -55,7 +55,7 @@ class ServiceEndpoint(msgspec.Struct, frozen=True):
 
 
 def publish_endpoint(directory: Path, name: str, url: str) -> ServiceEndpoint:
-    """Tell the run that role `name` listens at `url`."""
+    """Tell the run that service `name` listens at `url`."""
     endpoint = ServiceEndpoint(name, url, socket.gethostname(), os.getpid(), time.time())
     write_atomic_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
     return endpoint
@@ -96,7 +96,7 @@ def await_endpoint(
 
 
 def remove_endpoint(directory: Path, name: str) -> None:
-    """Remove the role's file when it stops on purpose; a successor's file stays."""
+    """Remove the service's file when it stops on purpose; a successor's file stays."""
     endpoint = find_endpoint(directory, name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
         (directory / f"{name}.json").unlink(missing_ok=True)

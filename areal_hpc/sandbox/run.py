@@ -1,8 +1,8 @@
 """Sandboxed execution of untrusted Python programs.
 
 Limited: time, memory, output, processes; no network and no view of other processes where the
-kernel allows namespaces (`Outcome.is_apart` says so). Not limited: reading files that the user
-may read. A cluster that wants more runs the agents' role in a container of its own.
+kernel allows namespaces (`ProgramResult.is_apart` says so). Not limited: reading files that the
+user may read. A cluster that wants more runs the agents' role in a container of its own.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
         finally:
             os.close(writing)
         with process, os.fdopen(reading, "rb") as report:
-            timed_out = _wait(process, limits.time_s + STARTUP_S)
+            timed_out = _wait_and_kill(process, limits.time_s + STARTUP_S)
             answer = report.read(1)
     if not answer and not timed_out:
         raise ClusterError(f"a sandbox did not start: {_text(err, limits.output_bytes)[-500:]}")
@@ -109,7 +109,7 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
     )
 
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _wait_and_kill(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Wait for a program, and end what is left of it. True if it took too long."""
     timed_out = False
     try:

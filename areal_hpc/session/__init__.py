@@ -1,1 +1,1 @@
-"""RECORD: the interaction tree and exact token splicing. Pure; shared by proxy and client."""
+"""Interaction tree of a session, and exact token reuse. Pure; shared by proxy and client."""

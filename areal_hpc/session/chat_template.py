@@ -85,7 +85,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(
-                f"the chat template does not parse: {error}", hint="mend chat_template"
+                f"the chat template does not parse: {error}",
+                hint="fix chat_template in tokenizer_config.json or chat_template.jinja",
             ) from error
 
     @classmethod

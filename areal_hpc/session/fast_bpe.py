@@ -73,7 +73,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
-        """The same as `tokenizer`, or None if it is not of a kind that is understood."""
+        """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
         parts = msgspec.json.decode(tokenizer.to_str(), type=_Parts)
         model, added, pattern = parts.model, parts.added_tokens, _split_of(parts)
         odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix

@@ -33,7 +33,7 @@ class _Comparable(msgspec.Struct):
 
 
 class _ComparableCalls(msgspec.Struct):
-    """The same of a message that holds tool calls."""
+    """Message with tool calls in the form that the comparison of messages expects."""
 
     tool_calls: list[_Call]
     content: str | None = None

@@ -311,5 +311,5 @@ def _render_reply_suffix(
 
 @lru_cache(maxsize=256)
 def _canonical(context: bytes) -> bytes:
-    """The same for contexts that differ in the order of keys alone."""
+    """The context with its keys sorted: one form for contexts that differ in their order alone."""
     return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")

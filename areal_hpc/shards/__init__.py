@@ -1,1 +1,1 @@
-"""STORE: journal and sealed HDF5 shards, format v1. Knows tokens, not their meaning."""
+"""Journal and sealed HDF5 shards, format v1. Knows tokens, not their meaning."""

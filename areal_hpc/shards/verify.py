@@ -1,4 +1,4 @@
-"""Every sealed shard is what its index line says, byte for byte; what a crash left is mended."""
+"""Every sealed shard is what its index line says, byte for byte; what a crash left is repaired."""
 
 from __future__ import annotations
 
@@ -38,24 +38,22 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
 
 
-def verify_run(
-    layout: RunPaths, watch: ProgressCallback = lambda done, total: None
-) -> VerifyReport:
+def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: None) -> VerifyReport:
     """Check every index line against its file, and every file against the index.
 
     Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
     burst of up to 32 bits with certainty, and any other damage but for one in 4 billion.
     """
     # Files first: a shard sealed in between is then in the index, and no false orphan.
-    files = _shard_files(layout.shards_dir)
-    shards = read_index(layout.index_dir)
+    files = _shard_files(paths.shards_dir)
+    shards = read_index(paths.index_dir)
     report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
-    paths = [layout.shards_dir / shard.file for shard in shards]
+    shard_paths = [paths.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(_READERS) as pool:
         # Reading and CRC release the interpreter lock.
-        checked = pool.map(check_shard, paths, shards)
-        for path, shard, complaints in zip(paths, shards, checked, strict=True):
+        checked = pool.map(check_shard, shard_paths, shards)
+        for path, shard, complaints in zip(shard_paths, shards, checked, strict=True):
             report.problems += [
                 Problem(complaint, str(path), hint="restore the file from a copy")
                 for complaint in complaints
@@ -132,21 +130,21 @@ def _describe(path: Path, size_bytes: int, digest: str) -> SealedShard:
     )
 
 
-def repair(layout: RunPaths, writer: str | None = None) -> None:
+def repair(paths: RunPaths, writer: str | None = None) -> None:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next
     incarnation, for all of them when the run has stopped. Repairing again changes nothing.
     """
-    known = {shard.file for shard in read_index(layout.index_dir, writer)}
-    for path in _shard_files(layout.shards_dir, writer):
+    known = {shard.file for shard in read_index(paths.index_dir, writer)}
+    for path in _shard_files(paths.shards_dir, writer):
         if path.name in known:
             continue
         try:
-            append_to_index(layout.index_dir, describe_shard(path))
+            append_to_index(paths.index_dir, describe_shard(path))
         except ShardError as error:
             log.warning("left without an index line: %s", error)
-    for path in _shard_files(layout.shards_dir, writer, PARTIAL_SUFFIX):
+    for path in _shard_files(paths.shards_dir, writer, PARTIAL_SUFFIX):
         path.unlink()
 
 

@@ -48,12 +48,12 @@ def cancel_jobs(
     began = time.monotonic()
     while True:
         ids = job_ids()
-        look = queue.poll(ids).of(ids, label)
-        if look.silence:
-            _wait_for_slurm(look, queue.pause_s, say)
+        snapshot = queue.poll(ids).of(ids, label)
+        if snapshot.silence:
+            _wait_for_slurm(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
-        phases = {key: job.state.phase for key, job in look.jobs.items() if is_alive(job.state)}
+        phases = {key: job.state.phase for key, job in snapshot.jobs.items() if is_alive(job.state)}
         alive = sorted(phases)
         if not alive and job_ids() == ids:  # the last one may have submitted another
             return len(seen)
@@ -83,18 +83,18 @@ def cancel_jobs(
         time.sleep(POLL_S)
 
 
-def _wait_for_slurm(look: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
+def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
     """Wait for Slurm to answer.
 
     Raises:
         ClusterError: It has not for too long.
     """
-    if look.silent_s > SLURM_TIMEOUT_S:
+    if snapshot.silent_s > SLURM_TIMEOUT_S:
         raise ClusterError(
-            f"Slurm has not responded for {look.silent_s:.0f} s: {look.silence}",
+            f"Slurm has not responded for {snapshot.silent_s:.0f} s: {snapshot.silence}",
             hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
         )
-    say(f"slurmctld has not responded for {look.silent_s:.0f} s; next try in {pause_s:.0f} s")
+    say(f"slurmctld has not responded for {snapshot.silent_s:.0f} s; next try in {pause_s:.0f} s")
     time.sleep(pause_s)
 
 

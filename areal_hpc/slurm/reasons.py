@@ -59,7 +59,7 @@ _TRANSIENT = {
 _STUCK = {
     "DependencyNeverSatisfied": (
         "a job that it depends on failed",
-        "areal-hpc why RUN names the failure; mend it and submit again",
+        "areal-hpc why RUN names the failure; fix it and submit again",
     ),
     "JobHeldUser": ("its user holds it", _HELD),
     "JobHeldAdmin": ("an administrator holds it", _ADMINISTRATOR),

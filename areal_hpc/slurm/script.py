@@ -66,7 +66,7 @@ class JobRequest:
     """Of submitit's SlurmExecutor, in its names."""
 
     def depending_on(self, dependency: str) -> JobRequest:
-        """The same, to start only after other jobs; gone if those fail."""
+        """This request, to start only after other jobs; Slurm removes the job if those fail."""
         more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}
         changed = {"dependency": dependency, "additional_parameters": more}
         return replace(self, parameters=self.parameters | changed)

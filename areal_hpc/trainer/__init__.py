@@ -1,1 +1,1 @@
-"""TRAIN: Megatron-core ranks turn sealed shards into better weights."""
+"""Trainer: Megatron-core ranks that learn from sealed shards."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.restarts import read_own_stop_notice
 from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.starts import read_own_stop_notice
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
@@ -50,28 +50,26 @@ def run(config: dict[str, Any]) -> None:
     run_rank(job, job.trainer, stop, _train)
 
 
-def _train(
-    job: TrainerJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest
-) -> bool:
+def _train(job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    claimed = claim_next_number(layout.generations_dir) if is_first else None
+    claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
-    check_generation = make_generation_check(layout.generations_dir, generation)
+    check_generation = make_generation_check(paths.generations_dir, generation)
     learner = Learner(
-        job.trainer, layout, job.model_path, device,
+        job.trainer, paths, job.model_path, device,
         generation=generation, seed=job.seed, check_generation=check_generation,
     )  # fmt: skip
     coordinator = None
     if is_first:
-        coordinator = _make_coordinator(job, layout, learner, device, stop, check_generation)
+        coordinator = _make_coordinator(job, paths, learner, device, stop, check_generation)
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = run_loop(learner, coordinator, stop)
     if finished and coordinator:
         check_generation()
-        layout.finished_marker.touch()
-        fsync_path(layout.finished_marker)
-        fsync_path(layout.finished_marker.parent)
+        paths.finished_marker.touch()
+        fsync_path(paths.finished_marker)
+        fsync_path(paths.finished_marker.parent)
         coordinator.source.finish()
     if coordinator:
         coordinator.close()
@@ -81,7 +79,7 @@ def _train(
 
 def _make_coordinator(
     job: TrainerJobConfig,
-    layout: RunPaths,
+    paths: RunPaths,
     learner: Learner,
     device: torch.device,
     stop: StopRequest,
@@ -90,11 +88,11 @@ def _make_coordinator(
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
     learner.checkpoints.clean(version.generation)
-    metrics = MetricsWriter(layout.metrics, layout.tensorboard_dir, version.step)
+    metrics = MetricsWriter(paths.metrics, paths.tensorboard_dir, version.step)
     record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
-    admin_key = rendezvous.ensure_admin_key(layout.admin_key)
+    admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     ledger = LedgerClient(
-        layout.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
+        paths.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
     )
     evaluation = AsyncEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     ledger.open_generation(version.step, -1 if evaluation else version.step)
@@ -104,19 +102,19 @@ def _make_coordinator(
         ledger=ledger,
         publisher=Publisher(
             job.weights,
-            layout.rendezvous_dir,
+            paths.rendezvous_dir,
             job.cells,
             admin_key,
             "nccl" if device.type == "cuda" else "gloo",
             device,
-            layout.weights_dir,
+            paths.weights_dir,
             evaluation_cell=job.evaluation_cell,
         ),
         specs=[
             TensorSpec(name, shape, str(dtype).removeprefix("torch."))
             for name, shape, dtype in list_hf_specs(learner.policy)
         ],
-        events=EventLog(layout.events, "trainer"),
+        events=EventLog(paths.events, "trainer"),
         stop=stop,
         async_evaluation=evaluation,
     )

@@ -46,7 +46,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from areal_hpc.trainer.untrained import describe_norms, judge_norms
+from areal_hpc.trainer.untrained import check_grad_norms, describe_norms
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -67,7 +67,7 @@ class Learner:
     def __init__(
         self,
         config: TrainerConfig,
-        layout: RunPaths,
+        paths: RunPaths,
         model_path: Path,
         device: torch.device,
         *,
@@ -79,11 +79,11 @@ class Learner:
         self.policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
         load_hf(self.policy, HfModelReader(model_path).read)
         self._config = config
-        self._layout = layout
+        self._paths = paths
         self._model_path = model_path
-        self._events = EventLog(layout.events, "trainer")
+        self._events = EventLog(paths.events, "trainer")
         self.checkpoints = CheckpointStore(
-            layout.checkpoints_dir, config.keep_checkpoints, check_generation
+            paths.checkpoints_dir, config.keep_checkpoints, check_generation
         )
         self._optimizer, checkpoint = self.checkpoints.resume(self.policy, config.optimizer)
         self.state = TrainerState(
@@ -120,7 +120,7 @@ class Learner:
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
-            whole = read_batch(manifest, self._layout.shards_dir)
+            whole = read_batch(manifest, self._paths.shards_dir)
             batch, untrained = leave_out_unsound(whole, manifest, self.policy.arch.vocab)
         with timer.phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
@@ -161,14 +161,14 @@ class Learner:
 
     def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
-        return judge_norms(
+        return check_grad_norms(
             norms,
             step,
             self.state.untrained,
             self._config.optimizer.on_nonfinite,
             section="trainer.optimizer",
-            name=lambda step: f"step {step}, trained on {self._layout.manifest(step).name}",
-            way_out="areal-hpc replay tries settings on these batches, without servers: resume "
+            name=lambda step: f"step {step}, trained on {self._paths.manifest(step).name}",
+            hint="areal-hpc replay tries settings on these batches, without servers: resume "
             "with some that keep the norm finite, as trainer.objective.proximal=recompute may",
         )
 
@@ -254,7 +254,7 @@ class Learner:
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
-        target = self._layout.export(format_step_dir(self.state.step))
+        target = self._paths.export(format_step_dir(self.state.step))
         save_hf_model(self.policy, self._model_path, target)
 
 
@@ -272,6 +272,6 @@ def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossSt
     return LossStats({"compared": gaps.numel()}, {"mismatch": max_gap})
 
 
-def _split_minibatches(rows: Sequence[TrainingRow], hands: int) -> list[list[TrainingRow]]:
+def _split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
     """Rows dealt out in turn, so that each part sees every group; no part is empty."""
-    return [list(rows[hand::hands]) for hand in range(min(hands, len(rows)))]
+    return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]

@@ -1,10 +1,10 @@
-"""Private APIs of megatron-core 0.16, and mends of what it gets wrong there.
+"""Private APIs of megatron-core 0.16, and fixes of what it gets wrong there.
 
 No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py` replaces.
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 
 Megatron 0.16 loses or spoils parts of AdamW's state on the way through a checkpoint unless
-Transformer Engine or Apex is installed. The mends are here and in `optimizer.py`.
+Transformer Engine or Apex is installed. The fixes are here and in `optimizer.py`.
 """
 
 from __future__ import annotations

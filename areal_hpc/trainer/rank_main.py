@@ -36,16 +36,16 @@ def run_rank(
             rank failed.
     """
     megatron_cpu.patch_megatron_for_cpu()
-    layout = RunPaths(job.run_dir)
+    paths = RunPaths(job.run_dir)
     device = init_process_groups(
         get_task_position(),
         sizes.parallel,
         sizes.device,
-        layout.rendezvous_dir,
+        paths.rendezvous_dir,
         is_cancelled=lambda: stop.requested,
     )
     with report_first_failure():
-        finished = train(job, layout, device, stop)
+        finished = train(job, paths, device, stop)
     destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)

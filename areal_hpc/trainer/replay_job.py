@@ -32,10 +32,10 @@ def run(config: dict[str, Any]) -> None:
     run_rank(job, job.trainer, StopRequest.install(), _train)
 
 
-def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _train(job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
-        job.trainer, layout, job.model_path, device, generation=forks[-1].generation, seed=job.seed
+        job.trainer, paths, job.model_path, device, generation=forks[-1].generation, seed=job.seed
     )
     # Tokens are as old as they were: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
@@ -43,7 +43,7 @@ def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: S
     if dist.get_rank() == 0:
         learner.checkpoints.clean(learner.state.generation)
         coordinator = make_replay_coordinator(
-            learner, layout, job.trainer, job.first_step, job.last_step, stop
+            learner, paths, job.trainer, job.first_step, job.last_step, stop
         )
     finished = run_loop(learner, coordinator, stop)
     learner.checkpoints.close()
@@ -53,8 +53,8 @@ def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: S
 class ReplaySource(BatchSource):
     """The manifests that a run directory leads to."""
 
-    def __init__(self, layout: RunPaths) -> None:
-        self._layout = layout
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
 
     def next_batch(self, step: int) -> BatchManifest:
         """The recorded batch that leads to `step`.
@@ -62,12 +62,12 @@ class ReplaySource(BatchSource):
         Raises:
             ShardError: Its manifest is gone or damaged.
         """
-        return read_manifest(self._layout, step)
+        return read_manifest(self._paths, step)
 
 
 def make_replay_coordinator(
     learner: Learner,
-    layout: RunPaths,
+    paths: RunPaths,
     config: TrainerConfig,
     first_step: int,
     last_step: int,
@@ -75,7 +75,7 @@ def make_replay_coordinator(
 ) -> Coordinator:
     """Rank 0's decisions in a replay; its rows of metrics begin with `first_step`."""
     version = learner.version
-    metrics = MetricsWriter(layout.metrics, None, version.step)
+    metrics = MetricsWriter(paths.metrics, None, version.step)
     if version.step >= first_step:  # its row was held back until the checkpoint was durable
         metrics.write(version.step, metrics.reopened or learner.reopened_row)
     schedule = Schedule(
@@ -86,4 +86,4 @@ def make_replay_coordinator(
         evaluation_tasks=0,
     )
     record = StepRecord(metrics, version, None)
-    return Coordinator(schedule, record, ReplaySource(layout), stop)
+    return Coordinator(schedule, record, ReplaySource(paths), stop)

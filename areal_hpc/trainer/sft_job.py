@@ -29,7 +29,7 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
+from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_taken
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ def run(config: dict[str, Any]) -> None:
     run_rank(job, job, StopRequest.install(), _train)
 
 
-def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _train(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
-    trainer = SftTrainer(job, layout, policy)
+    trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = trainer.train(stop)
     if finished:
-        save_hf_model(policy, job.model_path, layout.sft_export)
+        save_hf_model(policy, job.model_path, paths.sft_export)
     trainer.checkpoints.close()
     return finished
 
@@ -60,10 +60,10 @@ def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: Stop
 class SftTrainer:
     """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
 
-    def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
+    def __init__(self, job: SftJobConfig, paths: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self.checkpoints = CheckpointStore(layout.sft_dir, KEPT_CHECKPOINTS)
+        self.checkpoints = CheckpointStore(paths.sft_dir, KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
@@ -78,7 +78,7 @@ class SftTrainer:
         self._metrics = None
         if dist.get_rank() == 0:
             self.checkpoints.clean(SFT_GENERATION)
-            self._metrics = MetricsWriter(layout.sft_metrics, None, self.state.step)
+            self._metrics = MetricsWriter(paths.sft_metrics, None, self.state.step)
             if self._metrics.reopened:
                 self._metrics.write(self.state.step, self._metrics.reopened)
 
@@ -107,14 +107,14 @@ class SftTrainer:
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
-        untrained = judge_norms(
+        untrained = check_grad_norms(
             [norm],
             step,
             self.state.untrained,
             sft.optimizer.on_nonfinite,
             section="sft.optimizer",
             name=lambda step: f"step {step} of the SFT stage",
-            way_out="lower sft.optimizer.lr and resume",
+            hint="lower sft.optimizer.lr and resume",
         )
         self.state = msgspec.structs.replace(
             self.state, step=step, untrained=[*self.state.untrained, *untrained]

@@ -52,7 +52,7 @@ class LossStats:
             self.maxima[name] = value if math.isnan(value) else max(held, value)
 
     def reduce_over_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> LossStats:
-        """The same numbers over the whole world, on every rank. A collective.
+        """These statistics over all ranks, on every rank. A collective.
 
         Only the first tensor-parallel rank of the last stage counts: the others saw the same
         tokens, or none.

@@ -13,7 +13,7 @@ MAX_NONFINITE_IN_A_ROW = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
 
-def judge_norms(
+def check_grad_norms(
     norms: Sequence[float],
     step: int,
     earlier: Sequence[UntrainedRecord],
@@ -21,13 +21,13 @@ def judge_norms(
     *,
     section: str,
     name: Callable[[int], str],
-    way_out: str,
+    hint: str,
 ) -> list[UntrainedRecord]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
     Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
     left, which checkpoints hold: a resumed run decides as the one that was not interrupted.
-    An error names steps by `name`, keys by the recipe's `section`, and has `way_out` as its hint.
+    An error names steps by `name`, keys by the recipe's `section`, and gives `hint`.
 
     Raises:
         NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
@@ -52,7 +52,7 @@ def judge_norms(
             f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
             f"{key}=skip ends after {MAX_NONFINITE_IN_A_ROW} batches in a row",
             key=key,
-            hint=way_out,
+            hint=hint,
         )
     return [UntrainedRecord(step, reason)]
 

@@ -1,1 +1,1 @@
-"""WATCH: read-only views of a run: progress, summary, learning curve."""
+"""Read-only views of a run: progress, summary, learning curve."""

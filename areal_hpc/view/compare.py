@@ -20,33 +20,33 @@ NAME_KEYS = ("experiment_name", "trial_name")
 
 def render_comparison(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
-    advances = [read_run_progress(layout) for layout in layouts]
+    advances = [read_run_progress(paths) for paths in layouts]
     states = _states(layouts, queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
-            f"{layout.root.parent.name}/{layout.root.name}",
+            f"{paths.root.parent.name}/{paths.root.name}",
             state,
             f"{advance.step}/{advance.total_steps}",
             _last(advance, "reward/mean"),
             _last(advance, "eval/reward"),
             *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
-        for layout, advance, state in zip(layouts, advances, states, strict=True)
+        for paths, advance, state in zip(layouts, advances, states, strict=True)
     ]
     return format_table([head, *rows])
 
 
 def _states(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]:
-    unfinished = [layout for layout in layouts if not layout.finished_marker.exists()]
-    ids = [job_id for layout in unfinished for job_id in list_job_ids(layout)]
-    look = (
+    unfinished = [paths for paths in layouts if not paths.finished_marker.exists()]
+    ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
+    snapshot = (
         queue.poll(ids)
         if has_slurm()
         else QueueSnapshot(silence="there is no Slurm on this machine")
     )
-    return [get_run_state(build_run_jobs(layout, look)) for layout in layouts]
+    return [get_run_state(build_run_jobs(paths, snapshot)) for paths in layouts]
 
 
 def _last(advance: RunProgress, name: str) -> str:

@@ -20,7 +20,7 @@ CASCADE_WINDOW_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
 RECOVERED_WINDOW_S = 30.0
-"""The same where a run goes on: what came later did not come of it."""
+"""The window of one failure in a run that goes on: what came later has another cause."""
 MAX_FRAMES = 12
 """Lines of a traceback that are shown."""
 
@@ -39,7 +39,7 @@ class FailureEvent:
     at: float | None
     """Unix time; None if that is not known."""
     text: str
-    rank: int
+    priority: int
     """Distance from the cause: of the findings of one failure the lowest names it."""
     details: tuple[str, ...] = ()
     hint: str = ""
@@ -63,14 +63,14 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     within_s = RECOVERED_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
     findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure(findings, within_s)
-    cause = min(chain, key=lambda finding: finding.rank) if chain else None
+    cause = min(chain, key=lambda finding: finding.priority) if chain else None
     if state == "finished":
         return Diagnosis("the run is finished: every step was trained", is_well=True)
     if state in ("cancelled", "being cancelled"):
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        headline = f"Slurm does not respond: {evidence.run.look.silence}"
+        headline = f"Slurm does not respond: {evidence.run.snapshot.silence}"
         return Diagnosis(headline, chain, "scontrol ping")
     waiting = _waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
@@ -137,12 +137,14 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
     for row in evidence.events:
         if row["event"] == "process_exited":
             text = f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}"
-            yield FailureEvent(row["time"], text, rank=5)
+            yield FailureEvent(row["time"], text, priority=5)
         elif row["event"] in _AGAIN:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
-            yield FailureEvent(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
+            yield FailureEvent(
+                row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", priority=8
+            )
     told = {stack.lines[-1] for stack in evidence.stacks[:1]}
-    for word in evidence.last_words:
+    for word in evidence.task_exits:
         if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
             yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
@@ -151,7 +153,7 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
         yield FailureEvent(
             row.get("at"),
             f"node {row['node']} failed its check: {row['reason']}",
-            rank=1,
+            priority=1,
             hint=f"tell the administrators about {row['node']}; the run leaves it out",
         )
 
@@ -178,8 +180,12 @@ def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
         if mentions_oom(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY)
         else:
-            rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
-            yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", rank=rank)
+            priority = (
+                9 if "CANCELLED AT" in line else 6
+            )  # Slurm's word for every end that it brings
+            yield FailureEvent(
+                at, f"Slurm reported in the output of {name}: {line}", priority=priority
+            )
 
 
 _WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -209,12 +215,12 @@ def _of_state(name: str, start: QueuedJob) -> FailureEvent:
     meaning = "used more memory than it had asked for" if out_of_memory else state.meaning
     place = f" on {start.nodes}" if start.nodes else ""
     # FAILED is but the echo of an exit code, and a job is also cancelled because another failed.
-    rank = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
+    priority = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
     return FailureEvent(
         start.end,
         f"{name} (job {start.job_id}){place} {meaning}: {format_state(start)}{reason}",
-        rank=rank,
+        priority=priority,
         hint=_MEMORY if out_of_memory else _STATE_HINTS.get(state.name, ""),
     )
 
@@ -228,7 +234,7 @@ def _of_stack(stack: LogTraceback, others: int) -> FailureEvent:
     return FailureEvent(
         stack.at,
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
-        rank=0 if is_oom else 3,
+        priority=0 if is_oom else 3,
         details=(*shown, f"at: {stack.file.path}"),
         hint=_MEMORY if is_oom else f"read {stack.file.path}",
     )

@@ -10,30 +10,30 @@ from areal_hpc.slurm.submit import render_script
 
 
 def format_requests(
-    layout: RunPaths, requests: Sequence[JobRequest], members: int | None = None
+    paths: RunPaths, requests: Sequence[JobRequest], members: int | None = None
 ) -> str:
     """Every job's script to the letter, what would be written, and the most it can cost.
 
     Args:
-        layout: The run, or where the arrays of a sweep have their files.
+        paths: The run, or where the arrays of a sweep have their files.
         requests: The jobs.
         members: Runs of a sweep, if each job is an array.
     """
     parts = []
     for request in requests:
-        where = layout.job(request.job).script
+        where = paths.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
-    return "\n".join([*parts, _written(layout), _cost(requests, members or 1)])
+    return "\n".join([*parts, _written(paths), _cost(requests, members or 1)])
 
 
-def _written(layout: RunPaths) -> str:
+def _written(paths: RunPaths) -> str:
     places = (
-        (layout.recipe, "the resolved recipe"),
-        (layout.provenance, "versions and this command line"),
-        (layout.data_dir, "task sets, and the model if it is made for the run"),
-        (layout.submissions, "the number of every job"),
-        (layout.jobs_dir, "a folder a job: the script above, launch.json, submitit's files"),
-        (layout.logs_dir, "a folder an attempt"),
+        (paths.recipe, "the resolved recipe"),
+        (paths.provenance, "versions and this command line"),
+        (paths.data_dir, "task sets, and the model if it is made for the run"),
+        (paths.submissions, "the number of every job"),
+        (paths.jobs_dir, "a folder a job: the script above, launch.json, submitit's files"),
+        (paths.logs_dir, "a folder an attempt"),
     )
     lines = [f"  {place}  {what}" for place, what in places]
     return "\n".join(["==> files that would be written <==", *lines, ""])

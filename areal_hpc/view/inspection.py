@@ -39,7 +39,7 @@ class LogTraceback:
 
 @dataclass(frozen=True, slots=True)
 class TaskExitRecord:
-    """An outcome file and when it was written."""
+    """A task's exit file, and when it was written."""
 
     job: str
     rank: int
@@ -56,7 +56,7 @@ class RunInspection:
     """Every start of every job that accounting knows, oldest first."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
-    last_words: tuple[TaskExitRecord, ...]
+    task_exits: tuple[TaskExitRecord, ...]
     stacks: tuple[LogTraceback, ...]
     """Of processes that died, oldest first."""
     slurm_lines: tuple[tuple[str, str], ...]
@@ -65,58 +65,58 @@ class RunInspection:
     """Nodes on the run's exclude list."""
 
 
-def inspect_run(layout: RunPaths, queue: JobQueue) -> RunInspection:
+def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
     """Read what a run left behind, and ask Slurm twice: what is, and what was.
 
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    run = read_jobs(layout, queue)
+    run = read_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
-    since = _launched_at(layout)
-    events = tuple(row for row in read_recent_events(layout.events) if row["time"] >= since)
-    last_words = tuple(word for word in _last_words(run) if word.at >= since)
+    since = _launched_at(paths)
+    events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
+    task_exits = tuple(word for word in _task_exits(run) if word.at >= since)
     return RunInspection(
         run=run,
         past=tuple(queue.history(submissions)),
         events=events,
-        last_words=last_words,
-        stacks=tuple(_stacks(layout, events, last_words)),
+        task_exits=task_exits,
+        stacks=tuple(_stacks(paths, events, task_exits)),
         slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
-        excluded=tuple(read_lines(layout.excluded_nodes)),
+        excluded=tuple(read_lines(paths.excluded_nodes)),
     )
 
 
-def _launched_at(layout: RunPaths) -> float:
+def _launched_at(paths: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
-    if not layout.provenance.exists():
+    if not paths.provenance.exists():
         return 0.0
-    newest = json.loads(layout.provenance.read_text())["launches"][-1]
+    newest = json.loads(paths.provenance.read_text())["launches"][-1]
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _last_words(run: RunJobs) -> Iterator[TaskExitRecord]:
+def _task_exits(run: RunJobs) -> Iterator[TaskExitRecord]:
     for job in run.jobs:
         for rank, outcome in job.outcomes.items():
-            path = run.layout.job(job.name).task_exit(rank)
+            path = run.paths.job(job.name).task_exit(rank)
             yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 
 
 def _stacks(
-    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[TaskExitRecord]
+    paths: RunPaths, events: Sequence[dict[str, Any]], task_exits: Sequence[TaskExitRecord]
 ) -> list[LogTraceback]:
     """The last traceback of every log whose process died, the oldest first.
 
     When one rank fails, the collectives of the others break a moment later: the oldest is the one
     to read.
     """
-    attempts = layout.attempts()
+    attempts = paths.attempts()
     died = {(row["role"], row["process"]) for row in events if row["event"] == "process_exited"}
-    died |= {(word.job, word.outcome.process) for word in last_words if word.outcome.exit_code}
+    died |= {(word.job, word.outcome.process) for word in task_exits if word.outcome.exit_code}
     if not attempts or not died:
         return []
     found = []
-    for file in log_files(layout, attempts[-1]):
+    for file in log_files(paths, attempts[-1]):
         if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
             text = read_tail(file.path, LOG_BYTES).decode(errors="replace")
             stack = find_last_traceback(file, text)
@@ -148,7 +148,7 @@ def _one_stack(lines: Sequence[str]) -> tuple[str, ...]:
 def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
     """What slurmstepd and srun wrote into the output of the jobs: they name OOM kills and nodes."""
     for submission in submissions:
-        for path in find_output_files(submission):
+        for path in find_slurm_output_files(submission):
             seen = set()
             for line in read_tail(path, LOG_BYTES).decode(errors="replace").splitlines():
                 if (_SLURM_LINE.match(line) or "oom-kill" in line) and line not in seen:
@@ -156,7 +156,7 @@ def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]
                     yield submission.job, line
 
 
-def find_output_files(submission: Submission) -> list[Path]:
+def find_slurm_output_files(submission: Submission) -> list[Path]:
     """Where Slurm put what the tasks of a job wrote, by the options in its script."""
     script = Path(submission.script)
     if not script.exists():

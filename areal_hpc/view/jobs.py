@@ -63,10 +63,10 @@ class JobView:
 class RunJobs:
     """All jobs of a run at one moment."""
 
-    layout: RunPaths
+    paths: RunPaths
     jobs: tuple[JobView, ...]
     """The trainer first, then by name."""
-    look: QueueSnapshot
+    snapshot: QueueSnapshot
     ids: tuple[str, ...]
     """Every id that was ever given out, oldest first."""
 
@@ -76,46 +76,46 @@ class RunJobs:
         return not self.ids
 
 
-def get_job_label(layout: RunPaths) -> str:
+def get_job_label(paths: RunPaths) -> str:
     """Text in the name or the comment of every Slurm job of a run."""
-    return layout.root.parent.name
+    return paths.root.parent.name
 
 
-def read_jobs(layout: RunPaths, queue: JobQueue) -> RunJobs:
+def read_jobs(paths: RunPaths, queue: JobQueue) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    return build_run_jobs(layout, queue.poll(list_job_ids(layout)))
+    return build_run_jobs(paths, queue.poll(list_job_ids(paths)))
 
 
-def list_job_ids(layout: RunPaths) -> tuple[str, ...]:
+def list_job_ids(paths: RunPaths) -> tuple[str, ...]:
     """Every id that Slurm ever gave to a job of this run, oldest first."""
-    return tuple(submission.job_id for submission in read_submissions(layout.submissions))
+    return tuple(submission.job_id for submission in read_submissions(paths.submissions))
 
 
-def build_run_jobs(layout: RunPaths, answer: QueueSnapshot) -> RunJobs:
+def build_run_jobs(paths: RunPaths, answer: QueueSnapshot) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
-    submissions = read_submissions(layout.submissions)
+    submissions = read_submissions(paths.submissions)
     ids = tuple(submission.job_id for submission in submissions)
-    look = answer.of(ids, get_job_label(layout))
+    snapshot = answer.of(ids, get_job_label(paths))
     newest = latest_by_name(submissions)
-    held = {job.root.name for job in list_held_jobs(layout.jobs_dir)}
+    held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
     names = set(newest) or {
-        path.name for path in layout.jobs_dir.glob("*") if layout.job(path.name).launch.exists()
+        path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()
     }
     jobs = tuple(
         JobView(
             name,
             newest.get(name),
-            look.jobs.get(newest[name].job_id) if name in newest else None,
-            read_task_exits(layout.job(name)),
+            snapshot.jobs.get(newest[name].job_id) if name in newest else None,
+            read_task_exits(paths.job(name)),
             gave_nodes_back=name in held,
         )
         for name in sorted(names, key=_order)
     )
-    return RunJobs(layout, jobs, look, ids)
+    return RunJobs(paths, jobs, snapshot, ids)
 
 
 def _order(name: str) -> tuple[bool, bool, str, int]:
@@ -127,19 +127,19 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
 
 def get_run_state(run: RunJobs) -> str:
     """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
-    layout = run.layout
+    paths = run.paths
     alive = [job for job in run.jobs if job.is_alive]
-    if layout.finished_marker.exists():
+    if paths.finished_marker.exists():
         return "finished"
-    if layout.cancelled_marker.exists():
+    if paths.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
-        return "running here" if is_lock_held(layout.lock) else _ended(run)
+        return "running here" if is_lock_held(paths.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
-    return "unknown" if run.look.silence else _ended(run)
+    return "unknown" if run.snapshot.silence else _ended(run)
 
 
 def _ended(run: RunJobs) -> str:
@@ -149,7 +149,7 @@ def _ended(run: RunJobs) -> str:
 def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
-    rows += [_row(job, run.look) for job in run.jobs]
+    rows += [_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
@@ -160,20 +160,20 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
-    if run.look.silence:
+    if run.snapshot.silence:
         lines.append(
-            f"Slurm has not responded for {format_duration(run.look.silent_s)} "
-            f"({run.look.silence}); running jobs are not affected"
+            f"Slurm has not responded for {format_duration(run.snapshot.silent_s)} "
+            f"({run.snapshot.silence}); running jobs are not affected"
         )
     return lines
 
 
-def _row(job: JobView, look: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
+def _row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.queued
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
     if queued is None:
-        return (job.name, job_id, _unknown(job, look), "-", attempt, "-")
+        return (job.name, job_id, _unknown(job, snapshot), "-", attempt, "-")
     if queued.restarts:
         attempt += f", restart {queued.restarts}"
     state, nodes = format_state(queued), queued.nodes or "-"
@@ -192,8 +192,8 @@ def format_state(queued: QueuedJob) -> str:
     return state.name
 
 
-def _unknown(job: JobView, look: QueueSnapshot) -> str:
-    if look.silence:
+def _unknown(job: JobView, snapshot: QueueSnapshot) -> str:
+    if snapshot.silence:
         return "? (Slurm does not answer)"
     codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
     if codes:

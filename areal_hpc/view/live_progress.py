@@ -26,13 +26,13 @@ class PlainReporter:
     """One line per finished step, for logs and pipes."""
 
     def __init__(
-        self, layout: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
+        self, paths: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
     ) -> None:
-        self._layout = layout
+        self._paths = paths
         self._total_steps = total_steps
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
-        before = read_run_state(layout)
+        before = read_run_state(paths)
         self._last_step = _last_step(before.steps)
         self._last_sft = _last_step(before.sft)
         self._evaluated = {step for step, _ in before.evaluations}
@@ -53,7 +53,7 @@ class PlainReporter:
 
     def report_new_steps(self) -> None:
         """Print a line for every step that finished since the last look."""
-        snapshot = read_run_state(self._layout)
+        snapshot = read_run_state(self._paths)
         # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _last_step(snapshot.steps))
         self._last_sft = min(self._last_sft, _last_step(snapshot.sft))
@@ -79,15 +79,15 @@ class PlainReporter:
 class LiveReporter(PlainReporter):
     """A panel that refreshes in place; finished steps scroll by above it."""
 
-    def __init__(self, layout: RunPaths, total_steps: int, sft_steps: int) -> None:
+    def __init__(self, paths: RunPaths, total_steps: int, sft_steps: int) -> None:
         self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
-        super().__init__(layout, total_steps, sft_steps, self._live.console)
+        super().__init__(paths, total_steps, sft_steps, self._live.console)
         self._live.start()
         self._began_at = time.monotonic()
 
     def _show(self, stage: str) -> None:
         self.report_new_steps()
-        snapshot = read_run_state(self._layout, ask_ledger=stage == "train")
+        snapshot = read_run_state(self._paths, ask_ledger=stage == "train")
         rows, total = snapshot.steps, self._total_steps
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps
@@ -99,7 +99,7 @@ class LiveReporter(PlainReporter):
             f"step {done}/{total}",
             f"{time.monotonic() - self._began_at:.0f} s",
         )
-        self._live.update(Group(head, Text(format_queue_line(snapshot), style="dim")))
+        self._live.update(Group(head, Text(format_ticket_line(snapshot), style="dim")))
 
     def close(self) -> None:
         """Remove the panel and print what the last look missed."""
@@ -133,13 +133,13 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
     )
 
 
-def format_queue_line(snapshot: RunState) -> str:
+def format_ticket_line(snapshot: RunState) -> str:
     """Line about the ledger's tickets."""
     ledger = snapshot.ledger
     if ledger is None:
         return "starting"
     line = (
-        f"queue: {ledger.leased} running, {ledger.finished} finished, "
+        f"tickets: {ledger.leased} running, {ledger.finished} finished, "
         f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"
     )
     if ledger.filtered:

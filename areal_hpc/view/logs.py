@@ -51,16 +51,16 @@ class LogRecord:
     lines: tuple[str, ...]
 
 
-def log_files(layout: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
     Args:
-        layout: The run.
+        paths: The run.
         attempt: Which launch.
         wanted: Jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
     """
     found = []
-    for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
+    for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
@@ -80,17 +80,17 @@ def _node_of(path: Path) -> str:
     return found[1] if found else ""
 
 
-def choose_attempt(layout: RunPaths, attempt: int | None) -> int:
+def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
     """The attempt asked for, or the newest.
 
     Raises:
         RecipeError: There is no such attempt.
     """
-    attempts = layout.attempts()
+    attempts = paths.attempts()
     if not attempts or (attempt is not None and attempt not in attempts):
         raise RecipeError(
             f"expected an attempt of {attempts or 'none so far'}, got {attempt or 'the newest'}",
-            key=str(layout.logs_dir),
+            key=str(paths.logs_dir),
             hint="areal-hpc status RUN shows whether any job has started",
         )
     return attempts[-1] if attempt is None else attempt
@@ -134,8 +134,8 @@ def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile,
 class LogFollower:
     """Follower of a run's logs, those of later attempts, restarts and jobs included."""
 
-    def __init__(self, layout: RunPaths, wanted: Sequence[str]) -> None:
-        self._layout = layout
+    def __init__(self, paths: RunPaths, wanted: Sequence[str]) -> None:
+        self._paths = paths
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
@@ -177,15 +177,15 @@ class LogFollower:
 
     def _find(self) -> None:
         """List the newest attempt's folders: a few files for each job."""
-        self._stamps = {self._layout.logs_dir: _stamp(self._layout.logs_dir)}
-        attempts = self._layout.attempts()
+        self._stamps = {self._paths.logs_dir: _stamp(self._paths.logs_dir)}
+        attempts = self._paths.attempts()
         if not attempts:
             return
-        root = self._layout.log_dir(attempts[-1])
+        root = self._paths.log_dir(attempts[-1])
         jobs = [path for path in root.glob("*") if path.is_dir()]
         restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
         self._stamps |= {folder: _stamp(folder) for folder in [root, *jobs, *restarts]}
-        for file in log_files(self._layout, attempts[-1], self._wanted):
+        for file in log_files(self._paths, attempts[-1], self._wanted):
             known = self._files.get(file.path)
             if known is None or not known.node:  # the first line may have come since
                 self._files[file.path] = file

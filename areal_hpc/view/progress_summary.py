@@ -38,17 +38,17 @@ class RunProgress:
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
 
 
-def read_run_progress(layout: RunPaths) -> RunProgress:
+def read_run_progress(paths: RunPaths) -> RunProgress:
     """Look at a run without touching it."""
-    found = list_checkpoints(layout.checkpoints_dir, problems=[])  # audit tells of damaged ones
+    found = list_checkpoints(paths.checkpoints_dir, problems=[])  # audit tells of damaged ones
     checkpoint = found[-1] if found else None
     now = time.time()
     return RunProgress(
-        recipe=yaml.safe_load(layout.recipe.read_text()),
-        snapshot=read_run_state(layout),
+        recipe=yaml.safe_load(paths.recipe.read_text()),
+        snapshot=read_run_state(paths),
         checkpoint_step=checkpoint.state.step if checkpoint else None,
         checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
-        metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else 0.0,
+        metrics_s_ago=now - paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0,
     )
 
 

@@ -32,20 +32,20 @@ class RunState:
         return [(step, reward) for step, reward in rows if reward is not None]
 
 
-def read_run_state(layout: RunPaths, *, ask_ledger: bool = False) -> RunState:
+def read_run_state(paths: RunPaths, *, ask_ledger: bool = False) -> RunState:
     """Look at a run without touching it."""
     return RunState(
-        tuple(read_metrics(layout.metrics)),
-        tuple(read_lines(layout.sft_metrics)),
-        _ledger_status(layout) if ask_ledger else None,
+        tuple(read_metrics(paths.metrics)),
+        tuple(read_lines(paths.sft_metrics)),
+        _ledger_status(paths) if ask_ledger else None,
     )
 
 
-def _ledger_status(layout: RunPaths) -> LedgerStatus | None:
-    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, rendezvous.LEDGER)
+def _ledger_status(paths: RunPaths) -> LedgerStatus | None:
+    endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER)
     if endpoint is None:
         return None
-    client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)
+    client = WireClient(endpoint.url, paths.admin_key.read_text(), timeout_s=0.5)
     try:
         return client.call("/status", Empty(), LedgerStatus)
     except ClusterError:

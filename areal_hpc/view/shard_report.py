@@ -18,13 +18,13 @@ from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-def list_shards(layout: RunPaths) -> str:
+def list_shards(paths: RunPaths) -> str:
     """One line per sealed shard and a total."""
-    shards = read_index(layout.index_dir)
+    shards = read_index(paths.index_dir)
     if not shards:
-        return f"no sealed shards in {layout.index_dir}"
+        return f"no sealed shards in {paths.index_dir}"
     head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
-    rows = [_shard_line(layout.shards_dir / shard.file, shard) for shard in shards]
+    rows = [_shard_line(paths.shards_dir / shard.file, shard) for shard in shards]
     total = (
         f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
         f"{sum(shard.tokens for shard in shards)} tokens, "
@@ -33,11 +33,11 @@ def list_shards(layout: RunPaths) -> str:
     return "\n".join([*format_table([head, *rows], right=range(1, len(head) - 1)), total])
 
 
-def format_shards_json(layout: RunPaths) -> str:
+def format_shards_json(paths: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     lines = []
-    for shard in read_index(layout.index_dir):
-        versions = _version_range(layout.shards_dir / shard.file)
+    for shard in read_index(paths.index_dir):
+        versions = _version_range(paths.shards_dir / shard.file)
         line = {**msgspec.to_builtins(shard), "versions": versions}
         lines.append(msgspec.json.encode(line).decode())
     return "\n".join(lines)
@@ -147,11 +147,11 @@ def _find_row(path: Path, row: int) -> tuple[Path, int]:
         if 0 <= row < total:
             return path, row
     else:
-        layout = RunPaths(path)
+        paths = RunPaths(path)
         total = 0
-        for shard in read_index(layout.index_dir):
+        for shard in read_index(paths.index_dir):
             if 0 <= row - total < shard.rows:
-                return layout.shards_dir / shard.file, row - total
+                return paths.shards_dir / shard.file, row - total
             total += shard.rows
     raise RecipeError(
         f"there is no row {row}: {path} holds {total} rows",

@@ -9,19 +9,19 @@ from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.run_state import RunState
 
 
-def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
+def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     Args:
-        layout: The run.
+        paths: The run.
         snapshot: What it has done.
         program: How the reader calls this command line, for the suggestions.
     """
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
-        return f"nothing trained yet in {layout.root}"
+        return f"nothing trained yet in {paths.root}"
     last = trained[-1]
-    root = _nearby(layout.root)
+    root = _nearby(paths.root)
     shown_as = RunPaths(root)
     evaluations = snapshot.evaluations
     seconds = sum(row["time/step_s"] for row in trained)
@@ -33,7 +33,7 @@ def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
     compared = sum(row["logprob/compared_tokens"] for row in trained)
     spanning = sum(row["staleness/mixed_version_rows"] for row in trained)
     lines = [
-        f"{layout.root.parent.name}/{layout.root.name}: {last['step']} steps",
+        f"{paths.root.parent.name}/{paths.root.name}: {last['step']} steps",
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
         f"{format_metric(last['reward/mean'], '.3f')}",
     ]
@@ -51,7 +51,7 @@ def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
         f"{spanning} replies contain tokens of two weight versions",
         f"  run directory     {root}",
     ]
-    if layout.learning_curve.exists():
+    if paths.learning_curve.exists():
         lines.append(f"  learning curve    {shown_as.learning_curve}")
     if exported.is_dir():
         lines.append(f"  trained model     {exported}")

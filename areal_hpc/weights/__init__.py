@@ -1,1 +1,1 @@
-"""BROADCAST: new weights from trainer ranks into running SGLang replicas."""
+"""Broadcast of new weights from trainer ranks into running SGLang replicas."""

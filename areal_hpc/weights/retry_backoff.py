@@ -25,7 +25,7 @@ class _Failures:
 class UpdateBackoff:
     """Keeps replicas that cannot be updated from stopping those that can, and the training.
 
-    The first failure is forgiven: a resend usually mends it. From the second on, a replica is
+    The first failure is forgiven: a resend usually fixes it. From the second on, a replica is
     tried again after a pause that doubles, and that is longer than the failed try took, so
     that tries take a shrinking share of the time. A restarted one has a shorter pause: it may
     be well.

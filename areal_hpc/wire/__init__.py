@@ -1,1 +1,1 @@
-"""WIRE: the HTTP schemas and clients through which roles meet; the fault points of tests."""
+"""HTTP schemas (some are formats of files too) and clients of the services; fault points."""

@@ -24,7 +24,7 @@ from areal_hpc.wire.http import KEEP_ALIVE_S
 log = logging.getLogger(__name__)
 
 
-def has_key(request: Request, key: str) -> bool:
+def is_authorized(request: Request, key: str) -> bool:
     """True if a request carries the bearer key; takes equally long for every wrong one."""
     given = request.headers.get("authorization", "").encode("latin-1")
     return hmac.compare_digest(given, f"Bearer {key}".encode())

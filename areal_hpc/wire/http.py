@@ -21,7 +21,7 @@ BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the tries of a call."""
 
 
-def is_accepted(method: str, url: str, timeout_s: float) -> bool:
+def responds_ok(method: str, url: str, timeout_s: float) -> bool:
     """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
     try:
         with httpx.stream(
@@ -67,7 +67,7 @@ class WireClient:
         `timeout_s` limits one try (the client's own limit when None).
 
         Raises:
-            HttpStatusError: The peer answered with an error that repeating will not mend.
+            HttpStatusError: The peer answered with an error that repeating will not fix.
             ClusterError: The peer could not be reached in time.
         """
         url = f"{self._base_url}{route}"
@@ -97,7 +97,7 @@ class WireClient:
 
 
 class AsyncWireClient:
-    """The same calls for event loops, each made once, on one aiohttp session."""
+    """Client for event loops, on one aiohttp session; each call is made once."""
 
     def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
         self._base_url = base_url.rstrip("/")

@@ -189,7 +189,7 @@ class ExportedInteraction(Struct, frozen=True):
     interaction_id: str
     reward: float | None
     tensor_dict: dict[str, list[Any]]
-    """`session.export.batch_of_one`, as nested lists."""
+    """`session.export.to_batch`, as nested lists."""
 
 
 class ExportReply(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The central noun: what one episode taught, token by token.
+"""Trajectory: one training row, token by token, as agents produce it and trainers read it.
 
 Shape letters used in names across the package:
 

@@ -15,7 +15,7 @@ _STEP_MASK = (1 << _STEP_BITS) - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class WeightVersion:
-    """The weights after `step` optimizer steps, as held by `generation` of the trainer."""
+    """The weights after `step` training steps, as held by `generation` of the trainer."""
 
     generation: int
     step: int
@@ -57,7 +57,7 @@ class GenerationFork:
 def compute_staleness(
     current: WeightVersion, sampled: WeightVersion, forks: Sequence[GenerationFork]
 ) -> int:
-    """Optimizer steps between the weights that sampled a token and the current ones.
+    """Training steps between the weights that sampled a token and the current ones.
 
     Steps of an abandoned generation that were never saved do not count: they are measured from
     the last ancestor both generations share. `forks` has every generation of the run.

@@ -26,11 +26,11 @@ Listen = Callable[[str, dict[str, Any]], str]
 
 def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
     """One conversation, from a session to its reward; False while no ticket waits."""
-    layout = RunPaths(run)
-    proxy = rendezvous.find_endpoint(layout.rendezvous_dir, "proxy-cell-0")
+    paths = RunPaths(run)
+    proxy = rendezvous.find_endpoint(paths.rendezvous_dir, "proxy-cell-0")
     if proxy is None:
         return False
-    admin = bearer(layout.admin_key.read_text().strip())
+    admin = bearer(paths.admin_key.read_text().strip())
     opened = httpx.post(f"{proxy.url}/rl/start_session", json={"task_id": "chat"}, headers=admin)
     if opened.status_code == httpx.codes.TOO_MANY_REQUESTS:  # no ticket waits
         return False

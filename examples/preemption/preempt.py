@@ -19,25 +19,25 @@ from areal_hpc.rundir.paths import RunPaths
 COMMAND = (sys.executable, "-m", "areal_hpc")
 
 
-def newest_step(layout: RunPaths) -> int:
-    rows = read_lines(layout.metrics)
+def newest_step(paths: RunPaths) -> int:
+    rows = read_lines(paths.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 
 def main(recipe: Path, overrides: list[str]) -> None:
-    layout = RunPaths(load_recipe(recipe, overrides).run_dir.resolve())
+    paths = RunPaths(load_recipe(recipe, overrides).run_dir.resolve())
     command = [*COMMAND, "run", str(recipe), *overrides]
     running = subprocess.Popen(command)
-    while newest_step(layout) < 1:
+    while newest_step(paths) < 1:
         if running.poll() is not None:
             sys.exit(f"the run ended before its first step, with code {running.returncode}")
         time.sleep(0.2)
     running.send_signal(signal.SIGTERM)
     running.wait()
-    print(f"preempted after step {newest_step(layout)}", flush=True)
+    print(f"preempted after step {newest_step(paths)}", flush=True)
     subprocess.run(command, check=True)
-    print(f"went on to step {newest_step(layout)}", flush=True)
-    subprocess.run([*COMMAND, "audit", str(layout.root)], check=True)
+    print(f"went on to step {newest_step(paths)}", flush=True)
+    subprocess.run([*COMMAND, "audit", str(paths.root)], check=True)
 
 
 if __name__ == "__main__":

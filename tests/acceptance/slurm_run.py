@@ -60,7 +60,7 @@ class SlurmRun:
 
     def __init__(self, cluster: Devcluster, root: Path) -> None:
         self.cluster = cluster
-        self.layout = RunPaths(root / "runs" / "quickstart" / "slurm")
+        self.paths = RunPaths(root / "runs" / "quickstart" / "slurm")
         self.scratch = root / "scratch"
         """A folder for each node, for what it alone has: nodes here share all others."""
         self._food = root / "food"
@@ -89,7 +89,7 @@ class SlurmRun:
         setup = f"export OMP_NUM_THREADS=1,export SLURM_TMPDIR={place},mkdir -p {place}"
         self.areal_hpc(
             *("submit", "recipes/quickstart_slurm.yaml", *CUT_DOWN),
-            f"cluster.fileroot={self.layout.root.parents[1]}",
+            f"cluster.fileroot={self.paths.root.parents[1]}",
             f"cluster.slurm.jobs.cell.setup=[{setup}]",
             f"rollout.workflow_kwargs.food={self._food}",
             *overrides,
@@ -97,22 +97,22 @@ class SlurmRun:
 
     def learn(self, timeout_s: float) -> list[float]:
         """Run the recipe as it is shipped, to its end; the held-out rewards, evaluation by one."""
-        fileroot = f"cluster.fileroot={self.layout.root.parents[1]}"
+        fileroot = f"cluster.fileroot={self.paths.root.parents[1]}"
         recipe = "recipes/quickstart_slurm.yaml"
         self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
         return [reward for _, reward in self.judged()]
 
     def sighting(self, job: str) -> Sighting:
         """What `status`, `why` and `logs` say now; all of them must work."""
-        status = self.areal_hpc("status", str(self.layout.root))
+        status = self.areal_hpc("status", str(self.paths.root))
         row = next(line for line in status.splitlines() if line.startswith(f"{job} "))
-        assert self.areal_hpc("logs", str(self.layout.root), "-n", "5", job)
-        why = self.areal_hpc("why", str(self.layout.root), codes=(0, 1))
+        assert self.areal_hpc("logs", str(self.paths.root), "-n", "5", job)
+        why = self.areal_hpc("why", str(self.paths.root), codes=(0, 1))
         return Sighting(re.split(r"\s{2,}", row)[2], why.splitlines()[0])
 
     def audited(self) -> str:
         """The last line of `areal-hpc audit`, which must find nothing lost and nothing twice."""
-        verdict = self.areal_hpc("audit", str(self.layout.root)).splitlines()[-1]
+        verdict = self.areal_hpc("audit", str(self.paths.root)).splitlines()[-1]
         assert "duplicates=0 lost=0" in verdict
         return verdict
 
@@ -124,7 +124,7 @@ class SlurmRun:
 
     def job_id(self, job: str) -> str:
         """Of the newest submission."""
-        return latest_by_name(read_submissions(self.layout.submissions))[job].job_id
+        return latest_by_name(read_submissions(self.paths.submissions))[job].job_id
 
     def state(self, job: str) -> str:
         """Slurm's word."""
@@ -144,26 +144,26 @@ class SlurmRun:
 
     def starts(self, job: str) -> int:
         """How often the supervisors of a job have started."""
-        return read_newest_number(self._restarts_dir(job))
+        return read_newest_number(self._starts_dir(job))
 
     def started_at(self, job: str) -> float:
         """Unix time of the newest start's first process."""
-        return (self._restarts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
+        return (self._starts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
 
     def is_told_to_stop(self, job: str) -> bool:
         """True once the newest start's tasks have to stop."""
-        return (self._restarts_dir(job) / f"{self.starts(job):04d}.stop").exists()
+        return (self._starts_dir(job) / f"{self.starts(job):04d}.stop").exists()
 
-    def _restarts_dir(self, job: str) -> Path:
-        return self.layout.jobs_dir / job / "restarts"
+    def _starts_dir(self, job: str) -> Path:
+        return self.paths.jobs_dir / job / "restarts"
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened."""
-        return events_of(self.layout, name, since)
+        return events_of(self.paths, name, since)
 
     def judged(self) -> list[tuple[int, float]]:
         """Steps whose weights were evaluated, and the held-out rewards."""
-        rows = read_lines(self.layout.metrics)
+        rows = read_lines(self.paths.metrics)
         return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
     def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
@@ -181,12 +181,12 @@ class SlurmRun:
 
     def shards_of(self, cell: str) -> int:
         """How many it has sealed."""
-        return len(read_lines(self.layout.index_dir / f"{cell}.jsonl"))
+        return len(read_lines(self.paths.index_dir / f"{cell}.jsonl"))
 
     def proxies_of(self, cell: str) -> list[str]:
         """The live proxies of a cell, wherever they run."""
-        config = str(self.layout.jobs_dir / cell / "proxy.json")
-        return [one for one in processes_of(self.layout.root) if config in one]
+        config = str(self.paths.jobs_dir / cell / "proxy.json")
+        return [one for one in processes_of(self.paths.root) if config in one]
 
     # Waiting ---------------------------------------------------------------------------------
 
@@ -237,12 +237,12 @@ class SlurmRun:
     def await_none_left(self) -> None:
         """Wait until no job and no process of the run is there."""
         assert self.cluster.slurm("squeue", "-h") == ""
-        self.await_true(lambda: processes_of(self.layout.root) == [], 30.0)
+        self.await_true(lambda: processes_of(self.paths.root) == [], 30.0)
 
     def explained(self) -> str:
         """All that helps to understand what did not happen."""
         asked = [("status",), ("why",), ("logs", "-n", "60")]
-        root = str(self.layout.root)
+        root = str(self.paths.root)
         said = [self.areal_hpc(name, root, *more, codes=range(256)) for name, *more in asked]
         return "\n".join(said)
 
@@ -262,15 +262,15 @@ class SlurmRun:
     def breakdown(self, called_at: float) -> dict[str, float]:
         """Seconds of each part of the time from the command to the first trained step."""
         jobs = ("trainer", *(f"cell-{index}" for index in range(CELLS)))
-        taken = [self._restarts_dir(job) / "0001" for job in jobs]
+        taken = [self._starts_dir(job) / "0001" for job in jobs]
         moments = {
-            "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
-            "SFT": self.layout.sft_export.stat().st_mtime,
+            "submission": read_submissions(self.paths.submissions)[-1].submitted_at,
+            "SFT": self.paths.sft_export.stat().st_mtime,
             "queue": max(path.stat().st_mtime for path in taken),
             "probe": max(self._processes_started_at(job) for job in jobs),
             "servers": self.events("replica_ready")[0]["time"],
             "first weights": self.published()[0][0],
-            "first episodes": self.layout.manifest(1).stat().st_mtime,
+            "first episodes": self.paths.manifest(1).stat().st_mtime,
             "first step": next(at for at, one, _ in self.published() if one.step == 1),
         }
         parts, before = {}, called_at
@@ -280,6 +280,6 @@ class SlurmRun:
         return parts | {"total": round(before - called_at, 1)}
 
     def _processes_started_at(self, job: str) -> float:
-        texts = (path.read_text() for path in (self.layout.jobs_dir / job).rglob("*_log.out"))
+        texts = (path.read_text() for path in (self.paths.jobs_dir / job).rglob("*_log.out"))
         times = [time for text in texts for time in _STARTED.findall(text)]
         return max(datetime.fromisoformat(one.replace(",", ".")).timestamp() for one in times)

@@ -51,7 +51,7 @@ class ElasticRun(KilledRun):
 
     def send_away(self, cell: int) -> None:
         """Kill all of a cell, and keep its supervisor from starting it anew."""
-        folder = str(self.layout.jobs_dir / f"cell-{cell}")
+        folder = str(self.paths.jobs_dir / f"cell-{cell}")
         supervisor = next(
             process
             for process in psutil.process_iter()
@@ -71,7 +71,7 @@ class ElasticRun(KilledRun):
 
     def published(self) -> list[dict[str, Any]]:
         """Every publication so far."""
-        return events_of(self.layout, "weights_published")
+        return events_of(self.paths, "weights_published")
 
     def await_replicas(self, count: int, timeout_s: float) -> None:
         """Wait until `STEPS_BETWEEN` steps in a row were published to so many replicas."""
@@ -97,15 +97,15 @@ def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
     began, known = time.time(), len(run.published())
     run.send_away(0)
     time.sleep(20.0)
-    paused_at = trained_steps(run.layout)
+    paused_at = trained_steps(run.paths)
     time.sleep(10.0)
-    assert trained_steps(run.layout) == paused_at, "nothing can be trained on without a replica"
+    assert trained_steps(run.paths) == paused_at, "nothing can be trained on without a replica"
     run.call_back()
     run.await_replicas(CELLS, START_TIMEOUT_S)
     seen.append(change(run, "1 -> 0 -> 3", began, known))
     run.press_ctrl_c()
     await_none_left(run, 20.0)
-    died = [one["process"] for one in events_of(run.layout, "process_exited")]
+    died = [one["process"] for one in events_of(run.paths, "process_exited")]
     assert not [process for process in died if "trainer" in process], died
     write_results("elastic", seen)
     assert max(one["longest_update_s"] for one in seen) <= MOST_MEMBERSHIP_S, seen

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_ctrl_c_in_every_phase_then_the_run_completes(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "runs")
     interrupt_in_each(run, PHASES)
-    assert trained_steps(run.layout) >= 1
+    assert trained_steps(run.paths) >= 1
     run.finish()
-    assert [row["step"] for row in read_lines(run.layout.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2, 3]
     assert run.processes() == []

@@ -96,10 +96,10 @@ async def end_all(agents: list[Agent], url: str) -> None:
 def remembered(stage: Stage) -> SessionStore:
     """What the journal holds."""
     (journal,) = stage.journal_dir.glob("*/journal")
-    book = SessionStore()
+    store = SessionStore()
     for record in read_journal(journal):
-        book.apply(decode_event(record.payload))
-    return book
+        store.apply(decode_event(record.payload))
+    return store
 
 
 def memory_mb(stage: Stage, name: str) -> float:
@@ -135,10 +135,10 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
             began = time.monotonic()
             asyncio.run(play(agents, stage.url, TURNS))
             seconds = time.monotonic() - began
-            book = remembered(stage)
+            store = remembered(stage)
             sent = {tuple(request["input_ids"]) for request in stage.sglang.requests}
             for agent in agents:
-                tree = book.sessions[agent.session_id].tree
+                tree = store.sessions[agent.session_id].tree
                 assert [one.interaction_id for one in tree] == list(agent.seen)
                 for one in tree:
                     interactions += 1
@@ -193,19 +193,19 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
         agents = open_agents(stage, KILLED_SESSIONS)
         for kill in range(3):
             asyncio.run(play_until_killed(stage, agents, after_s=1.5 + 0.4 * kill))
-            book = remembered(stage)
+            store = remembered(stage)
             for agent in agents:
-                tree = book.sessions[agent.session_id].tree
+                tree = store.sessions[agent.session_id].tree
                 for interaction_id, content in agent.seen.items():
                     assert tree[interaction_id].reply["content"] == content
             seen = sum(len(agent.seen) for agent in agents)
             stage.start_proxy()
         asyncio.run(play(agents, stage.url, 1))
         assert sum(agent.errors for agent in agents) == 0
-        book = remembered(stage)
+        store = remembered(stage)
         asyncio.run(end_all(agents, stage.url))
         for agent in agents:
-            tree = book.sessions[agent.session_id].tree
+            tree = store.sessions[agent.session_id].tree
             expected = export_interactions(tree, ExportRequest(agent.session_id))
             assert export(stage, agent).interactions == expected
     finally:

@@ -94,7 +94,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     assert run.job_id("trainer") == job_id
     assert row["restarts"] == restarts + 1
     assert row["steps_lost"] <= COMMIT_EVERY_STEPS
-    assert f"restart {restarts + 1}" in run.areal_hpc("status", str(run.layout.root))
+    assert f"restart {restarts + 1}" in run.areal_hpc("status", str(run.paths.root))
 
 
 def preempt_at(run: SlurmRun, point: str) -> float:
@@ -272,13 +272,13 @@ def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     assert row["restarts"] == 1
     assert row["steps_meanwhile"] > 0, "training never waits"
     assert len(set(steps)) == len(steps), "no step is judged twice"
-    run.areal_hpc("cancel", str(run.layout.root))
+    run.areal_hpc("cancel", str(run.paths.root))
     run.await_none_left()
 
 
 def cancel_and_finish(run: SlurmRun) -> None:
     """Cancel the run: nothing of it is left. Resume it: it is whole again, and finishes."""
-    root, began = str(run.layout.root), time.time()
+    root, began = str(run.paths.root), time.time()
     before = run.version
     run.areal_hpc("cancel", root)
     cancelled_s = round(time.time() - began, 1)
@@ -290,7 +290,7 @@ def cancel_and_finish(run: SlurmRun) -> None:
     run.areal_hpc("resume", root, f"trainer.total_steps={before.step + STEPS_LEFT}")
     sighting = run.sighting("trainer")
     resumed, stepped_at = run.await_generation_after(before)
-    run.await_true(run.layout.finished_marker.exists)
+    run.await_true(run.paths.finished_marker.exists)
     jobs = ("trainer", "cell-0", "cell-1")
     run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})
     row: Row = {

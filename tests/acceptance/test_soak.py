@@ -69,7 +69,7 @@ class Soak(KilledRun):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 text = " ".join([*process.cmdline(), *process.environ().values()])
-                if str(self.layout.root) in text or str(self.fileroot) in text:
+                if str(self.paths.root) in text or str(self.fileroot) in text:
                     found[process] = role_of(process.cmdline())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -98,7 +98,7 @@ class Soak(KilledRun):
     def soak(self, seconds: float, chance: random.Random) -> None:
         """Kill for so long; give the command again whenever it gives up."""
         self.launch()
-        self.await_true(lambda: bool(read_lines(self.layout.metrics)), timeout_s=300.0)
+        self.await_true(lambda: bool(read_lines(self.paths.metrics)), timeout_s=300.0)
         ends_at = time.monotonic() + seconds
         strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
         while time.monotonic() < ends_at:
@@ -117,7 +117,7 @@ class Soak(KilledRun):
         assert self.process is not None
         if self.process.poll() is None:
             self.press_ctrl_c()
-        self.steps = read_lines(self.layout.metrics)[-1]["step"] + MORE_STEPS
+        self.steps = read_lines(self.paths.metrics)[-1]["step"] + MORE_STEPS
         self.override(f"trainer.total_steps={self.steps}")
         self.launch()
         assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
@@ -173,7 +173,7 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
     verdict = run.audited()
     assert run.struck().keys() == {kill.name for kill in POINTS}, run.said()
     assert verdict == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
-    said_by(areal_hpc("shards", "verify", run.layout.root, timeout_s=None))
+    said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
     await_none_left(run, 20.0)
     growth = run.growth()
     write(run, verdict, steps, time.monotonic() - began, growth)

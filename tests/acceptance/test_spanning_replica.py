@@ -35,7 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[Devcluster]:
 
 def second_scheduler(run: Submitting) -> psutil.Process:
     """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
-    config = str(run.layout.jobs_dir / "cell-0" / "follower-1.json")
+    config = str(run.paths.jobs_dir / "cell-0" / "follower-1.json")
     (follower,) = [one for one in psutil.process_iter() if config in command_of(one)]
     below = follower.children(recursive=True)
     found = [*filter(is_scheduler, below)]
@@ -55,22 +55,22 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     run = Submitting(cluster, tmp_path / "runs")
     waiting = run.start("--wait", *SPANNING)
     request.addfinalizer(waiting.kill)  # where the test failed it would wait for good
-    wait_for(lambda: len(events_of(run.layout, "weights_published")) >= 3, START_S)
+    wait_for(lambda: len(events_of(run.paths, "weights_published")) >= 3, START_S)
     struck_at = time.time()
     second_scheduler(run).kill()
-    wait_for(lambda: len(events_of(run.layout, "replica_ready")) == 2, START_S)
-    (died,) = events_of(run.layout, "replica_died")
+    wait_for(lambda: len(events_of(run.paths, "replica_ready")) == 2, START_S)
+    (died,) = events_of(run.paths, "replica_died")
     assert died["time"] - struck_at < 30, died
     assert "step      8/8" in finish(waiting)
 
-    updates = events_of(run.layout, "weights_published")
+    updates = events_of(run.paths, "weights_published")
     assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
-    logs = run.layout.logs_dir / "latest" / "cell-0" / "restart_00"
+    logs = run.paths.logs_dir / "latest" / "cell-0" / "restart_00"
     parts = {path.name for path in logs.glob("replica-*.log")}
     assert parts == {
         f"replica-0.{incarnation}{part}.log" for incarnation in (1, 2) for part in ("", "-node-1")
     }
     heads = [(logs / f"{name}.log").read_text().split()[1] for name in ("driver-0", "follower-1")]
     assert heads[0] != heads[1], "on one node"
-    audit = run.call("audit", str(run.layout.root))
+    audit = run.call("audit", str(run.paths.root))
     assert "trained_once=32 duplicates=0 lost=0" in audit.stdout, audit.stdout + audit.stderr

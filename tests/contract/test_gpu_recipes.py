@@ -17,7 +17,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.devices import shortages
+from areal_hpc.launch.gpu_assignment import find_gpu_shortages
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent
@@ -111,8 +111,8 @@ def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(name: str, plan: Callable
     assert longest is not None
     assert longest <= recipe.trainer.max_tokens_per_microbatch
     if NODES[name] == 1:
-        assert shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
-        (problem,) = shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
+        assert find_gpu_shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
+        (problem,) = find_gpu_shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
         assert "it needs 8 at once" in problem.message
 
 

@@ -22,8 +22,8 @@ def describe(site: str) -> str:
     """What `areal-hpc submit --dry-run` prints for a site."""
     where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
     recipe = load_recipe(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
-    layout = RunPaths(recipe.run_dir.resolve())
-    return format_requests(layout, build_requests(recipe, WORKING_FOLDER))
+    paths = RunPaths(recipe.run_dir.resolve())
+    return format_requests(paths, build_requests(recipe, WORKING_FOLDER))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.restarts import read_own_stop_notice
+from areal_hpc.jobs.starts import read_own_stop_notice
 from areal_hpc.jobs.time_limit import record_checkpoint_time
 
 
@@ -24,7 +24,7 @@ def steady(config: dict[str, str]) -> None:
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, save)
-    _note(config, f"began {os.environ['AREAL_HPC_START']} at {os.environ['AREAL_HPC_HOST']}")
+    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']} at {os.environ['AREAL_HPC_HOST']}")
     while True:
         time.sleep(0.1)
 
@@ -48,9 +48,9 @@ def slow_saver(config: dict[str, str]) -> None:
 
 def crash(config: dict[str, str]) -> None:
     """Get further in the first start only, and crash in each."""
-    if os.environ["AREAL_HPC_START"] == "1":
+    if os.environ["AREAL_HPC_JOB_START"] == "1":
         Path(config["progress"]).write_text("a step\n")
-    _note(config, f"crashed {os.environ['AREAL_HPC_START']}")
+    _note(config, f"crashed {os.environ['AREAL_HPC_JOB_START']}")
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -62,8 +62,8 @@ def refuse(config: dict[str, str]) -> None:
 
 def idle_once(config: dict[str, str]) -> None:
     """Find nothing to do in the first start."""
-    _note(config, f"began {os.environ['AREAL_HPC_START']}")
-    if os.environ["AREAL_HPC_START"] == "1":
+    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']}")
+    if os.environ["AREAL_HPC_JOB_START"] == "1":
         raise SystemExit(79)
 
 
@@ -80,7 +80,7 @@ def wait_to_go(config: dict[str, str]) -> None:
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, save)
-    _note(config, f"began {os.environ['AREAL_HPC_START']}")
+    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']}")
     while not Path(config["go"]).exists():
         time.sleep(0.1)
     _note(config, "done")

@@ -35,7 +35,7 @@ srun --output {folder}/%j_%t_log.out {python} -m tests.slurm.small_role {folder}
 @dataclass(frozen=True)
 class OperatedRun:
     cluster: Devcluster
-    layout: RunPaths
+    paths: RunPaths
 
     @classmethod
     def make(
@@ -43,34 +43,34 @@ class OperatedRun:
     ) -> "OperatedRun":
         names = [f"cluster.fileroot={fileroot}", f"trial_name={trial}", "cluster.stop_grace_s=6"]
         recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [*names, *overrides])
-        layout = RunPaths(recipe.run_dir.resolve())
-        layout.log_dir(1).mkdir(parents=True)
-        layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        return cls(cluster, layout)
+        paths = RunPaths(recipe.run_dir.resolve())
+        paths.log_dir(1).mkdir(parents=True)
+        paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        return cls(cluster, paths)
 
     def submit(self, job: str, does: str, *options: str, tasks: int = 1) -> str:
         """Submit a job whose one process does a thing of `small_role.py`; its id."""
         entry = "tests.slurm.small_role:role"
-        config = {"does": does, "run_dir": str(self.layout.root)}
+        config = {"does": does, "run_dir": str(self.paths.root)}
         spec = ProcessSpec(job.partition("-")[0], "agents", entry, config, ends_job=True)
-        folder = self.layout.jobs_dir / job
+        folder = self.paths.jobs_dir / job
         folder.mkdir(parents=True)
         # It has crashed once already: the next crash ends it for good.
         (folder / "failures_without_progress.json").write_text('{"failures":1}')
         script = folder / "job.sbatch"
         slurm = SlurmLaunchInfo(
-            submissions=str(self.layout.submissions),
+            submissions=str(self.paths.submissions),
             script=str(script),
-            excluded_nodes=str(self.layout.excluded_nodes),
-            cancelled=str(self.layout.cancelled_marker),
+            excluded_nodes=str(self.paths.excluded_nodes),
+            cancelled=str(self.paths.cancelled_marker),
             margin_s=5.0,
             least_free_bytes=64 << 20,
         )
         launch = LaunchFile(
             job=JobSpec(job, "agents", [spec], tasks=tasks),
             job_dir=str(folder),
-            log_dir=str(self.layout.log_dir(1)),
-            events=str(self.layout.events),
+            log_dir=str(self.paths.log_dir(1)),
+            events=str(self.paths.events),
             pythons=dict.fromkeys(ROLES, sys.executable),
             stop_grace_s=6.0,
             slurm=slurm,
@@ -78,9 +78,9 @@ class OperatedRun:
         (folder / "launch.json").write_bytes(msgspec.json.encode(launch))
         script.write_text(
             SCRIPT.format(
-                trial=self.layout.root.name,
+                trial=self.paths.root.name,
                 job=job,
-                run_dir=self.layout.root,
+                run_dir=self.paths.root,
                 folder=folder,
                 checkout=CHECKOUT,
                 python=sys.executable,
@@ -90,12 +90,12 @@ class OperatedRun:
             "sbatch", "--parsable", f"--ntasks={tasks}", "--mem=400", *options, str(script)
         )
         submission = Submission(job, job_id, 1, time.time(), str(script))
-        record_submission(self.layout.submissions, submission)
+        record_submission(self.paths.submissions, submission)
         return job_id
 
     def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            (sys.executable, "-m", "areal_hpc", command, str(self.layout.root), *arguments),
+            (sys.executable, "-m", "areal_hpc", command, str(self.paths.root), *arguments),
             cwd=CHECKOUT,
             env={**self.cluster.environ, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
@@ -112,5 +112,5 @@ class OperatedRun:
 
     def log(self, job: str) -> str:
         name = job.partition("-")[0]
-        found = sorted(self.layout.log_dir(1).glob(f"{job}/**/{name}*.log"))
+        found = sorted(self.paths.log_dir(1).glob(f"{job}/**/{name}*.log"))
         return "\n".join(path.read_text() for path in found)

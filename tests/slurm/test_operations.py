@@ -38,7 +38,7 @@ def processes_of(run: OperatedRun) -> list[str]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if any(str(run.layout.root) in word for word in words) and process.pid != os.getpid():
+        if any(str(run.paths.root) in word for word in words) and process.pid != os.getpid():
             found.append(" ".join(words))
     return found
 
@@ -77,9 +77,9 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
     assert "saved" in run.log("trainer")
-    outcome = json.loads((run.layout.jobs_dir / "trainer" / "task_exit.0.json").read_text())
+    outcome = json.loads((run.paths.jobs_dir / "trainer" / "task_exit.0.json").read_text())
     assert outcome["exit_code"] == 143
-    assert run.layout.cancelled_marker.exists()
+    assert run.paths.cancelled_marker.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
     follower.send_signal(signal.SIGINT)
     follower.communicate(timeout=60)
@@ -141,10 +141,10 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
 
 def tear(run: OperatedRun) -> list[Path]:
     """Leave in every JSON-lines file what a full disk leaves, and a line joined to a fragment."""
-    layout = run.layout
-    index = layout.index_dir / "cell-0.jsonl"
-    files = [layout.submissions, layout.excluded_nodes, layout.events, layout.metrics]
-    files += [layout.drops, layout.curriculum, layout.sft_metrics, index]
+    paths = run.paths
+    index = paths.index_dir / "cell-0.jsonl"
+    files = [paths.submissions, paths.excluded_nodes, paths.events, paths.metrics]
+    files += [paths.drops, paths.curriculum, paths.sft_metrics, index]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as stream:
@@ -163,7 +163,7 @@ def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path
     status = run.command("status")
     assert f"trainer  {trainer}" in status
     assert "RUNNING" in status
-    assert f"{run.layout.submissions} line 2 cannot be read and is left out" in status
+    assert f"{run.paths.submissions} line 2 cannot be read and is left out" in status
     assert "nothing has failed" in run.command("why")
     assert "quickstart/torn  running" in run.command("list")
     run.command("audit")
@@ -176,7 +176,7 @@ def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path
     assert "job      trainer" in run.command("resume", *held)
     jobs = len(run.cluster.slurm("squeue", "-h").splitlines())
     assert f"cancelled {jobs} jobs" in run.command("cancel", "--now"), "the new lines count"
-    assert all(b'"jo\n' in path.read_bytes() for path in torn if path == run.layout.submissions)
+    assert all(b'"jo\n' in path.read_bytes() for path in torn if path == run.paths.submissions)
 
 
 def areal_hpc(cluster: Devcluster, *arguments: str, code: int = 0) -> str:

@@ -42,10 +42,10 @@ def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
             timeout=400,
             check=False,
         )
-        layout = RunPaths(tmp_path / "runs" / "areal" / "slurm")
+        paths = RunPaths(tmp_path / "runs" / "areal" / "slurm")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step      2/2" in done.stdout
-        submitted = read_submissions(layout.submissions)
+        submitted = read_submissions(paths.submissions)
         assert [one.job for one in submitted] == ["trainer", "cell-0"]
         assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
-    assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]

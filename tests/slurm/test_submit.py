@@ -35,7 +35,7 @@ def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
     ended = run.submit("--wait", timeout_s=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step      5/5" in ended.stdout
-    assert [row["step"] for row in read_lines(run.layout.metrics)][-1] == 5
+    assert [row["step"] for row in read_lines(run.paths.metrics)][-1] == 5
     assert [one.job for one in run.submissions] == ["sft", "trainer", "cell-0", "cell-1"]
     states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
     assert set(states.values()) == {"COMPLETED"}, states
@@ -45,7 +45,7 @@ def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
     }
     assert len({nodes["cell-0"], nodes["cell-1"]}) == 2
     assert len(nodes["trainer"].split(",")) == 2 or "-" in nodes["trainer"]
-    audit = run.call("audit", str(run.layout.root))
+    audit = run.call("audit", str(run.paths.root))
     assert "trained_once=20 duplicates=0 lost=0" in audit.stdout, audit.stdout + audit.stderr
 
 
@@ -53,7 +53,7 @@ def test_a_dry_run_touches_nothing(run: Submitting) -> None:
     shown = run.submit("--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("#!/bin/bash") == 4
-    assert not run.layout.root.exists()
+    assert not run.paths.root.exists()
 
 
 def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
@@ -67,12 +67,12 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
     shown, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 130, shown
     assert "detached; jobs keep running" in shown
-    script = (run.layout.jobs_dir / "cell-1" / "job.sbatch").read_text()
+    script = (run.paths.jobs_dir / "cell-1" / "job.sbatch").read_text()
     assert "--dependency=afterok:" + run.submissions[0].job_id in script
-    for again in (run.submit(*held), run.call("run", str(run.layout.recipe))):
+    for again in (run.submit(*held), run.call("run", str(run.paths.recipe))):
         assert again.returncode == 75
         assert all(one.job_id in again.stderr for one in run.submissions)
-    assert cluster.slurm("squeue", "-h", "-o", "%k").splitlines() == [str(run.layout.root)] * 4
+    assert cluster.slurm("squeue", "-h", "-o", "%k").splitlines() == [str(run.paths.root)] * 4
 
 
 def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submitting) -> None:
@@ -95,16 +95,16 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
 ) -> None:
     submitted = run.submit(*SWEEP, *HELD, "trainer.parallel.dp=1")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    parent = run.layout.root.parent
+    parent = run.paths.root.parent
     layouts = [RunPaths(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
-    ids = [[one.job_id for one in read_submissions(layout.submissions)] for layout in layouts]
+    ids = [[one.job_id for one in read_submissions(paths.submissions)] for paths in layouts]
     sft = ids[0][0].partition("_")[0]
     assert [one[0] for one in ids] == [f"{sft}_0", f"{sft}_1"]
     assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
     assert sum(f"aftercorr:{sft}" in line for line in waiting) >= 6
-    wait_for(lambda: all(layout.sft_export.exists() for layout in layouts), 200)
-    finals = [read_lines(layout.sft_metrics)[-1]["loss"] for layout in layouts]
+    wait_for(lambda: all(paths.sft_export.exists() for paths in layouts), 200)
+    finals = [read_lines(paths.sft_metrics)[-1]["loss"] for paths in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
     alone = layouts[1].jobs_dir / "sft" / "job.sbatch"
@@ -143,7 +143,7 @@ def test_scripts_of_a_site_pass_the_clusters_own_check(
 def test_the_plain_scripts_start_a_run_that_is_only_written_down(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:
-    written = run.submit("--no-submit")
+    written = run.submit("--write-only")
     assert written.returncode == 0, written.stdout + written.stderr
     assert run.submissions == []
 
@@ -151,11 +151,11 @@ def test_the_plain_scripts_start_a_run_that_is_only_written_down(
         command = ("sbatch", "--parsable", f"--chdir={CHECKOUT}", f"--output={tmp_path}/{name}.out")
         return cluster.slurm(*command, str(CHECKOUT / "slurm" / f"{name}.sbatch"), *arguments)
 
-    root = str(run.layout.root)
+    root = str(run.paths.root)
     sft = sbatch("sft", root)
     wait_for(lambda: cluster.job_state(sft) not in {"PENDING", "RUNNING", "COMPLETING"}, 120)
     assert cluster.job_state(sft) == "COMPLETED"
     trainer, cell = sbatch("trainer", root), sbatch("cell", root, "0")
-    found = [run.layout.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
+    found = [run.paths.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
     wait_for(lambda: all(path.exists() for path in found), 100)
     assert {cluster.job_state(job) for job in (trainer, cell)} == {"RUNNING"}

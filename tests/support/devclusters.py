@@ -129,7 +129,7 @@ class Submitting:
     def __init__(self, cluster: Devcluster, fileroot: Path) -> None:
         self._cluster = cluster
         self._fileroot = fileroot
-        self.layout = RunPaths(fileroot / "quickstart" / "slurm")
+        self.paths = RunPaths(fileroot / "quickstart" / "slurm")
 
     def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
         return areal_hpc(*arguments, environ=self._cluster.environ, timeout_s=timeout_s)
@@ -157,4 +157,4 @@ class Submitting:
 
     @property
     def submissions(self) -> list[Submission]:
-        return read_submissions(self.layout.submissions)
+        return read_submissions(self.paths.submissions)

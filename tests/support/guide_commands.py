@@ -57,9 +57,9 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
     }
     shell = ("bash", "-c", text + separator + " ".join(small))
     answer = run_program(*shell, environ=environ, timeout_s=360)
-    layout = RunPaths(fileroot / command.run)
-    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(layout)
-    steps = [row["step"] for row in read_lines(layout.metrics)]
+    paths = RunPaths(fileroot / command.run)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(paths)
+    steps = [row["step"] for row in read_lines(paths.metrics)]
     assert steps == [0, 1], answer.stdout
-    assert audit_of(layout.root) == "trained_once=1 duplicates=0 lost=0 open=0"
-    assert processes_of(layout.root) == []
+    assert audit_of(paths.root) == "trained_once=1 duplicates=0 lost=0 open=0"
+    assert processes_of(paths.root) == []

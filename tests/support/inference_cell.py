@@ -70,8 +70,8 @@ def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
 class Cell:
     """A running inference job."""
 
-    def __init__(self, layout: RunPaths, name: str) -> None:
-        self.layout = layout
+    def __init__(self, paths: RunPaths, name: str) -> None:
+        self.paths = paths
         self.name = name
         self.generation = 1
         self._relays: list[httpx.Client] = []
@@ -79,14 +79,14 @@ class Cell:
 
     def start(self) -> None:
         """Run the job, for the first time or after its end. Its relay answers on return."""
-        layout, config_path = self.layout, self.layout.root / f"{self.name}.json"
-        (layout.rendezvous_dir / f"control-{self.name}.json").unlink(missing_ok=True)
+        paths, config_path = self.paths, self.paths.root / f"{self.name}.json"
+        (paths.rendezvous_dir / f"control-{self.name}.json").unlink(missing_ok=True)
         self.job = start_job_process(
-            "areal_hpc.inference.job:run", config_path, layout.root / f"{self.name}.log"
+            "areal_hpc.inference.job:run", config_path, paths.root / f"{self.name}.log"
         )
         try:
             endpoint = await_endpoint(
-                layout.rendezvous_dir,
+                paths.rendezvous_dir,
                 f"control-{self.name}",
                 20,
                 is_cancelled=lambda: self.job.poll() is not None,
@@ -94,7 +94,7 @@ class Cell:
         except ClusterError:
             self.stop()
             raise
-        self.admin_key = layout.admin_key.read_text()
+        self.admin_key = paths.admin_key.read_text()
         self.relay = httpx.Client(
             base_url=endpoint.url,
             headers={"Authorization": f"Bearer {self.admin_key}"},
@@ -189,12 +189,12 @@ class Cell:
         return [*engines, *(child for engine in engines for child in engine.children(True))]
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.layout.events.read_text().splitlines()]
+        return [json.loads(line) for line in self.paths.events.read_text().splitlines()]
 
     def logs(self) -> str:
         tails = (
             f"== {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
-            for path in self.layout.root.rglob("*.log")
+            for path in self.paths.root.rglob("*.log")
         )
         return "\n".join(tails)
 
@@ -204,17 +204,17 @@ def running_cell(
     run_dir: Path, model: Qwen3ForCausalLM, *, name: str = "cell-0", **inference: Any
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
-    layout = RunPaths(run_dir)
-    save_with_tokenizer(model, layout.tiny_model_dir)
+    paths = RunPaths(run_dir)
+    save_with_tokenizer(model, paths.tiny_model_dir)
     config = {
         "run_dir": str(run_dir),
         "cell": name,
         "inference": {"device": "cpu", "dtype": "float32", **inference},
-        "model_path": str(layout.tiny_model_dir),
+        "model_path": str(paths.tiny_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / f"{name}.json").write_text(json.dumps(config))
-    cell = Cell(layout, name)
+    cell = Cell(paths, name)
     try:
         yield cell
     finally:

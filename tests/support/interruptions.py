@@ -16,24 +16,24 @@ Phases = Mapping[str, Callable[[RunPaths], bool]]
 """How to see that a run has come to them, in their order."""
 
 
-def _evaluates(layout: RunPaths) -> bool:
-    endpoints = (layout.rendezvous_dir / f"{name}.json" for name in ("control-cell-0", "ledger"))
-    return all(one.exists() for one in endpoints) and any(layout.generations_dir.glob("*"))
+def _evaluates(paths: RunPaths) -> bool:
+    endpoints = (paths.rendezvous_dir / f"{name}.json" for name in ("control-cell-0", "ledger"))
+    return all(one.exists() for one in endpoints) and any(paths.generations_dir.glob("*"))
 
 
 PHASES: Phases = {
-    "SFT": lambda layout: bool(read_lines(layout.sft_metrics)),
-    "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
+    "SFT": lambda paths: bool(read_lines(paths.sft_metrics)),
+    "servers starting": lambda paths: any(paths.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
-    "training": lambda layout: trained_steps(layout) >= 1,
+    "training": lambda paths: trained_steps(paths) >= 1,
 }
 
 
 def interrupt_in_each(run: SmallRun, phases: Phases) -> None:
     """Start the run once a phase and press Ctrl-C in it: it ends in time, and nothing is left."""
     for phase, is_reached in phases.items():
-        seconds = run.interrupt_when(partial(is_reached, run.layout))
+        seconds = run.interrupt_when(partial(is_reached, run.paths))
         assert seconds <= STOP_LIMIT_S, f"{phase}: {seconds:.1f} s"
         assert run.processes() == [], phase
         for name in ("control-cell-0.json", "ledger.json"):
-            (run.layout.rendezvous_dir / name).unlink(missing_ok=True)
+            (run.paths.rendezvous_dir / name).unlink(missing_ok=True)

@@ -169,7 +169,7 @@ class KilledRun(SmallRun):
 
     def _victims(self, party: str) -> list[psutil.Process]:
         """Live processes of a party."""
-        run_dir = str(self.layout.root)
+        run_dir = str(self.paths.root)
         found: list[psutil.Process] = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -180,16 +180,16 @@ class KilledRun(SmallRun):
 
     def assert_complete(self) -> str:
         """Every step was taken and told once, every ticket trained once; the audit's verdict."""
-        rows = read_lines(self.layout.metrics)
+        rows = read_lines(self.paths.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
-        assert self.layout.finished_marker.exists()
+        assert self.paths.finished_marker.exists()
         verdict = self.audited()
         assert verdict == f"trained_once={4 * self.steps} duplicates=0 lost=0 open=0"
         return verdict
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
-        published = events_of(self.layout, "weights_published", struck_at)
+        published = events_of(self.paths, "weights_published", struck_at)
         later: list[float] = [event["time"] for event in published if event["replicas"]]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
@@ -213,7 +213,7 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 def warmed_up_model(root: Path) -> Path:
     """The quick start's model after a short SFT stage, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunPaths(run.layout.root).export("sft")
+    export = RunPaths(run.paths.root).export("sft")
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

@@ -244,12 +244,12 @@ class Case:
         save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
-def go_through(scenario: dict[str, Any], layout: RunPaths) -> dict[str, Any]:
+def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     """What is found out about every family of the scenario; an act of `replay_worker`."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
     for family in scenario["families"]:
-        one = Case(family, parallel, layout.root)
+        one = Case(family, parallel, paths.root)
         found = one.compare()
         one.save()
         found |= one.save_and_resume()

@@ -55,15 +55,15 @@ class Stage:
         context_tokens: int = 2048,
         **config: Any,
     ) -> None:
-        self.layout = RunPaths(root / "run")
-        self.admin_key = rendezvous.ensure_admin_key(self.layout.admin_key)
+        self.paths = RunPaths(root / "run")
+        self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
         self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"
         self.tokenizer = byte_level_tokenizer()
         self.loop = LoopThread()
         self.sglang = ScriptedSGLang(self.tokenizer)
-        self.relay = StandInRelay(self.layout.rendezvous_dir, self.admin_key)
-        self.ledger = StandInLedger(self.layout.rendezvous_dir)
+        self.relay = StandInRelay(self.paths.rendezvous_dir, self.admin_key)
+        self.ledger = StandInLedger(self.paths.rendezvous_dir)
         for part in (self.sglang, self.relay, self.ledger):
             self.loop.run(part.start())
         self.relay.show(self.sglang.url)
@@ -72,7 +72,7 @@ class Stage:
         shards = {"seal_after_s": 3600.0, "journal_dir": str(self.journal_dir)}
         self.configure(
             {
-                "run_dir": str(self.layout.root),
+                "run_dir": str(self.paths.root),
                 "cell": CELL,
                 "model_path": str(self.model_dir),
                 "model_name": "tiny",
@@ -97,7 +97,7 @@ class Stage:
 
     @property
     def url(self) -> str:
-        endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
+        endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, f"proxy-{CELL}")
         assert endpoint is not None
         return endpoint.url
 
@@ -118,7 +118,7 @@ class Stage:
 
         def is_up() -> bool:
             assert process.poll() is None, self.log
-            endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
+            endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, f"proxy-{CELL}")
             return endpoint is not None and endpoint.pid == process.pid
 
         wait_for(is_up, PATIENCE_S, lambda: self.log)

@@ -29,16 +29,16 @@ class RankServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, layout: RunPaths, act: str, ranks: int = 1, **scenario: Any) -> TaskExit:
-        request = {"run_dir": str(layout.root), "act": act, "ranks": ranks, "trainer": {}}
+    def run(self, paths: RunPaths, act: str, ranks: int = 1, **scenario: Any) -> TaskExit:
+        request = {"run_dir": str(paths.root), "act": act, "ranks": ranks, "trainer": {}}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request | scenario) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline())
-        files = [layout.root / f"report.{rank}.json" for rank in range(ranks)]
+        files = [paths.root / f"report.{rank}.json" for rank in range(ranks)]
         reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-        return TaskExit(codes, reports, (layout.root / "ranks.log").read_text()[-6000:])
+        return TaskExit(codes, reports, (paths.root / "ranks.log").read_text()[-6000:])
 
 
 @contextmanager

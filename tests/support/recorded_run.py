@@ -52,9 +52,9 @@ def record_run(
             that the ratio of the two is no 32-bit number, though both are sound.
         rewards: Of the episodes of each ticket, in the batches of these steps.
     """
-    layout = RunPaths(root)
+    paths = RunPaths(root)
     make_tiny_model(
-        layout.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
+        paths.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
         ffn=64, vocab=VOCAB,
     )  # fmt: skip
     generator = np.random.default_rng(5)
@@ -69,7 +69,7 @@ def record_run(
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
-        shard = seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
+        shard = seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
         tickets = [
             SettledTicket(
                 TicketRef((step - 1) * TICKETS + ticket, 0),
@@ -80,45 +80,45 @@ def record_run(
             )
             for ticket in range(TICKETS)
         ]
-        write_manifest(layout, BatchManifest(step, 1, tickets))
-    return layout
+        write_manifest(paths, BatchManifest(step, 1, tickets))
+    return paths
 
 
-def spoil(layout: RunPaths, step: int, rows: Sequence[int], **columns: float) -> None:
+def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> None:
     """Overwrite columns of a batch's rows where they lie, and let the index say so.
 
     Writers refuse what this makes; it stands for a shard of a writer that did not.
     """
-    name = read_manifest(layout, step).tickets[0].shard
-    path = layout.shards_dir / name
+    name = read_manifest(paths, step).tickets[0].shard
+    path = paths.shards_dir / name
     with h5py.File(path, "r+") as file:
         bounds = file["offsets"][:]
         for column, value in columns.items():
             for row in rows:
                 file[column][bounds[row] : bounds[row + 1]] = value
     lines = [
-        describe_shard(path) if one.file == name else one for one in read_index(layout.index_dir)
+        describe_shard(path) if one.file == name else one for one in read_index(paths.index_dir)
     ]
-    (index,) = layout.index_dir.iterdir()
+    (index,) = paths.index_dir.iterdir()
     index.unlink()
     for line in lines:
-        append_to_index(layout.index_dir, describe_shard(path) if line.file == name else line)
+        append_to_index(paths.index_dir, describe_shard(path) if line.file == name else line)
 
 
-def write_recipe(layout: RunPaths, trainer: dict[str, Any]) -> None:
+def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
     """The recipe that such a run could have been made from, with the trainer's part as given."""
     engine = {name: trainer[name] for name in ("device", "dtype")}
     recipe = {
         "experiment_name": "recorded",
         "trial_name": "run",
-        "cluster": {"fileroot": str(layout.root.parent)},
-        "model": {"path": str(layout.tiny_model_dir)},
+        "cluster": {"fileroot": str(paths.root.parent)},
+        "model": {"path": str(paths.tiny_model_dir)},
         "train_dataset": {"generator": "examples.quickstart.task:generate"},
         "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
         "inference": engine,
         "trainer": {"batch_size": TICKETS, **trainer},
     }
-    layout.recipe.write_text(yaml.safe_dump(recipe))
+    paths.recipe.write_text(yaml.safe_dump(recipe))
 
 
 def _trajectory(
@@ -140,7 +140,7 @@ def _trajectory(
     )
 
 
-def claim_dropout(layout: RunPaths) -> None:
+def claim_dropout(paths: RunPaths) -> None:
     """Let the model's configuration ask for dropout, which the trainer never applies."""
-    path = layout.tiny_model_dir / "config.json"
+    path = paths.tiny_model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))

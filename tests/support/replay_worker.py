@@ -70,25 +70,25 @@ def config_of(scenario: Scenario) -> TrainerConfig:
     return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
 
 
-def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
-    claimed = claim_next_number(layout.generations_dir) if dist.get_rank() == 0 else None
+def make_learner(scenario: Scenario, paths: RunPaths) -> Learner:
+    claimed = claim_next_number(paths.generations_dir) if dist.get_rank() == 0 else None
     generation = broadcast_object(claimed, int)
     return Learner(
-        config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
+        config_of(scenario), paths, paths.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
-        check_generation=make_generation_check(layout.generations_dir, generation),
+        check_generation=make_generation_check(paths.generations_dir, generation),
     )  # fmt: skip
 
 
-def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """Train on the recorded batches, from the latest checkpoint to the last step."""
-    config, learner = config_of(scenario), make_learner(scenario, layout)
+    config, learner = config_of(scenario), make_learner(scenario, paths)
     began_at = learner.state.step
     stop = StopRequest()
     coordinator = None
     if dist.get_rank() == 0:
         learner.checkpoints.clean(learner.state.generation)
-        coordinator = make_replay_coordinator(learner, layout, config, 1, config.total_steps, stop)
+        coordinator = make_replay_coordinator(learner, paths, config, 1, config.total_steps, stop)
     run_loop(learner, coordinator, stop)
     learner.checkpoints.close()
     return {
@@ -98,31 +98,31 @@ def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     }
 
 
-def fine_tune(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+def fine_tune(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """The SFT stage, from its latest checkpoint to its last step."""
     job = SftJobConfig.model_validate(scenario["sft"])
     policy = build_policy(
         read_architecture(job.model_path), job.parallel, torch.float32, torch.device("cpu")
     )
-    trainer = SftTrainer(job, layout, policy)
+    trainer = SftTrainer(job, paths, policy)
     began_at = trainer.state.step
     trainer.train(StopRequest())
     trainer.checkpoints.close()
     return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}
 
 
-def inspect(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+def inspect(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """Whatever a function of a test module finds out: `module:function`."""
     module, _, function = scenario["inspect"].partition(":")
-    found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, layout)
+    found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, paths)
     return found
 
 
 def be_rank(scenario: Scenario, rank: int) -> int:
     """One rank of a scenario, in a process of its own; its exit code."""
     os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
-    layout = RunPaths(Path(scenario["run_dir"]))
-    log = os.open(layout.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    paths = RunPaths(Path(scenario["run_dir"]))
+    log = os.open(paths.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     set_up_logging()
@@ -133,13 +133,13 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     if rank == scenario.get("faulty_rank", 0):
         os.environ[VARIABLE] = scenario.get("faults", "")
     act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
-    report = layout.root / f"report.{rank}.json"
+    report = paths.root / f"report.{rank}.json"
     report.unlink(missing_ok=True)
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        init_process_groups(get_task_position(), parallel, "cpu", layout.rendezvous_dir)
+        init_process_groups(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
         with report_first_failure():
-            found = act(scenario, layout)
+            found = act(scenario, paths)
         report.write_text(json.dumps(found))
         destroy_process_groups()
     except ArealError as error:

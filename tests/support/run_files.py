@@ -8,19 +8,19 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 
 
-def events_of(layout: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
+def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
     """Everything of that name that happened after a time, in order."""
-    rows = read_lines(layout.events)
+    rows = read_lines(paths.events)
     return [row for row in rows if row["event"] == name and row["time"] > since]
 
 
-def trained_steps(layout: RunPaths) -> int:
+def trained_steps(paths: RunPaths) -> int:
     """The last step that was trained, -1 before the first one."""
-    rows = read_lines(layout.metrics)
+    rows = read_lines(paths.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 
-def logs_of(layout: RunPaths) -> str:
+def logs_of(paths: RunPaths) -> str:
     """The end of every log of the newest attempt."""
-    found = sorted(layout.logs_dir.glob("latest/*/*.log"))
+    found = sorted(paths.logs_dir.glob("latest/*/*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in found)

@@ -53,7 +53,7 @@ class SmallRun:
     def __init__(self, fileroot: Path, *overrides: str) -> None:
         self.fileroot = fileroot
         self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
-        self.layout = RunPaths(fileroot / "quickstart" / "demo")
+        self.paths = RunPaths(fileroot / "quickstart" / "demo")
         self._log = fileroot / "launcher.log"
         fileroot.mkdir(parents=True, exist_ok=True)
         self.environ: dict[str, str] = {}
@@ -117,15 +117,15 @@ class SmallRun:
 
     def said(self) -> str:
         """What the launcher printed, and the end of every log of the newest attempt."""
-        return f"{self._log.read_text(errors='replace')}\n{logs_of(self.layout)}"
+        return f"{self._log.read_text(errors='replace')}\n{logs_of(self.paths)}"
 
     def audited(self) -> str:
         """The last line of `areal-hpc audit`, which must find nothing at fault."""
-        return audit_of(self.layout.root)
+        return audit_of(self.paths.root)
 
     def processes(self) -> list[str]:
         """Command lines of live processes that belong to this run."""
-        return processes_of(self.layout.root)
+        return processes_of(self.paths.root)
 
 
 def processes_of(run_dir: Path) -> list[str]:

@@ -75,9 +75,9 @@ def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
 
 
 def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
-    layout = RunPaths(tmp_path)
+    paths = RunPaths(tmp_path)
     make_tiny_model(
-        layout.tiny_model_dir,
+        paths.tiny_model_dir,
         ["one two three"],
         seed=1,
         hidden=32,
@@ -86,13 +86,13 @@ def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
         head_dim=16,
     )
     rows = [trajectory(number, tokens=6) for number in range(2)]
-    shard = seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
+    shard = seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
     done = subprocess.run(
         [
             sys.executable,
             "examples/read_shard.py",
-            layout.shards_dir / shard.file,
-            layout.tiny_model_dir,
+            paths.shards_dir / shard.file,
+            paths.tiny_model_dir,
         ],
         cwd=CHECKOUT,
         capture_output=True,

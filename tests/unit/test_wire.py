@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from areal_hpc.wire.asgi import JsonApp, has_key, read_body
+from areal_hpc.wire.asgi import JsonApp, is_authorized, read_body
 from areal_hpc.wire.backoff import Backoff
-from areal_hpc.wire.http import is_accepted
+from areal_hpc.wire.http import responds_ok
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -27,14 +27,14 @@ def test_pauses_double_up_to_a_limit() -> None:
 def test_a_server_that_never_answers_does_not_hold_up_its_probe() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         began = time.monotonic()
-        assert not is_accepted("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/ready", 0.2)
+        assert not responds_ok("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/ready", 0.2)
         assert time.monotonic() - began < 5
-    assert not is_accepted("GET", "http://127.0.0.1:1/ready", 0.2)
+    assert not responds_ok("GET", "http://127.0.0.1:1/ready", 0.2)
 
 
 class Echo(JsonApp):
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        if not has_key(request, "secret"):
+        if not is_authorized(request, "secret"):
             raise HTTPException(401, "no key")
         return 200, await read_body(request, 4, HTTPException(413, "too large"))
 

@@ -67,7 +67,7 @@ SLURM_REASON = "what a job asks Slurm for is in the section `cluster`"
 
 
 def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
-    """The same value under another name."""
+    """Rule for a key whose value stays and whose name changes."""
     return Rule(
         key,
         f"`{target}`",

@@ -88,21 +88,21 @@ class CompletionService:
 
         Sampling it anew would favor short replies: those are broken off more rarely.
         """
-        resumption = ReplyFailover(self._encoder)
+        failover = ReplyFailover(self._encoder)
 
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
-            nonlocal resumption
-            request = resumption.request(whole)
+            nonlocal failover
+            request = failover.request(whole)
             self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
-                resumption.on_aborted(generation, request)
-                if not resumption.is_possible:  # nobody has seen any of it
-                    resumption = ReplyFailover(self._encoder)
+                failover.on_aborted(generation, request)
+                if not failover.is_possible:  # nobody has seen any of it
+                    failover = ReplyFailover(self._encoder)
                 raise EngineLostError(f"{replica.url} aborted the generation")
-            return resumption.whole(generation)
+            return failover.whole(generation)
 
         return await self._routed(prompt, choice, generate)
 
@@ -135,7 +135,7 @@ class CompletionService:
 
     async def _stream_choice(self, prompt: Prompt, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
-        said, reader, resumption = ReplyDelta(), None, ReplyFailover(self._encoder)
+        said, reader, failover = ReplyDelta(), None, ReplyFailover(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
             reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
 
@@ -147,22 +147,22 @@ class CompletionService:
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
-            url, request = replica.url, resumption.request(whole)
+            url, request = replica.url, failover.request(whole)
             self.metrics.failovers.inc(request is not whole)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
             except EngineLostError as lost:
-                resumption.on_lost(lost.partial, replica, request)
+                failover.on_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
-                resumption.on_aborted(generation, request)
+                failover.on_aborted(generation, request)
                 raise EngineLostError(f"{url} aborted the generation")
-            return resumption.whole(generation)
+            return failover.whole(generation)
 
         try:
             generation = await self._routed(
-                prompt, choice, generate, lambda: resumption.is_possible and not live.abandoned
+                prompt, choice, generate, lambda: failover.is_possible and not live.abandoned
             )
             if reader is not None:
                 rest = await reader.feed("", last=True)
@@ -172,7 +172,7 @@ class CompletionService:
                 live.put(self._record(prompt, choice, generation, said))
         except Exception as error:  # boundary: raised again where the stream is read
             if live.abandoned:
-                log.info("a stream whose client disconnected failed: %s", error)
+                log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
             live.generated(choice)
@@ -205,7 +205,7 @@ class CompletionService:
 
     def _began(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
-        most = self._limits.max_calls
+        most = self._limits.max_concurrent_calls
         if self._calls >= most:
             raise RequestError(429, f"too many model calls in flight (limit {most})")
         self._calls += 1

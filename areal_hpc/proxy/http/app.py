@@ -63,29 +63,29 @@ class ProxyApp:
         admin_key: str,
         max_request_bytes: int,
         model: ServedModel,
-        book: SessionStore,
-        caller: CompletionService,
-        control: DriverApi,
+        store: SessionStore,
+        completions: CompletionService,
+        driver_api: DriverApi,
         passthrough: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
         self._max_request_bytes = max_request_bytes
         self._model = model
-        self._book = book
-        self._caller = caller
+        self._store = store
+        self._completions = completions
         self._passthrough = passthrough
-        caller.metrics.watch(book)
+        completions.metrics.watch(store)
         self._routes = Routes(
             (
-                *_routes_of_drivers(control),
+                *_routes_of_drivers(driver_api),
                 Route("POST", "/generate", "session", self._generate, bytes),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
                     for route in self._routes_of_agents()
                     for prefix in ("", "/v1")
                 ),
-                Route("GET", "/healthz", "anyone", control.health),
-                Route("GET", "/metrics", "anyone", caller.metrics.render, form=PLAIN),
+                Route("GET", "/healthz", "anyone", driver_api.health),
+                Route("GET", "/metrics", "anyone", completions.metrics.render, form=PLAIN),
                 Route("GET", "/openapi.json", "anyone", lambda: render_openapi(self._routes)),
             )
         )
@@ -96,7 +96,9 @@ class ProxyApp:
             yield replace(said, refused=dialect.refused, streams=True)
         path, refused = "/messages/count_tokens", MESSAGES.refused
         yield Route("POST", path, "session", self._count_tokens, MESSAGES.request, refused)
-        answer: Callable[..., Any] = partial(tokenize.tokenize, self._caller.prompts, self._model)
+        answer: Callable[..., Any] = partial(
+            tokenize.tokenize, self._completions.prompts, self._model
+        )
         yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
         answer = partial(tokenize.detokenize, self._model)
         yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
@@ -178,7 +180,7 @@ class ProxyApp:
             raise RequestError(401, "this route requires the admin key")
         if route.opened_by != "session":
             return None
-        session = self._book.session_of_key(key)
+        session = self._store.session_of_key(key)
         if session is None:
             raise RequestError(401, "invalid session key")
         session.touch()
@@ -189,7 +191,7 @@ class ProxyApp:
     ) -> Iterator[object]:
         """What the route's answer takes."""
         if session is not None:
-            if self._book.sessions.get(session.session_id) is not session:  # gone meanwhile
+            if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
                 raise RequestError(401, "invalid session key")
             if session.ended and not route.when_ended:
                 raise RequestError(403, "the session has ended")
@@ -218,8 +220,8 @@ class ProxyApp:
         self, session: Session, request: anthropic_request.MessagesRequest
     ) -> bytes:
         call = anthropic_request.build_call(request, session.request.sampling, self._model)
-        self._caller.metrics.count_ignored("/messages/count_tokens", call.ignored)
-        _, count = await self._caller.prompts.prompt_json(session, call)
+        self._completions.metrics.count_ignored("/messages/count_tokens", call.ignored)
+        _, count = await self._completions.prompts.prompt_json(session, call)
         return msgspec.json.encode({"input_tokens": count})
 
     def _speaking(
@@ -230,29 +232,29 @@ class ProxyApp:
         async def answer(session: Session, request: msgspec.Struct) -> RouteResult:
             exchange = dialect.read(request, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
-            self._caller.metrics.count_ignored(path, call.ignored)
+            self._completions.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
-                return exchange, await self._caller.stream(session, call, answer_id)
-            return exchange.whole(await self._caller.answer(session, call, answer_id))
+                return exchange, await self._completions.stream(session, call, answer_id)
+            return exchange.whole(await self._completions.answer(session, call, answer_id))
 
         return answer
 
 
-def _routes_of_drivers(control: DriverApi) -> tuple[Route, ...]:
+def _routes_of_drivers(driver_api: DriverApi) -> tuple[Route, ...]:
     def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
         return Route("POST", path, "admin", answer, request)
 
     return (
-        admin("/rl/start_session", control.start_session, wire.StartSessionRequest),
-        admin("/rl/offer_episode", control.offer_episode, wire.OfferEpisodeRequest),
-        admin("/rl/await_session", control.await_session, wire.AwaitSessionRequest),
-        admin("/rl/finish_ticket", control.finish_ticket, wire.FinishTicketRequest),
-        admin("/rl/seal", control.seal),
-        admin("/export_trajectories", control.export_trajectories, wire.ExportRequest),
-        admin("/grant_capacity", control.grant_capacity),
-        Route("POST", "/rl/set_reward", "session", control.set_reward, wire.SetRewardRequest),
-        Route("POST", "/rl/record", "session", control.record, wire.RecordRequest),
-        Route("POST", "/rl/end_session", "session", control.end_session, when_ended=True),
+        admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
+        admin("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
+        admin("/rl/await_session", driver_api.await_session, wire.AwaitSessionRequest),
+        admin("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
+        admin("/rl/seal", driver_api.seal),
+        admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
+        admin("/grant_capacity", driver_api.grant_capacity),
+        Route("POST", "/rl/set_reward", "session", driver_api.set_reward, wire.SetRewardRequest),
+        Route("POST", "/rl/record", "session", driver_api.record, wire.RecordRequest),
+        Route("POST", "/rl/end_session", "session", driver_api.end_session, when_ended=True),
     )
 
 

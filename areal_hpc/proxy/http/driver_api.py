@@ -58,7 +58,7 @@ class DriverApi:
         *,
         online: bool = False,
     ) -> None:
-        self._book = recorder.book
+        self._store = recorder.store
         self._recorder = recorder
         self._router = router
         self._sealer = sealer
@@ -74,11 +74,11 @@ class DriverApi:
         if len(key) < MIN_KEY_CHARS:
             problem = f"session keys need at least {MIN_KEY_CHARS} characters"
             raise RequestError(400, problem, key="api_key")
-        known = self._book.session_of_key(key)
+        known = self._store.session_of_key(key)
         if known is not None and not known.ended:
             problem = f"this key already opens session {known.session_id!r}"
             raise RequestError(409, problem, key="api_key")
-        sessions, most = self._book.sessions, self._most_sessions
+        sessions, most = self._store.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise RequestError(429, f"too many open sessions (limit {most})")
         if not self._online or request.ref is not None or request.disposable:
@@ -142,7 +142,7 @@ class DriverApi:
         return reply
 
     def _session(self, session_id: str, key: str = "session_id") -> Session:
-        session = self._book.sessions.get(session_id)
+        session = self._store.sessions.get(session_id)
         if session is None:
             raise RequestError(404, f"there is no session {session_id!r}", key=key)
         return session
@@ -200,12 +200,12 @@ class DriverApi:
     def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._of_run()
-        ref, rows = request.ref, self._book.rows_of(request.ref)
+        ref, rows = request.ref, self._store.rows_of(request.ref)
         if request.discard:
             if rows is not None:
                 problem = f"{ref} is finished; its rows cannot be discarded"
                 raise RequestError(409, problem, key="discard")
-            for session in [*self._book.sessions.values()]:
+            for session in [*self._store.sessions.values()]:
                 if session.request.ref == ref:
                     self._recorder.record(events.SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
@@ -229,7 +229,7 @@ class DriverApi:
                 raise RequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))
         self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
-        return self._book.finished[request.ref].row_count
+        return self._store.finished[request.ref].row_count
 
     async def seal(self) -> wire.SealReply:
         """Seal and settle what is finished."""
@@ -243,9 +243,9 @@ class DriverApi:
     def health(self) -> wire.ProxyHealth:
         """Liveness and load."""
         return wire.ProxyHealth(
-            sessions=len(self._book.sessions),
-            requests_in_flight=sum(s.in_flight for s in self._book.sessions.values()),
-            unsealed_tickets=len(self._book.finished),
+            sessions=len(self._store.sessions),
+            requests_in_flight=sum(s.in_flight for s in self._store.sessions.values()),
+            unsealed_tickets=len(self._store.finished),
             replicas_serving=self._router.serving_count,
         )
 

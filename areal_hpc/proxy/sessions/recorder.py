@@ -76,7 +76,7 @@ class JournaledRecorder:
     """
 
     def __init__(self, path: Path, sync_interval_s: float, vocab_size: int = MAX_TOKEN_IDS) -> None:
-        self.book = SessionStore()
+        self.store = SessionStore()
         self.folder = path.parent
         """The journal's own."""
         self.failure: ClusterError | None = None
@@ -96,8 +96,8 @@ class JournaledRecorder:
                 "replayed %d journal events in %.2f s: %d sessions, %d finished tickets",
                 count,
                 time.monotonic() - began,
-                len(self.book.sessions),
-                len(self.book.finished),
+                len(self.store.sessions),
+                len(self.store.finished),
             )
         self._rotated_bytes = self._journal.bytes_written
 
@@ -120,10 +120,10 @@ class JournaledRecorder:
 
     def holds(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
-        return self.book.sessions.get(session.session_id) is session
+        return self.store.sessions.get(session.session_id) is session
 
     def _defect_of(self, event: events.InteractionAdded) -> str | None:
-        tree = self.book.sessions[event.session_id].tree
+        tree = self.store.sessions[event.session_id].tree
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
     def _replay(self, event: Event) -> None:
@@ -138,17 +138,19 @@ class JournaledRecorder:
             try:
                 self._apply(event)
             except Exception as error:  # boundary: one call must not keep the cell from starting
-                log.exception("session %s: a call cannot be taken up", event.session_id)
+                log.exception("session %s: a recorded call cannot be replayed", event.session_id)
                 self._mark(event.session_id, repr(error))
         elif isinstance(event, events.RewardSet) and (
-            event.interaction_id not in self.book.sessions[event.session_id].tree
+            event.interaction_id not in self.store.sessions[event.session_id].tree
         ):
-            log.warning("session %s: a reward of a call that was left out", event.session_id)
+            log.warning(
+                "session %s: ignored a reward for a call that was not replayed", event.session_id
+            )
         else:
             self._apply(event)
 
     def _mark(self, session_id: str, defect: str) -> None:
-        session = self.book.sessions[session_id]
+        session = self.store.sessions[session_id]
         session.defect = session.defect or f"its journal holds an unsound call: {defect}"
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
@@ -162,14 +164,14 @@ class JournaledRecorder:
                 | events.SessionEnded()
                 | events.SessionDropped()
             ):
-                return self.book.sessions[event.session_id].is_recorded
+                return self.store.sessions[event.session_id].is_recorded
             case _:
                 return True
 
     def _apply(self, event: Event) -> None:
-        known = set(self.book.sessions) if isinstance(event, _REMOVING) else set()
-        self.book.apply(event)
-        self._gone_sessions |= known - self.book.sessions.keys()
+        known = set(self.store.sessions) if isinstance(event, _REMOVING) else set()
+        self.store.apply(event)
+        self._gone_sessions |= known - self.store.sessions.keys()
         if isinstance(event, events.TicketDropped):
             self._sealed_refs.add(event.ref)
         elif isinstance(event, events.TicketsSealed):
@@ -222,7 +224,7 @@ class MemoryRecorder(JournaledRecorder):
     """Sessions in memory alone: they end with the process."""
 
     def __init__(self, vocab_size: int = MAX_TOKEN_IDS) -> None:
-        self.book = SessionStore()
+        self.store = SessionStore()
         self.failure: ClusterError | None = None
         self._vocab_size = vocab_size
 
@@ -230,7 +232,7 @@ class MemoryRecorder(JournaledRecorder):
         return False
 
     def _apply(self, event: Event) -> None:
-        self.book.apply(event)
+        self.store.apply(event)
 
     async def rotate_if_due(self) -> None:
         """There is nothing on disk."""

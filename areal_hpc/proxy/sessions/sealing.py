@@ -50,14 +50,14 @@ class Sealer:
     def __init__(
         self,
         recorder: JournaledRecorder,
-        layout: RunPaths,
+        paths: RunPaths,
         cell: str,
         config: ShardConfig,
         admin_key: str,
     ) -> None:
         self._recorder = recorder
-        self._book = recorder.book
-        self._layout = layout
+        self._store = recorder.store
+        self._paths = paths
         self._cell = cell
         self._config = config
         self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
@@ -68,11 +68,11 @@ class Sealer:
 
     def recover(self) -> None:
         """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
-        repair(self._layout, self._cell)
-        indexed = locate_tickets(read_index(self._layout.index_dir, self._cell))
+        repair(self._paths, self._cell)
+        indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
         found = [
             _settled(ref, *indexed[ref.ticket_id, ref.attempt])
-            for ref in self._book.finished
+            for ref in self._store.finished
             if (ref.ticket_id, ref.attempt) in indexed
         ]
         if found:
@@ -99,7 +99,7 @@ class Sealer:
                 pauses = iter(BACKOFF)
             except ClusterError as error:
                 pause_s = next(pauses)
-                log.warning("again in %.1f s: %s", pause_s, error)
+                log.warning("sealing or settling failed, next try in %.1f s: %s", pause_s, error)
                 self._not_before = time.monotonic() + pause_s
 
     async def seal_now(self) -> int:
@@ -116,7 +116,7 @@ class Sealer:
         return count
 
     def _is_due(self) -> bool:
-        finished = self._book.finished.values()
+        finished = self._store.finished.values()
         if not finished:
             return False
         oldest_at = min(ticket.finished_at for ticket in finished)
@@ -128,7 +128,7 @@ class Sealer:
 
     async def _seal(self) -> int:
         async with self._sealing:
-            tickets = list(self._book.finished.values())
+            tickets = list(self._store.finished.values())
             if not tickets:
                 return 0
             rows_of, defects = await asyncio.to_thread(_build_rows, tickets)
@@ -145,7 +145,7 @@ class Sealer:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
-        shard = seal_shard(rows, self._layout.shards_dir, self._layout.index_dir, self._cell)
+        shard = seal_shard(rows, self._paths.shards_dir, self._paths.index_dir, self._cell)
         log.info(
             "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
             len(rows_of),
@@ -159,10 +159,10 @@ class Sealer:
 
     async def _settle(self) -> None:
         async with self._settling:
-            tickets, dropped = list(self._book.sealed.values()), dict(self._book.dropped)
+            tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
                 return
-            ledger = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
+            ledger = rendezvous.find_endpoint(self._paths.rendezvous_dir, rendezvous.LEDGER)
             if ledger is None:
                 raise ClusterError("the ledger has no endpoint file yet")
             if tickets:

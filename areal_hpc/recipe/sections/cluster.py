@@ -85,7 +85,7 @@ class ContainerConfig(BaseConfig):
     serve: str = ""
     """Image of the cells; it holds the environments `serve` and `agents`."""
     mounts: tuple[str, ...] = ()
-    """`PLACE` or `PLACE:PLACE_INSIDE[:ro]`, on top of the run, the model and the working folder."""
+    """`HOST_PATH` or `HOST_PATH:CONTAINER_PATH[:ro]`, beside run, model and working folder."""
 
     @model_validator(mode="after")
     def _images(self) -> ContainerConfig:

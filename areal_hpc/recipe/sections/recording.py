@@ -32,7 +32,7 @@ class ProxyConfig(BaseConfig):
     """Drop a session after this idle time, if all sessions of its ticket are idle."""
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
-    max_calls: Annotated[int, Field(ge=1)] = 8192
+    max_concurrent_calls: Annotated[int, Field(ge=1)] = 8192
     """Model calls answered at once; further ones are refused with status 429 and Retry-After."""
     max_messages: Annotated[int, Field(ge=1)] = 4096
     """Messages in one request; longer conversations are refused with status 400."""

@@ -25,6 +25,13 @@ class SamplingConfig(BaseConfig):
     """Maximum tokens of one reply."""
 
 
+class EvaluationSamplingConfig(SamplingConfig):
+    """Generation parameters of held-out episodes; greedy unless changed."""
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
+    """0 is greedy."""
+
+
 class AgentExecutionConfig(BaseConfig):
     """Process of the agent, and the way from an episode's interactions to training rows."""
 
@@ -110,7 +117,7 @@ class EvaluationConfig(BaseConfig):
     """Steps between evaluations; 0 evaluates only the first and the last weights."""
     tasks: Annotated[int, Field(ge=1)] = 256
     """Held-out tasks of one evaluation."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Generation parameters; greedy unless changed."""
     workflow: str = ""
     """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""

@@ -132,6 +132,13 @@ class TrainerConfig(BaseConfig):
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
 
+class SftAdamConfig(AdamConfig):
+    """AdamW of supervised fine-tuning."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+
+
 class SftConfig(BaseConfig):
     """Supervised fine-tuning before reinforcement learning."""
 
@@ -141,7 +148,7 @@ class SftConfig(BaseConfig):
     """Demonstrations per step."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
-    optimizer: AdamConfig = AdamConfig(lr=1e-5)
+    optimizer: SftAdamConfig = SftAdamConfig()
     """AdamW."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""

@@ -61,7 +61,7 @@ def save_agent(
     Raises:
         RecipeError: It cannot be pickled.
     """
-    data = pickle_by_value((workflow, dict(kwargs)))
+    data = pickle_agent((workflow, dict(kwargs)))
     source = _SOURCE.format(
         folders=list(sys_path),
         alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
@@ -72,7 +72,7 @@ def save_agent(
     return f"{module}.agent"
 
 
-def pickle_by_value(thing: Any) -> bytes:
+def pickle_agent(thing: Any) -> bytes:
     """An object by value where its code has no name, else by reference.
 
     Raises:

@@ -42,7 +42,7 @@ class RemoveRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteReply(msgspec.Struct, frozen=True):
-    """The reply to a `Write`."""
+    """The reply to a `WriteRequest`."""
 
     seconds: float
     error: str = ""

@@ -18,7 +18,7 @@ from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
-from areal_hpc.trainer.loop.loop import BatchSource, Delivery
+from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
@@ -92,7 +92,7 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def find_delivery(self) -> Delivery:
+    def get_publish_state(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.

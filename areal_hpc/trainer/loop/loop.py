@@ -87,7 +87,7 @@ class Stop(Struct, frozen=True, tag=True):
 RankCommand = TrainStep | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
 """Next command of rank 0 to all ranks. Ranks act on nothing else."""
 
-Delivery = Literal["publish", "wait", "done"]
+PublishState = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
 
 
@@ -108,7 +108,7 @@ class BatchSource:
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
 
-    def find_delivery(self) -> Delivery:
+    def get_publish_state(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
@@ -248,7 +248,7 @@ class Coordinator:
 
     def _decide(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.find_delivery():
+        match self.source.get_publish_state():
             case "publish":
                 return PublishWeights()
             case "wait":

@@ -45,23 +45,23 @@ class TicketRecords:
     problems: Sequence[Problem] = ()
 
 
-def read_ticket_records(layout: RunPaths) -> TicketRecords:
+def read_ticket_records(paths: RunPaths) -> TicketRecords:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
-    is_finished = layout.finished_marker.exists()
-    checkpoint = _newest_checkpoint(layout.checkpoints_dir, problems)
-    manifests = dict(_whole_manifests(layout, problems))
+    is_finished = paths.finished_marker.exists()
+    checkpoint = _newest_checkpoint(paths.checkpoints_dir, problems)
+    manifests = dict(_whole_manifests(paths, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
     requeued: set[tuple[int, int]] = set()
-    for drop in read_drops(layout):
+    for drop in read_drops(paths):
         if drop.kind == "requeued":
             requeued.add((drop.ref.ticket_id, drop.ref.attempt))
         else:
             reasons = filtered if drop.kind == "filtered" else drops
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
-    shards = read_index(layout.index_dir)
-    batch_size, offpolicyness, total_steps = _limits(layout)
+    shards = read_index(paths.index_dir)
+    batch_size, offpolicyness, total_steps = _limits(paths)
     return TicketRecords(
         checkpoint,
         manifests,
@@ -69,7 +69,7 @@ def read_ticket_records(layout: RunPaths) -> TicketRecords:
         filtered,
         requeued,
         shards,
-        dict(_sizes(layout.shards_dir)),
+        dict(_sizes(paths.shards_dir)),
         is_finished,
         total_steps,
         batch_size,
@@ -98,31 +98,31 @@ def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState
 
 
 def _whole_manifests(
-    layout: RunPaths, problems: list[Problem]
+    paths: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
-    for step in list_manifest_steps(layout):
+    for step in list_manifest_steps(paths):
         try:
-            manifest = read_manifest(layout, step)
+            manifest = read_manifest(paths, step)
         except ShardError as error:
             problems += error.problems
             continue
         if manifest.step != step:
             message = f"expected the batch of step {step}, got {manifest.step}"
-            problems.append(Problem(message, str(layout.manifest(step))))
+            problems.append(Problem(message, str(paths.manifest(step))))
         yield step, manifest
 
 
-def _limits(layout: RunPaths) -> tuple[int, int, int]:
+def _limits(paths: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.
     """
     batch_size = offpolicyness = total_steps = 0
-    for path in layout.recipes():
+    for path in paths.recipes():
         recipe = yaml.safe_load(path.read_text()) or {}
         trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
         batch_size = max(batch_size, trainer.get("batch_size", 0))
         offpolicyness = max(offpolicyness, rollout.get("max_head_offpolicyness", 0))
-        if path == layout.recipe:
+        if path == paths.recipe:
             total_steps = trainer.get("total_steps", 0)
     return batch_size, offpolicyness, total_steps

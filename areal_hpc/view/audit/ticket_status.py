@@ -105,9 +105,9 @@ _Use = tuple[int, SettledTicket]
 """A step, and a ticket in its batch."""
 
 
-def audit_run(layout: RunPaths) -> AuditReport:
+def audit_run(paths: RunPaths) -> AuditReport:
     """Judge every ticket of a run, live or not."""
-    return classify_tickets(read_ticket_records(layout))
+    return classify_tickets(read_ticket_records(paths))
 
 
 def classify_tickets(evidence: TicketRecords) -> AuditReport:

@@ -134,7 +134,7 @@ class BroadcastSession(UpdateSession):
         self.release()
 
     def give_up(self) -> None:
-        """The same, and keep the members out of service until another update."""
+        """Abandon the group, and keep its members out of service until another update."""
         self._group.abandon()
         super().give_up()
 

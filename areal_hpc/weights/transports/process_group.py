@@ -103,7 +103,7 @@ class UpdateProcessGroup:
             trouble = "the broadcast did not complete"
             left = [_future_of(work) for work in works]
             self._await(lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S)
-            self._await(lambda wait_s: _are_over(works, wait_s), refused, trouble, _POLL_S)
+            self._await(lambda wait_s: _wait_until_done(works, wait_s), refused, trouble, _POLL_S)
             for work in works:
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
@@ -156,7 +156,7 @@ def _future_of(work: dist.Work) -> Future[None]:
     return future
 
 
-def _are_over(works: Sequence[dist.Work], wait_s: float) -> bool:
+def _wait_until_done(works: Sequence[dist.Work], wait_s: float) -> bool:
     if all(work.is_completed() for work in works):
         return True
     time.sleep(wait_s)

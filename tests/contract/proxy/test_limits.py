@@ -14,7 +14,7 @@ from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import TALKATIVE, Script
 from tests.support.waiting import wait_for
 
-LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
+LIMITS = {"max_concurrent_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
 """A session outlives the second that the SDK waits before it repeats a call."""
 
 

@@ -62,7 +62,7 @@ def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage: Stage
     assert seal(stage) == 1
     (settled,) = stage.ledger.settled
     assert (settled.ref, settled.rows, settled.rewards) == (REF, [0, 1], [0.0, 1.0])
-    rows = ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows)
+    rows = ShardReader(stage.paths.shards_dir / settled.shard).read_rows(settled.rows)
     prompt = stage.sglang.requests[0]["input_ids"]
     for episode, row in enumerate(rows):
         assert row.input_ids_T.tolist()[: len(prompt)] == prompt
@@ -102,9 +102,9 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage: Stag
     restart(stage)
     assert seal(stage) == 0
     (settled,) = stage.ledger.settled
-    (shard,) = read_index(stage.layout.index_dir)
+    (shard,) = read_index(stage.paths.index_dir)
     assert (shard.rows, settled.rewards) == (1, [1.0])
-    (row,) = ShardReader(stage.layout.shards_dir / shard.file).read_rows([0])
+    (row,) = ShardReader(stage.paths.shards_dir / shard.file).read_rows([0])
     assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
     assert row.loss_mask_T.sum() == 10
 
@@ -122,8 +122,8 @@ def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage: S
     assert finish(stage, session_id) == 3
     assert seal(stage) == 1
     assert stage.ledger.settled[0].rewards == [0.25, 0.5, 1.0]
-    (shard,) = read_index(stage.layout.index_dir)
-    rows = ShardReader(stage.layout.shards_dir / shard.file).read_rows([0, 1, 2])
+    (shard,) = read_index(stage.paths.index_dir)
+    rows = ShardReader(stage.paths.shards_dir / shard.file).read_rows([0, 1, 2])
     assert [row.loss_mask_T.sum() for row in rows] == [5, 5, 5]
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
 
@@ -139,7 +139,7 @@ def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage: 
     stage.start_proxy()
     wait_for(lambda: len(stage.ledger.settled) == 2)
     assert stage.ledger.settled[0] == stage.ledger.settled[1]
-    assert len(read_index(stage.layout.index_dir)) == 1
+    assert len(read_index(stage.paths.index_dir)) == 1
 
 
 def test_sigterm_seals_what_is_finished_waits_for_no_reply_and_keeps_an_unfinished_runs_journal(
@@ -155,7 +155,7 @@ def test_sigterm_seals_what_is_finished_waits_for_no_reply_and_keeps_an_unfinish
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
     assert list(stage.journal_dir.glob("*/journal"))
     stage.start_proxy()
-    stage.layout.finished_marker.touch()
+    stage.paths.finished_marker.touch()
     stage.stop_proxy()
     assert list(stage.journal_dir.iterdir()) == []
 

@@ -192,7 +192,7 @@ def test_a_journal_that_holds_unsound_calls_costs_their_tickets_alone(own_stage:
     stage.start_proxy()
     assert stage.post("/rl/seal", {}).json() == {"tickets": 0}
     assert (len(stage.ledger.settled), len(stage.ledger.dropped)) == (1, len(UNSOUND_ONCE))
-    (shard,) = read_index(stage.layout.index_dir)
+    (shard,) = read_index(stage.paths.index_dir)
     assert shard.rows == 1
 
 
@@ -216,4 +216,4 @@ def test_sealed_and_dropped_tickets_are_told_once_the_ledger_answers_again(
     wait_for(lambda: stage.ledger.dropped, why=lambda: stage.log)
     assert [one.ref for one in stage.ledger.settled] == [good_ref]
     assert [one.ref for one in stage.ledger.dropped] == [bad_ref]
-    assert len([*stage.layout.shards_dir.glob("*.h5")]) == 1
+    assert len([*stage.paths.shards_dir.glob("*.h5")]) == 1

@@ -67,8 +67,8 @@ async def play(
     place: Place, agent: Agent, session: StartSessionRequest, data: Any
 ) -> EpisodeOutcome:
     """One episode, as a driver runs it; closes the agent."""
-    layout = RunPaths(Path(place.run_dir))
-    peer = ServiceClient(layout.rendezvous_dir, f"proxy-{place.cell}", place.admin_key)
+    paths = RunPaths(Path(place.run_dir))
+    peer = ServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.admin_key)
     http_client = make_http_client(TIMEOUT_S)
     try:
         return await run_episode(EpisodeSpec(session, data, TIMEOUT_S), agent, peer, http_client)

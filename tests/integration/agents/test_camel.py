@@ -16,7 +16,7 @@ def test_a_chat_agent_and_its_tool_are_recorded(theatre: Theatre) -> None:
 
 
 def test_a_chat_agent_on_a_recording_client_exports_its_turns(theatre: Theatre) -> None:
-    report = theatre.stage.layout.root / "client.json"
+    report = theatre.stage.paths.root / "client.json"
     subprocess.run(
         [
             python_of("camel"),

@@ -99,11 +99,11 @@ class Theatre:
     ) -> Any:
         """What a script of these tests reports of an order, run by an environment's Python."""
         place = {
-            "run_dir": str(self.stage.layout.root),
+            "run_dir": str(self.stage.paths.root),
             "cell": CELL,
             "admin_key": self.stage.admin_key,
         }
-        report = self.stage.layout.root / f"{script.stem}_{environment}.json"
+        report = self.stage.paths.root / f"{script.stem}_{environment}.json"
         done = subprocess.run(
             [python_of(environment), script, report],
             cwd=CHECKOUT,

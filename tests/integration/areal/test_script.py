@@ -45,18 +45,18 @@ def test_an_agent_and_rows_of_a_script_are_trained(
         *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
         *(f"cluster.fileroot={tmp_path}", f"actor.path={model_dir}"),
     )
-    layout = RunPaths(tmp_path / "areal" / how)
-    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(layout)
+    paths = RunPaths(tmp_path / "areal" / how)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(paths)
     assert "lost" not in answer.stdout
-    assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]
-    recipe = yaml.safe_load(layout.recipe.read_text())
+    assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]
+    recipe = yaml.safe_load(paths.recipe.read_text())
     assert recipe["rollout"]["workflow"] == "handed_over.agent"
-    assert recipe["train_dataset"]["path"] == str(layout.dataset("train"))
-    assert len(layout.dataset("train").read_text().splitlines()) == 16
-    manifest = yaml.safe_load(layout.manifest(1).read_text())
+    assert recipe["train_dataset"]["path"] == str(paths.dataset("train"))
+    assert len(paths.dataset("train").read_text().splitlines()) == 16
+    manifest = yaml.safe_load(paths.manifest(1).read_text())
     assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * rows_per_episode}
-    assert audit_of(layout.root) == "trained_once=4 duplicates=0 lost=0 open=0"
+    assert audit_of(paths.root) == "trained_once=4 duplicates=0 lost=0 open=0"
     # The recipe of the run is enough: any command goes on with it, without the script.
-    again = python("-m", "areal_hpc", "run", layout.recipe)
+    again = python("-m", "areal_hpc", "run", paths.recipe)
     assert "this run is finished" in again.stdout, again.stderr
-    assert processes_of(layout.root) == []
+    assert processes_of(paths.root) == []

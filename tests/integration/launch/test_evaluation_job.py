@@ -23,32 +23,32 @@ TASKS = 128
 """Enough for training to go on while they are played."""
 
 
-def begun(layout: RunPaths) -> list[dict[str, Any]]:
+def begun(paths: RunPaths) -> list[dict[str, Any]]:
     """The evaluations that began, in order."""
-    return events_of(layout, "evaluation_begun")
+    return events_of(paths, "evaluation_begun")
 
 
 def step_of(event: dict[str, Any]) -> int:
     return WeightVersion.parse(event["version"]).step
 
 
-def rewards(layout: RunPaths) -> dict[int, float]:
+def rewards(paths: RunPaths) -> dict[int, float]:
     """Those in the metrics, by step."""
-    lines = read_metrics(layout.metrics)
+    lines = read_metrics(paths.metrics)
     return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
 
-def is_judging_earlier_weights(layout: RunPaths) -> bool:
+def is_judging_earlier_weights(paths: RunPaths) -> bool:
     """Training has gone on while an evaluation is under way."""
-    events = begun(layout)
-    if not events or step_of(events[-1]) in rewards(layout):
+    events = begun(paths)
+    if not events or step_of(events[-1]) in rewards(paths):
         return False
-    return step_of(events[-1]) < trained_steps(layout)
+    return step_of(events[-1]) < trained_steps(paths)
 
 
-def process_of(layout: RunPaths, config: str) -> psutil.Process:
+def process_of(paths: RunPaths, config: str) -> psutil.Process:
     """The one that runs by a configuration such as `evaluation/inference`."""
-    path = str(layout.jobs_dir / f"{config}.json")
+    path = str(paths.jobs_dir / f"{config}.json")
     for process in psutil.process_iter(["cmdline"]):
         if path in (process.info["cmdline"] or ()):
             return process
@@ -80,28 +80,28 @@ def run(model: Path, tmp_path: Path) -> Iterator[SmallRun]:
 def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_server(
     run: SmallRun,
 ) -> None:
-    layout = run.layout
+    paths = run.paths
     run.start()
-    run.await_true(lambda: is_judging_earlier_weights(layout))
-    process_of(layout, "trainer/trainer").kill()
-    run.await_true(lambda: begun(layout)[-1]["version"].startswith("2."))
-    run.await_true(lambda: is_judging_earlier_weights(layout))
-    judged = begun(layout)[-1]
-    server_of(process_of(layout, "evaluation/inference")).kill()
+    run.await_true(lambda: is_judging_earlier_weights(paths))
+    process_of(paths, "trainer/trainer").kill()
+    run.await_true(lambda: begun(paths)[-1]["version"].startswith("2."))
+    run.await_true(lambda: is_judging_earlier_weights(paths))
+    judged = begun(paths)[-1]
+    server_of(process_of(paths, "evaluation/inference")).kill()
     assert run.wait(400) == 0, run.said()
 
-    lines = read_metrics(layout.metrics)
+    lines = read_metrics(paths.metrics)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
-    found = rewards(layout)
+    found = rewards(paths)
     assert STEPS in found, run.said()
     for step, reward in found.items():
-        result = json.loads(layout.evaluation(step).read_bytes())
+        result = json.loads(paths.evaluation(step).read_bytes())
         assert (result["n_tasks"], result["mean_reward"]) == (TASKS, reward)
         assert result["failures"] == {}
-    assert set(found) <= {step_of(event) for event in begun(layout)}
-    given_up = [event["given_up"] for event in begun(layout) if event["given_up"]]
+    assert set(found) <= {step_of(event) for event in begun(paths)}
+    given_up = [event["given_up"] for event in begun(paths) if event["given_up"]]
     assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
-    assert layout.attempts() == [1]
-    logged = {path.name for path in layout.log_dir(1).glob("*")}
+    assert paths.attempts() == [1]
+    logged = {path.name for path in paths.log_dir(1).glob("*")}
     assert logged == {"cell-0", "evaluation", "trainer"}
     assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"

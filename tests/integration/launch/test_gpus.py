@@ -113,11 +113,11 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     (tmp_path / "seen").mkdir()
     (tmp_path / "recorder.py").write_text(RECORDER)
     recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
-    layout = RunPaths(tmp_path / "run")
-    layout.root.mkdir()
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
     facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
-    stage = recording(plan_run(recipe, layout, facts)[-1], tmp_path)
-    local_launcher.run_stage(stage, recipe, layout, reporter=Silent(), stop=threading.Event())
+    stage = recording(plan_run(recipe, paths, facts)[-1], tmp_path)
+    local_launcher.run_stage(stage, recipe, paths, reporter=Silent(), stop=threading.Event())
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
     assert seen == without | expected

@@ -24,16 +24,16 @@ def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(
 ) -> None:
     run = SmallRun(tmp_path / "runs", *started_from(model))
     interrupt_in_each(run, {phase: PHASES[phase] for phase in ("servers starting", "training")})
-    assert trained_steps(run.layout) >= 1
+    assert trained_steps(run.paths) >= 1
     run.finish()
-    assert [row["step"] for row in read_lines(run.layout.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2, 3]
     assert run.processes() == []
 
 
 def test_a_second_launcher_is_refused_and_killing_the_first_stops_the_run(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "runs")
     run.start()
-    run.await_true(lambda: PHASES["SFT"](run.layout))
+    run.await_true(lambda: PHASES["SFT"](run.paths))
     other = SmallRun(tmp_path / "runs")
     other.start()
     assert other.wait() == 75

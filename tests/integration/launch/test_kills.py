@@ -36,13 +36,13 @@ def submitit_processes(job_dir: Path) -> list[psutil.Process]:
 def test_a_job_that_is_killed_is_submitted_again(model: Path, tmp_path: Path) -> None:
     run = KilledRun(tmp_path, model, [], steps=4)
     run.start()
-    run.await_true(lambda: trained_steps(run.layout) >= 1)
-    supervisors = submitit_processes(run.layout.jobs_dir / "cell-0")
+    run.await_true(lambda: trained_steps(run.paths) >= 1)
+    supervisors = submitit_processes(run.paths.jobs_dir / "cell-0")
     assert supervisors
     for process in supervisors:
         process.kill()
     assert run.wait() == 0, run.said()
     run.assert_complete()
-    submitted = [event["job"] for event in events_of(run.layout, "job_submitted")]
+    submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
     assert submitted == ["trainer", "cell-0", "cell-0"]
     await_none_left(run, 20.0)

@@ -29,7 +29,7 @@ class Programs:
     """People who come again and again, each with a session of their own."""
 
     def __init__(self, run: SmallRun) -> None:
-        self._layout = run.layout
+        self._paths = run.paths
         self._over = threading.Event()
         self.rewarded = 0
         """Sessions that ended with a reward."""
@@ -55,7 +55,7 @@ class Programs:
 
     def _play(self) -> bool:
         """One conversation; False if no ticket waited."""
-        has_talked = chat(self._layout.root, judged, max_tokens=48)
+        has_talked = chat(self._paths.root, judged, max_tokens=48)
         self.rewarded += has_talked
         return has_talked
 
@@ -76,7 +76,7 @@ def test_an_online_run_trains_on_what_programs_do(model: Path, tmp_path: Path) -
     with programs.at_work():
         run.finish()
     await_none_left(run, 20.0)
-    trained = [row for row in read_lines(run.layout.metrics) if row["step"] > 0]
+    trained = [row for row in read_lines(run.paths.metrics) if row["step"] > 0]
     assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
     assert all(row["tokens/trained"] > 0 for row in trained)
     assert programs.rewarded >= STEPS * GROUPS * 4

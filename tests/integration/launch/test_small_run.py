@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
 
 def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: SmallRun) -> None:
     assert finished.processes() == []
-    rows = read_lines(finished.layout.metrics)[:4]
+    rows = read_lines(finished.paths.metrics)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
     for row in rows[1:]:
@@ -45,16 +45,16 @@ def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: Sm
 
 
 def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
-    layout = finished.layout
-    launch = json.loads(layout.provenance.read_text())["launches"][0]
+    paths = finished.paths
+    launch = json.loads(paths.provenance.read_text())["launches"][0]
     assert "recipes/quickstart.yaml" in launch["command"]
-    assert layout.recipe.exists()
-    assert layout.learning_curve.stat().st_size > 10_000
-    assert list(layout.tensorboard_dir.glob("events*"))
-    assert (layout.export("step_00000003") / "model.safetensors.index.json").exists() or list(
-        layout.export("step_00000003").glob("*.safetensors")
+    assert paths.recipe.exists()
+    assert paths.learning_curve.stat().st_size > 10_000
+    assert list(paths.tensorboard_dir.glob("events*"))
+    assert (paths.export("step_00000003") / "model.safetensors.index.json").exists() or list(
+        paths.export("step_00000003").glob("*.safetensors")
     )
-    for file in finished.layout.rendezvous_dir.iterdir():
+    for file in finished.paths.rendezvous_dir.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, "secrets are private"
 
 
@@ -63,12 +63,12 @@ def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(
 ) -> None:
     def verify() -> int:
         with pytest.raises(SystemExit) as end:
-            main(["shards", "verify", str(finished.layout.root)])
+            main(["shards", "verify", str(finished.paths.root)])
         assert isinstance(end.value.code, int)
         return end.value.code
 
     assert verify() == 0
-    shard = sorted(finished.layout.shards_dir.glob("*.h5"))[0]
+    shard = sorted(finished.paths.shards_dir.glob("*.h5"))[0]
     whole = shard.read_bytes()
     for position in (0, 100, len(whole) // 3, len(whole) // 2, len(whole) - 1):
         damaged = bytearray(whole)
@@ -82,12 +82,12 @@ def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(
 
 
 def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
-    before = finished.layout.metrics.read_bytes()
-    steps = read_lines(finished.layout.metrics)[-1]["step"]  # another test asks for more
+    before = finished.paths.metrics.read_bytes()
+    steps = read_lines(finished.paths.metrics)[-1]["step"]  # another test asks for more
     assert finished.audited() == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
     finished.finish()
     assert "this run is finished" in finished.said()
-    assert finished.layout.metrics.read_bytes() == before
+    assert finished.paths.metrics.read_bytes() == before
 
 
 def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
@@ -95,11 +95,11 @@ def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
 ) -> None:
     monkeypatch.chdir(CHECKOUT)
     handler = signal.getsignal(signal.SIGINT)
-    result = areal_hpc.run(finished.layout.recipe, trainer={"total_steps": 4})
+    result = areal_hpc.run(finished.paths.recipe, trainer={"total_steps": 4})
     assert "changed  trainer.total_steps: 3 -> 4" in capsys.readouterr().out
-    last = read_lines(finished.layout.metrics)[-1]
+    last = read_lines(finished.paths.metrics)[-1]
     assert last["step"] == 4
-    assert (result.run_dir, result.exit_reason) == (finished.layout.root, "finished")
+    assert (result.run_dir, result.exit_reason) == (finished.paths.root, "finished")
     assert (result.step, result.reward) == (4, last["reward/mean"])
     assert result.heldout_reward == last["eval/reward"]
     assert finished.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
@@ -109,7 +109,7 @@ def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = finished.layout.export("step_00000003")
+    path = finished.paths.export("step_00000003")
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.model_type == "qwen3"
@@ -120,11 +120,11 @@ def test_a_checkpoint_is_exported_where_there_is_no_torch(
     finished: SmallRun, tmp_path: Path
 ) -> None:
     command = [get_interpreter("agents", "auto"), "-m", "areal_hpc", "export"]
-    arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
+    arguments = [str(finished.paths.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
     assert answer.returncode == 0, answer.stderr
-    newest = format_step_dir(read_lines(finished.layout.metrics)[-1]["step"])
-    by_trainer = finished.layout.export(newest)
+    newest = format_step_dir(read_lines(finished.paths.metrics)[-1]["step"])
+    by_trainer = finished.paths.export(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)
 
 

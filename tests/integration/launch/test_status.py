@@ -33,16 +33,16 @@ STEP = {
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
+def paths(tmp_path: Path) -> RunPaths:
     """A run directory as it is before the first job starts."""
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
-    layout = RunPaths(recipe.run_dir)
-    layout.log_dir(1).mkdir(parents=True)
-    (layout.jobs_dir / "trainer").mkdir(parents=True)
-    (layout.jobs_dir / "trainer" / "launch.json").write_text("{}")
-    layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    layout.lock.touch()
-    return layout
+    paths = RunPaths(recipe.run_dir)
+    paths.log_dir(1).mkdir(parents=True)
+    (paths.jobs_dir / "trainer").mkdir(parents=True)
+    (paths.jobs_dir / "trainer" / "launch.json").write_text("{}")
+    paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    paths.lock.touch()
+    return paths
 
 
 def entries(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -52,51 +52,51 @@ def entries(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.fixture
-def status(layout: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+def status(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
 
     def ask() -> str:
-        before = entries(layout.root)
+        before = entries(paths.root)
         with pytest.raises(SystemExit) as end:
-            main(["status", str(layout.root)])
+            main(["status", str(paths.root)])
         said = capfd.readouterr()
         assert (end.value.code, said.err) == (0, "")
-        assert entries(layout.root) == before
+        assert entries(paths.root) == before
         return said.out
 
     return ask
 
 
 def test_a_run_before_its_first_step_says_whether_it_runs(
-    layout: RunPaths, status: Callable[[], str]
+    paths: RunPaths, status: Callable[[], str]
 ) -> None:
-    descriptor = os.open(layout.lock, os.O_RDWR)
+    descriptor = os.open(paths.lock, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert "quickstart/demo: running here\n  step              0 of 25" in status()
     os.close(descriptor)
     assert "quickstart/demo: stopped\n" in status()
-    append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
+    append_line(paths.sft_metrics, {"step": 40, "loss": 1.0})
     assert "SFT               step 40" in status()
     crash = TaskExit(70, "trainer", reason="ValueError: no")
-    (layout.jobs_dir / "trainer" / "task_exit.0.json").write_bytes(msgspec.json.encode(crash))
+    (paths.jobs_dir / "trainer" / "task_exit.0.json").write_bytes(msgspec.json.encode(crash))
     assert "quickstart/demo: failed\n" in status()
 
 
 @pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
 def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
-    layout: RunPaths, status: Callable[[], str], held_out: float | None
+    paths: RunPaths, status: Callable[[], str], held_out: float | None
 ) -> None:
     if held_out is not None:
-        append_line(layout.metrics, {"step": 0, "eval/reward": held_out})
+        append_line(paths.metrics, {"step": 0, "eval/reward": held_out})
         assert "step              0 of 25" in status()
-    append_line(layout.metrics, STEP)
+    append_line(paths.metrics, STEP)
     said = status()
     assert "quickstart/demo: stopped\n  step              1 of 25" in said
     assert "training reward   0.500 -> 0.500" in said
     assert ("held-out reward   0.250" in said) == (held_out is not None)
     assert "export" not in said, "no model has been exported"
-    layout.export("step_00000001").mkdir(parents=True)
+    paths.export("step_00000001").mkdir(parents=True)
     assert "trained model" in status()
     odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
-    append_line(layout.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
+    append_line(paths.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
     assert "training reward   0.500 -> not finite" in status()

@@ -49,7 +49,7 @@ class LedgerProcess:
     """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
-        self.layout = RunPaths(run_dir)
+        self.paths = RunPaths(run_dir)
         self.config = {
             "run_dir": str(run_dir),
             "batch_size": 2,
@@ -75,14 +75,14 @@ class LedgerProcess:
         except BaseException:
             self.kill()
             raise
-        self.client = WireClient(self.url, self.layout.admin_key.read_text(), timeout_s=PATIENCE_S)
+        self.client = WireClient(self.url, self.paths.admin_key.read_text(), timeout_s=PATIENCE_S)
         # Not closed before the end: another thread may be in the middle of a call.
         self.clients.append(self.client)
 
     def _await_url(self) -> str:
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
-            endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, "ledger")
+            endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, "ledger")
             if endpoint is not None and endpoint.pid == self.process.pid:
                 return endpoint.url
             assert self.process.is_alive(), "the ledger ended at its start"
@@ -123,7 +123,7 @@ class LedgerProcess:
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
         """A call that waits at the ledger on return; its answer comes by this connection."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
-        headers = {"authorization": f"Bearer {self.layout.admin_key.read_text()}"}
+        headers = {"authorization": f"Bearer {self.paths.admin_key.read_text()}"}
         connection.request("POST", route, msgspec.json.encode(request), headers)
         self.catch_up()
         return connection
@@ -161,7 +161,7 @@ class LedgerProcess:
         self.shards += 1
         rows = [[2 * i, 2 * i + 1] for i in range(len(refs))]
         append_to_index(
-            self.layout.index_dir,
+            self.paths.index_dir,
             SealedShard(
                 name,
                 100,

@@ -103,7 +103,7 @@ def test_dropped_tickets_stay_dropped_and_are_no_new_trouble(ledger: LedgerProce
 def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     manifest = form_batch(ledger, 1)
-    stored = json.loads(ledger.layout.manifest(1).read_bytes())
+    stored = json.loads(ledger.paths.manifest(1).read_bytes())
     assert [t["ref"]["ticket_id"] for t in stored["tickets"]] == [
         ticket.ref.ticket_id for ticket in manifest.tickets
     ]
@@ -152,11 +152,11 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     ledger: LedgerProcess,
 ) -> None:
     """Its last version may be of weights that were never saved."""
-    claim_next_number(ledger.layout.generations_dir)
+    claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
     form_batch(ledger, 1)
     ledger.publish(1)
-    claim_next_number(ledger.layout.generations_dir)
+    claim_next_number(ledger.paths.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
     with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.batch(2, generation=1)
@@ -229,24 +229,24 @@ def test_a_zombie_cannot_form_a_batch_once_a_newer_generation_is_on_disk(
     ledger: LedgerProcess,
 ) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
-    claim_next_number(ledger.layout.generations_dir)
+    claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
-    claim_next_number(ledger.layout.generations_dir)
+    claim_next_number(ledger.paths.generations_dir)
     with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.batch(1, generation=1)
-    assert not ledger.layout.manifest(1).exists()
+    assert not ledger.paths.manifest(1).exists()
 
 
 def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerProcess) -> None:
-    claim_next_number(ledger.layout.generations_dir)
+    claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
     form_batch(ledger, 1)
-    claim_next_number(ledger.layout.generations_dir)
-    before = ledger.layout.ledger_state.read_bytes()
+    claim_next_number(ledger.paths.generations_dir)
+    before = ledger.paths.ledger_state.read_bytes()
     with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.publish(1, generation=1)
-    assert ledger.layout.ledger_state.read_bytes() == before
+    assert ledger.paths.ledger_state.read_bytes() == before
 
 
 def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
@@ -255,7 +255,7 @@ def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
     ledger.open_generation()
     ledger.call("/finish", FinishRequest(1), Acknowledged)
     assert ledger.lease().stop
-    ledger.layout.finished_marker.touch()
+    ledger.paths.finished_marker.touch()
     ledger.restart()
     assert ledger.lease().stop
 
@@ -325,7 +325,7 @@ def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: 
         times_trained = Counter(t.ref.ticket_id for m in manifests for t in m.tickets)
         assert set(times_trained.values()) == {1}
         assert times_trained.total() == steps * batch_size
-        on_disk = [read_manifest(ledger.layout, step) for step in range(1, steps + 1)]
+        on_disk = [read_manifest(ledger.paths, step) for step in range(1, steps + 1)]
         assert on_disk == manifests
     finally:
         published.set()

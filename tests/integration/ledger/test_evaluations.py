@@ -39,7 +39,7 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
     ledger.restart()
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
-    assert json.loads(ledger.layout.evaluation(0).read_bytes())["rewards"] == [0.0, 0.5, 1.0]
+    assert json.loads(ledger.paths.evaluation(0).read_bytes())["rewards"] == [0.0, 0.5, 1.0]
 
 
 def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) -> None:
@@ -114,7 +114,7 @@ def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: Led
     settle(ledger, given_up[1], 1.0)  # its episode may have gone on with other weights
     assert ledger.call("/evaluate", second, EvaluateReply) == EvaluateReply(0, 2)
     assert ledger.call("/evaluate", first, EvaluateReply) == EvaluateReply(0, 2)
-    assert not ledger.layout.evaluation(0).exists()
+    assert not ledger.paths.evaluation(0).exists()
 
 
 @pytest.mark.parametrize(("evaluated_step", "done"), [(0, 1), (-1, 0)])

@@ -54,7 +54,7 @@ def idle_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProc
 
 
 def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> httpx.Response:
-    key = key or ledger.layout.admin_key.read_text()
+    key = key or ledger.paths.admin_key.read_text()
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.post(f"{ledger.url}{route}", content=content, headers=headers, trust_env=False)
 
@@ -165,7 +165,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
     evaluations = [g.ref for g in ledger.grants() if g.ref.eval_step == 0]
     ledger.call("/drop", DropRequest("cell-0", evaluations[0], "it raised"), Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(1, 1, 0.0)
-    assert b"it raised" in ledger.layout.evaluation(0).read_bytes()
+    assert b"it raised" in ledger.paths.evaluation(0).read_bytes()
 
 
 @pytest.mark.parametrize(

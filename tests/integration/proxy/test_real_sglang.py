@@ -78,7 +78,7 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
     (settled,) = stage.ledger.settled
     assert settled.rewards == [float(number) for number in range(EPISODES)]
     encoder = TokenEncoder.from_model_dir(stage.model_dir)
-    for row in ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows):
+    for row in ShardReader(stage.paths.shards_dir / settled.shard).read_rows(settled.rows):
         assert len(row.meta["interaction_ids"]) == TURNS
         assert row.meta["prompt_reuse"] == ["none"] + ["reused"] * (TURNS - 1)
         assert set(row.versions_T[row.loss_mask_T == 1].tolist()) == {1 << 32}

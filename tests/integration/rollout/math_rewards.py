@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from areal_hpc.reward import math, math_process
-from areal_hpc.reward.answering import AnsweringProcesses
+from areal_hpc.reward.verifier_pool import VerifierPool
 
 limit_s, how, *answers = sys.argv[1:]
-math._COMPARISONS = AnsweringProcesses(
+math._COMPARISONS = VerifierPool(
     Path(math_process.__file__),
     str(float(limit_s) + 1.0),
     str(math.MATH_MEMORY_BYTES),

@@ -31,19 +31,19 @@ run(json.loads(sys.argv[1]))
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
-    layout = RunPaths(tmp_path)
-    layout.data_dir.mkdir()
-    layout.rendezvous_dir.mkdir()
-    layout.admin_key.write_text(KEY)
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path)
+    paths.data_dir.mkdir()
+    paths.rendezvous_dir.mkdir()
+    paths.admin_key.write_text(KEY)
     lines = "".join(json.dumps(task) + "\n" for task in train_tasks(4, 1))
-    layout.dataset("train").write_text(lines)
-    return layout
+    paths.dataset("train").write_text(lines)
+    return paths
 
 
-def config(layout: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
+def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
     return {
-        "run_dir": str(layout.root),
+        "run_dir": str(paths.root),
         "cell": "cell-0",
         "rollout": {"workflow": workflow, "n_samples": 4, "agent": agent},
         "evaluation_sampling": {"temperature": 0.0},
@@ -52,9 +52,9 @@ def config(layout: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
     }
 
 
-async def serve(layout: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
+async def serve(paths: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
     """Stand in for ledger and proxy until the driver's process ends."""
-    async with StandInProxy(layout.rendezvous_dir), StandInLedger(layout.rendezvous_dir, script):
+    async with StandInProxy(paths.rendezvous_dir), StandInLedger(paths.rendezvous_dir, script):
         while process.poll() is None:
             if script.finished and not script.stop_when_done:
                 process.send_signal(signal.SIGTERM)
@@ -63,11 +63,11 @@ async def serve(layout: RunPaths, script: LedgerScript, process: subprocess.Pope
             await asyncio.sleep(0.02)
 
 
-def drive(layout: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
-    job = json.dumps(config(layout, workflow, **agent))
+def drive(paths: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
+    job = json.dumps(config(paths, workflow, **agent))
     process = subprocess.Popen([sys.executable, "-c", START, job])
     try:
-        asyncio.run(asyncio.wait_for(serve(layout, script, process), 100))
+        asyncio.run(asyncio.wait_for(serve(paths, script, process), 100))
     finally:
         process.kill()
         process.wait()
@@ -80,24 +80,24 @@ def drive(layout: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **
     ids=["inline", "in processes of their own"],
 )
 def test_driver_process_runs_agents_until_the_ledger_says_stop(
-    layout: RunPaths, workflow: str, agent: dict[str, Any]
+    paths: RunPaths, workflow: str, agent: dict[str, Any]
 ) -> None:
     script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)])
-    assert drive(layout, script, workflow, **agent) == 0
+    assert drive(paths, script, workflow, **agent) == 0
     assert len(script.finished) == 6
 
 
-def test_driver_process_stops_soon_after_a_signal(layout: RunPaths) -> None:
+def test_driver_process_stops_soon_after_a_signal(paths: RunPaths) -> None:
     script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
-    assert drive(layout, script) == 0
+    assert drive(paths, script) == 0
     assert time.monotonic() - script.signalled_at < 15
 
 
-def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunPaths) -> None:
-    job = config(layout, ARITHMETIC) | {"idle_timeout_s": 1.0}
+def test_a_driver_under_slurm_goes_when_no_ledger_comes(paths: RunPaths) -> None:
+    job = config(paths, ARITHMETIC) | {"idle_timeout_s": 1.0}
     driver = [sys.executable, "-c", START, json.dumps(job)]
     waiting = subprocess.Popen(driver)  # elsewhere there is nobody to start it again
-    environ = {**os.environ, "AREAL_HPC_START": "1"}
+    environ = {**os.environ, "AREAL_HPC_JOB_START": "1"}
     try:
         gone = subprocess.run(driver, env=environ, timeout=60, check=False)
         assert gone.returncode == IDLE_EXIT_CODE
@@ -108,7 +108,7 @@ def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunPaths) -> Non
         waiting.wait()
 
 
-def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunPaths) -> None:
+def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> None:
     for mode in ("inline", "subproc"):
         with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
-            run(config(layout, ARITHMETIC.replace("tic", "tik"), mode=mode))
+            run(config(paths, ARITHMETIC.replace("tic", "tik"), mode=mode))

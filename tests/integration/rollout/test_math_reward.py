@@ -19,8 +19,8 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.answering import AnsweringProcesses, ProcessDiedError
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
+from areal_hpc.reward.verifier_pool import ProcessDiedError, VerifierPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.waiting import wait_for
 
@@ -41,9 +41,9 @@ QUESTION = json.dumps([SLOW[0], f"\\boxed{{{SLOW[1]}}}"]).encode() + b"\n"
 EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode() + b"\n"
 
 
-def processes(timeout_s: float) -> AnsweringProcesses:
+def processes(timeout_s: float) -> VerifierPool:
     limits = (str(timeout_s + 1.0), str(MATH_MEMORY_BYTES))
-    return AnsweringProcesses(Path(math_process.__file__), *limits, timeout_s=timeout_s)
+    return VerifierPool(Path(math_process.__file__), *limits, timeout_s=timeout_s)
 
 
 def children() -> set[int]:
@@ -169,7 +169,7 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
 
 
 def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    pool = AnsweringProcesses(tmp_path / "missing.py", timeout_s=1.0)
+    pool = VerifierPool(tmp_path / "missing.py", timeout_s=1.0)
     with pytest.raises(ClusterError, match=r"missing.py was gone before it was ready"):
         pool.ask(EASY)
 

@@ -37,21 +37,21 @@ def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[d
 
 
 def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
-    layout = RunPaths(tmp_path / "run")
-    for folder in (layout.data_dir, layout.rendezvous_dir):
+    paths = RunPaths(tmp_path / "run")
+    for folder in (paths.data_dir, paths.rendezvous_dir):
         folder.mkdir(parents=True)
-    layout.admin_key.write_text(KEY)
+    paths.admin_key.write_text(KEY)
     task = {"messages": [{"role": "user", "content": "hi"}]}
-    layout.dataset("train").write_text(json.dumps(task) + "\n")
+    paths.dataset("train").write_text(json.dumps(task) + "\n")
     stage = Stage(tmp_path)
     ref = TicketRef(0, 0)
     script = LedgerScript(queue=[TicketGrant(ref, 0, 0, GROUP)])
-    ledger = StandInLedger(layout.rendezvous_dir, script)
+    ledger = StandInLedger(paths.rendezvous_dir, script)
     stage.stop_proxy()
     stage.configure({**stage.config, "online": True})
     stage.start_proxy()
     stage.loop.run(ledger.start())
-    job = config(layout, "", mode="online")
+    job = config(paths, "", mode="online")
     driver = subprocess.Popen([sys.executable, "-c", START, json.dumps(job)])
     try:
         # The one without a reward goes first: after GROUP rewards the ticket has no place for it.

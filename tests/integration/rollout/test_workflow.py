@@ -37,7 +37,7 @@ def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
     spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
-        directory, key = stage.layout.rendezvous_dir, stage.admin_key
+        directory, key = stage.paths.rendezvous_dir, stage.admin_key
         async with driving(directory, key) as (peer, http_client):
             return await run_episode(spec, agent, peer, http_client)
 
@@ -54,7 +54,7 @@ def test_rows_are_what_the_clients_exported(stage: Stage) -> None:
     assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
     (settled,) = stage.ledger.settled
     assert sorted(settled.rewards) == [pytest.approx(0.9), pytest.approx(0.9), 1.0, 1.0]
-    rows = ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows)
+    rows = ShardReader(stage.paths.shards_dir / settled.shard).read_rows(settled.rows)
     prompts = sorted(request["input_ids"] for request in stage.sglang.requests)
     read = [row.input_ids_T[: np.argmax(row.loss_mask_T)].tolist() for row in rows]
     assert sorted(read) == prompts

@@ -24,7 +24,7 @@ WATCHED = {module.__file__ for module in (writer, index, atomic, disk_io)}
 """Everything that touches the disk."""
 
 
-def seal_and_die(layout: RunPaths, line_to_die_at: int) -> None:
+def seal_and_die(paths: RunPaths, line_to_die_at: int) -> None:
     lines_seen: set[tuple[str, int]] = set()
 
     def watch(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
@@ -36,7 +36,7 @@ def seal_and_die(layout: RunPaths, line_to_die_at: int) -> None:
         return watch
 
     sys.settrace(watch)
-    writer.seal_shard(ticket(2), layout.shards_dir, layout.index_dir, "cell-0")
+    writer.seal_shard(ticket(2), paths.shards_dir, paths.index_dir, "cell-0")
     sys.settrace(None)
 
 
@@ -45,11 +45,11 @@ def main() -> None:
     begun = RunPaths(root / "begun")
     writer.seal_shard(ticket(1), begun.shards_dir, begun.index_dir, "cell-0")
     for line_to_die_at in itertools.count():
-        layout = RunPaths(root / str(line_to_die_at))
-        shutil.copytree(begun.root, layout.root)
+        paths = RunPaths(root / str(line_to_die_at))
+        shutil.copytree(begun.root, paths.root)
         child = os.fork()
         if child == 0:
-            seal_and_die(layout, line_to_die_at)
+            seal_and_die(paths, line_to_die_at)
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
             return

@@ -21,10 +21,10 @@ def module_command(name: str, path: Path) -> list[str]:
     return [sys.executable, "-m", f"tests.integration.shards.{name}", str(path)]
 
 
-def stage(layout: RunPaths) -> str:
+def stage(paths: RunPaths) -> str:
     """How far the second seal came."""
-    names = [path.name for path in layout.shards_dir.iterdir()]
-    if (2, 1) in locate_tickets(read_index(layout.index_dir)):
+    names = [path.name for path in paths.shards_dir.iterdir()]
+    if (2, 1) in locate_tickets(read_index(paths.index_dir)):
         return "sealed"
     if "cell-0-000001.h5" in names:
         return "orphan"
@@ -37,24 +37,24 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repai
     subprocess.run(module_command("die_at_every_line", tmp_path), cwd=CHECKOUT, check=True)
     stages: dict[str, RunPaths] = {}
     for path in tmp_path.iterdir():
-        layout = RunPaths(path)
-        before = stage(layout)
-        stages[before] = layout
-        assert_only_whole_shards_are_visible(layout)
-        assert len(verify_run(layout).problems) == (before == "orphan")
-        repair(layout, "cell-0")
-        assert stage(layout) == {"partial": "nothing", "orphan": "sealed"}.get(before, before)
-        assert verify_run(layout).problems == []
-        assert not list(layout.shards_dir.glob("*.tmp"))
+        paths = RunPaths(path)
+        before = stage(paths)
+        stages[before] = paths
+        assert_only_whole_shards_are_visible(paths)
+        assert len(verify_run(paths).problems) == (before == "orphan")
+        repair(paths, "cell-0")
+        assert stage(paths) == {"partial": "nothing", "orphan": "sealed"}.get(before, before)
+        assert verify_run(paths).problems == []
+        assert not list(paths.shards_dir.glob("*.tmp"))
 
     assert set(stages) == {"nothing", "partial", "orphan", "sealed"}
-    for layout in stages.values():
-        seal_shard(ticket(3), layout.shards_dir, layout.index_dir, "cell-0")
-        assert verify_run(layout).problems == []
+    for paths in stages.values():
+        seal_shard(ticket(3), paths.shards_dir, paths.index_dir, "cell-0")
+        assert verify_run(paths).problems == []
 
 
-def assert_only_whole_shards_are_visible(layout: RunPaths) -> None:
-    for path in layout.shards_dir.glob("*.h5"):
+def assert_only_whole_shards_are_visible(paths: RunPaths) -> None:
+    for path in paths.shards_dir.glob("*.h5"):
         rows = ShardReader(path).read_rows([0, 1])
         expected = ticket(2 if path.name == "cell-0-000001.h5" else 1)
         assert [fields(row) for row in rows] == [fields(row) for row in expected]

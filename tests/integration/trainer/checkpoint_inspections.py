@@ -48,26 +48,26 @@ from tests.support.replay_worker import Scenario, config_of, digests, make_learn
 Found = dict[str, Any]
 
 
-def begin(scenario: Scenario, layout: RunPaths) -> Learner:
+def begin(scenario: Scenario, paths: RunPaths) -> Learner:
     """A learner with one step taken and saved, and a second step taken."""
-    learner = make_learner(scenario, layout)
-    step(learner, layout, 1)
+    learner = make_learner(scenario, paths)
+    step(learner, paths, 1)
     learner.begin_checkpoint({})
     learner.checkpoints.finish()
-    step(learner, layout, 2)
+    step(learner, paths, 2)
     return learner
 
 
-def step(learner: Learner, layout: RunPaths, number: int) -> None:
-    learner.train(read_manifest(layout, number))
+def step(learner: Learner, paths: RunPaths, number: int) -> None:
+    learner.train(read_manifest(paths, number))
 
 
 def state_of(learner: Learner) -> dict[str, str]:
     return digests(learner.policy, learner._optimizer)
 
 
-def names(layout: RunPaths) -> list[str]:
-    return sorted(p.name for p in layout.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
+def names(paths: RunPaths) -> list[str]:
+    return sorted(p.name for p in paths.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
 
 
 def writer_of(learner: Learner) -> WriterClient:
@@ -92,47 +92,47 @@ def failure(act: Callable[[], object]) -> Found:
     return {"kind": None}
 
 
-def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def training_goes_on(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     at_step_2 = state_of(learner)
     writer = begin_held(learner)
     polled = [learner.checkpoints.poll() for _ in range(3)]
-    step(learner, layout, 3)
-    visible_before = names(layout)
+    step(learner, paths, 3)
+    visible_before = names(paths)
     os.kill(writer, signal.SIGCONT)
     became_durable = learner.checkpoints.finish()
-    resumed = make_learner(scenario, layout)
+    resumed = make_learner(scenario, paths)
     return {
         "polled": polled,
         "visible_before": visible_before,
         "became_durable": became_durable,
-        "visible_after": names(layout),
+        "visible_after": names(paths),
         "holds_step_2": state_of(resumed) == at_step_2 != state_of(learner),
     }
 
 
-def second_checkpoint_waits(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def second_checkpoint_waits(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     writer = begin_held(learner)
-    step(learner, layout, 3)
+    step(learner, paths, 3)
     began = time.monotonic()
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     learner.begin_checkpoint({})
     waited_s = time.monotonic() - began
-    visible = "step_00000002" in names(layout)
+    visible = "step_00000002" in names(paths)
     learner.checkpoints.finish()
-    return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
+    return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(paths)}
 
 
-def stop_waits(scenario: Scenario, layout: RunPaths) -> Found:
+def stop_waits(scenario: Scenario, paths: RunPaths) -> Found:
     """The loop is told to stop while a checkpoint is in the writing."""
-    learner = begin(scenario, layout)
+    learner = begin(scenario, paths)
     writer = begin_held(learner)
     stop = StopRequest()
-    coordinator = make_replay_coordinator(learner, layout, config_of(scenario), 1, 2, stop)
+    coordinator = make_replay_coordinator(learner, paths, config_of(scenario), 1, 2, stop)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     finished = run_loop(learner, coordinator, stop)
-    return {"finished": finished, "visible": names(layout)}
+    return {"finished": finished, "visible": names(paths)}
 
 
 class UnreachableSource(BatchSource):
@@ -142,81 +142,81 @@ class UnreachableSource(BatchSource):
         raise ClusterError("the ledger stays away")
 
 
-def failure_waits(scenario: Scenario, layout: RunPaths) -> Found:
+def failure_waits(scenario: Scenario, paths: RunPaths) -> Found:
     """Rank 0 cannot go on while a checkpoint is in the writing."""
-    learner = begin(scenario, layout)
+    learner = begin(scenario, paths)
     writer = begin_held(learner)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     coordinator, stop = None, StopRequest()
     if dist.get_rank() == 0:
-        record = StepRecord(MetricsWriter(layout.metrics, None, 2), learner.version, None)
+        record = StepRecord(MetricsWriter(paths.metrics, None, 2), learner.version, None)
         schedule = Schedule(3, 1, None, 0, 0)
         coordinator = Coordinator(schedule, record, UnreachableSource(), stop)
     try:
         run_loop(learner, coordinator, stop)
     except ClusterError as error:
-        return {"error": str(error), "visible": names(layout)}
-    return {"visible": names(layout)}
+        return {"error": str(error), "visible": names(paths)}
+    return {"visible": names(paths)}
 
 
-def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
+def disk_is_full(scenario: Scenario, paths: RunPaths) -> Found:
     """Files of this process end at 20 kB."""
-    learner = begin(scenario, layout)
+    learner = begin(scenario, paths)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    return failure(lambda: learner.begin_checkpoint({})) | {"visible": names(layout)}
+    return failure(lambda: learner.begin_checkpoint({})) | {"visible": names(paths)}
 
 
-def checkpoint_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
+def checkpoint_is_damaged(scenario: Scenario, paths: RunPaths) -> Found:
     """A data file of the latest checkpoint was cut short."""
-    begin(scenario, layout).checkpoints.close()
-    latest = find_latest(layout.checkpoints_dir)
+    begin(scenario, paths).checkpoints.close()
+    latest = find_latest(paths.checkpoints_dir)
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
         os.truncate(path, path.stat().st_size // 2)
-    return failure(lambda: make_learner(scenario, layout)) | {"visible": names(layout)}
+    return failure(lambda: make_learner(scenario, paths)) | {"visible": names(paths)}
 
 
-def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def writer_dies_once(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     at_step_2 = state_of(learner)
     writer = begin_held(learner)
     os.kill(writer, signal.SIGKILL)
     learner.checkpoints.finish()
     return {
-        "visible": names(layout),
+        "visible": names(paths),
         "is_replaced": writer_of(learner)._process.pid != writer,
-        "holds_step_2": state_of(make_learner(scenario, layout)) == at_step_2,
+        "holds_step_2": state_of(make_learner(scenario, paths)) == at_step_2,
     }
 
 
-def writers_keep_dying(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def writers_keep_dying(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     writer = begin_held(learner)
     os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
-    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
+    return failure(learner.checkpoints.finish) | {"visible": names(paths)}
 
 
-def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def storage_refuses(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     writer = begin_held(learner)
-    for partial in layout.checkpoints_dir.glob(".step_*"):
+    for partial in paths.checkpoints_dir.glob(".step_*"):
         shutil.rmtree(partial)
     os.kill(writer, signal.SIGCONT)
-    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
+    return failure(learner.checkpoints.finish) | {"visible": names(paths)}
 
 
-def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
+def replaced_while_writing(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
     learner.begin_checkpoint({})
-    claim_next_number(layout.generations_dir)
-    return failure(learner.checkpoints.finish) | {"visible": names(layout)}
+    claim_next_number(paths.generations_dir)
+    return failure(learner.checkpoints.finish) | {"visible": names(paths)}
 
 
-def place_checkpoint(layout: RunPaths, generation: int) -> Path:
+def place_checkpoint(paths: RunPaths, generation: int) -> Path:
     """A checkpoint of step 2 by another start of the trainer."""
-    path = layout.checkpoints_dir / "step_00000002"
+    path = paths.checkpoints_dir / "step_00000002"
     path.mkdir()
     state = TrainerState(step=2, generation=generation, seed=1)
     (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
@@ -225,12 +225,12 @@ def place_checkpoint(layout: RunPaths, generation: int) -> Path:
     return path
 
 
-def successor_saved_first(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
-    place_checkpoint(layout, generation=9)
+def successor_saved_first(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
+    place_checkpoint(paths, generation=9)
     learner.begin_checkpoint({})
     found = failure(learner.checkpoints.finish)
-    latest = find_latest(layout.checkpoints_dir)
+    latest = find_latest(paths.checkpoints_dir)
     assert latest is not None
     return found | {
         "generation": latest.state.generation,
@@ -238,34 +238,34 @@ def successor_saved_first(scenario: Scenario, layout: RunPaths) -> Found:
     }
 
 
-def abandoned_checkpoint_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
-    learner = begin(scenario, layout)
-    path = place_checkpoint(layout, generation=0)
+def abandoned_checkpoint_is_replaced(scenario: Scenario, paths: RunPaths) -> Found:
+    learner = begin(scenario, paths)
+    path = place_checkpoint(paths, generation=0)
     learner.begin_checkpoint({})
     learner.checkpoints.finish()
-    return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
+    return {"is_replaced": not (path / "data").exists(), "visible": names(paths)}
 
 
-def cleaned(scenario: Scenario, layout: RunPaths) -> Found:
+def cleaned(scenario: Scenario, paths: RunPaths) -> Found:
     """Generation 4 cleans up."""
     left = ("2.generation_3", "2.generation_4", "2.generation_5", "1.old", "1.replaced")
     for name in left:
-        (layout.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
-    CheckpointStore(layout.checkpoints_dir, keep=2).clean(generation=4)
-    return {"left": [path.name for path in layout.checkpoints_dir.iterdir()]}
+        (paths.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
+    CheckpointStore(paths.checkpoints_dir, keep=2).clean(generation=4)
+    return {"left": [path.name for path in paths.checkpoints_dir.iterdir()]}
 
 
-def draws_no_random_numbers(scenario: Scenario, layout: RunPaths) -> Found:
+def draws_no_random_numbers(scenario: Scenario, paths: RunPaths) -> Found:
     def states() -> list[str]:
         numpy_state = np.random.get_state()
         return [str(torch.get_rng_state().tolist()), str(numpy_state), str(random.getstate())]
 
     before = states()
-    begin(scenario, layout)
+    begin(scenario, paths)
     return {"unchanged": states() == before}
 
 
-def odd_maxima(scenario: Scenario, layout: RunPaths) -> Found:
+def odd_maxima(scenario: Scenario, paths: RunPaths) -> Found:
     rank = dist.get_rank()
     own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
     maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
@@ -286,43 +286,43 @@ def settings_of(learner: Learner) -> Found:
     return {"groups": groups, "steps": sorted(steps)}
 
 
-def other_settings(scenario: Scenario, layout: RunPaths) -> Found:
+def other_settings(scenario: Scenario, paths: RunPaths) -> Found:
     """Resume with new AdamW settings, and once more without giving them to the optimizer."""
-    begin(scenario, layout)
+    begin(scenario, paths)
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
     changed = {**scenario, "trainer": {"optimizer": new}}
-    resumed = settings_of(make_learner(changed, layout))
+    resumed = settings_of(make_learner(changed, paths))
     with mock.patch.object(checkpoint, "apply_settings"):
-        without = make_learner(changed, layout)
+        without = make_learner(changed, paths)
     forgotten = settings_of(without)
     apply_settings(without._optimizer, AdamConfig.model_validate(new))
     return {"resumed": resumed, "forgotten": forgotten, "given": settings_of(without)}
 
 
-def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
-    begin(scenario, layout).checkpoints.close()
+def only_rank_0_chooses(scenario: Scenario, paths: RunPaths) -> Found:
+    begin(scenario, paths).checkpoints.close()
     dist.barrier()
     if dist.get_rank() == 1:
         mock.patch("areal_hpc.trainer.checkpoints.store.find_latest", None).start()
-    return {"step": make_learner(scenario, layout).state.step}
+    return {"step": make_learner(scenario, paths).state.step}
 
 
-def chosen_checkpoint_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
-    begin(scenario, layout).checkpoints.close()
+def chosen_checkpoint_is_not_there(scenario: Scenario, paths: RunPaths) -> Found:
+    begin(scenario, paths).checkpoints.close()
     collectives.VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
-    directory = layout.root / "elsewhere" if is_blind else layout.checkpoints_dir
+    directory = paths.root / "elsewhere" if is_blind else paths.checkpoints_dir
     CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
     return {}
 
 
-def rank_1_cannot_read(scenario: Scenario, layout: RunPaths) -> Found:
+def rank_1_cannot_read(scenario: Scenario, paths: RunPaths) -> Found:
     collectives.VISIBLE_TIMEOUT_S = 0.5
-    step(make_learner(scenario, layout), layout, 1)
+    step(make_learner(scenario, paths), paths, 1)
     return {}
 
 
-def one_rank_fails_alone(scenario: Scenario, layout: RunPaths) -> Found:
+def one_rank_fails_alone(scenario: Scenario, paths: RunPaths) -> Found:
     """The others wait for it in a collective."""
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
@@ -330,12 +330,12 @@ def one_rank_fails_alone(scenario: Scenario, layout: RunPaths) -> Found:
     return {}
 
 
-def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
+def adamw_fault(scenario: Scenario, paths: RunPaths) -> Found:
     """The step after a resume, with one of the mends taken out."""
-    learner = begin(scenario, layout)
+    learner = begin(scenario, paths)
     learner.begin_checkpoint({})
     learner.checkpoints.finish()
-    step(learner, layout, 3)
+    step(learner, paths, 3)
 
     load_sharded = megatron_format.load_sharded
 
@@ -352,7 +352,7 @@ def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
     }
     with mends[scenario["without"]]:
         try:
-            resumed = make_learner(scenario, layout)
+            resumed = make_learner(scenario, paths)
         except (AssertionError, KeyError) as error:
             return {"raised": type(error).__name__}
     tensors = {
@@ -360,5 +360,5 @@ def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
         for part in resumed._optimizer.chained_optimizers
         for moments in part.optimizer.state.values()
     }
-    step(resumed, layout, 3)
+    step(resumed, paths, 3)
     return {"step_tensors": len(tensors), "is_exact": state_of(resumed) == state_of(learner)}

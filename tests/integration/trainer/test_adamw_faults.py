@@ -11,10 +11,10 @@ from tests.support.recorded_run import record_run
 
 
 def step_after_a_resume(ranks: RankServer, root: Path, without: str) -> dict[str, Any]:
-    layout: RunPaths = record_run(root, 3)
+    paths: RunPaths = record_run(root, 3)
     name = "tests.integration.trainer.checkpoint_inspections:adamw_fault"
     trainer = {"total_steps": 3}
-    outcome = ranks.run(layout, "inspect", trainer=trainer, inspect=name, without=without)
+    outcome = ranks.run(paths, "inspect", trainer=trainer, inspect=name, without=without)
     assert outcome.codes == [0], outcome.log
     return outcome.reports[0]
 

@@ -28,30 +28,30 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout(recorded: Path, tmp_path: Path) -> RunPaths:
+def paths(recorded: Path, tmp_path: Path) -> RunPaths:
     return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
 
 
 def inspect(
-    ranks: RankServer, layout: RunPaths, function: str, count: int = 1, **scenario: Any
+    ranks: RankServer, paths: RunPaths, function: str, count: int = 1, **scenario: Any
 ) -> TaskExit:
     trainer = {"total_steps": 4, "parallel": {"dp": count}}
     name = f"{INSPECTIONS}:{function}"
-    return ranks.run(layout, "inspect", count, trainer=trainer, inspect=name, **scenario)
+    return ranks.run(paths, "inspect", count, trainer=trainer, inspect=name, **scenario)
 
 
 def found_by(
-    ranks: RankServer, layout: RunPaths, function: str, count: int = 1, **scenario: Any
+    ranks: RankServer, paths: RunPaths, function: str, count: int = 1, **scenario: Any
 ) -> dict[str, Any]:
-    outcome = inspect(ranks, layout, function, count, **scenario)
+    outcome = inspect(ranks, paths, function, count, **scenario)
     assert outcome.codes == [0] * count, outcome.log
     return outcome.reports[0]
 
 
 def test_training_goes_on_while_a_checkpoint_of_the_earlier_step_is_written(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    assert found_by(ranks, layout, "training_goes_on") == {
+    assert found_by(ranks, paths, "training_goes_on") == {
         "polled": [False] * 3,
         "visible_before": FIRST,
         "became_durable": True,
@@ -60,19 +60,19 @@ def test_training_goes_on_while_a_checkpoint_of_the_earlier_step_is_written(
     }
 
 
-def test_a_second_checkpoint_waits_for_the_first(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "second_checkpoint_waits")
+def test_a_second_checkpoint_waits_for_the_first(ranks: RankServer, paths: RunPaths) -> None:
+    found = found_by(ranks, paths, "second_checkpoint_waits")
     assert found["first_was_visible"]
     assert found["waited_s"] >= 0.4
     assert found["visible"] == ["step_00000002", "step_00000003"]
 
 
-def test_the_end_of_the_loop_waits_for_the_checkpoint(ranks: RankServer, layout: RunPaths) -> None:
-    assert found_by(ranks, layout, "stop_waits") == {"finished": True, "visible": BOTH}
+def test_the_end_of_the_loop_waits_for_the_checkpoint(ranks: RankServer, paths: RunPaths) -> None:
+    assert found_by(ranks, paths, "stop_waits") == {"finished": True, "visible": BOTH}
 
 
-def test_a_failure_waits_for_the_checkpoint(ranks: RankServer, layout: RunPaths) -> None:
-    outcome = inspect(ranks, layout, "failure_waits", 2)
+def test_a_failure_waits_for_the_checkpoint(ranks: RankServer, paths: RunPaths) -> None:
+    outcome = inspect(ranks, paths, "failure_waits", 2)
     assert [report["visible"] for report in outcome.reports] == [BOTH, BOTH]
     assert "the ledger stays away" in outcome.reports[0]["error"]
 
@@ -89,50 +89,50 @@ FAILURES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_checkpoint_that_fails_says_why_and_leaves_the_earlier_one(
-    ranks: RankServer, layout: RunPaths, failure: str
+    ranks: RankServer, paths: RunPaths, failure: str
 ) -> None:
     kind, said = FAILURES[failure]
-    found = found_by(ranks, layout, failure)
+    found = found_by(ranks, paths, failure)
     assert found["kind"] == kind
     assert all(part in found["error"] for part in said), found["error"]
     assert found["visible"] == FIRST
 
 
-def test_a_checkpoint_outlives_its_writer(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "writer_dies_once")
+def test_a_checkpoint_outlives_its_writer(ranks: RankServer, paths: RunPaths) -> None:
+    found = found_by(ranks, paths, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
 
 
 def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    found = found_by(ranks, layout, "successor_saved_first")
+    found = found_by(ranks, paths, "successor_saved_first")
     assert found["kind"] == "SupersededTrainerError"
     assert found["generation"] == 9
     assert found["is_whole"]
 
 
 def test_the_checkpoint_of_an_abandoned_generation_is_replaced(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    found = found_by(ranks, layout, "abandoned_checkpoint_is_replaced")
+    found = found_by(ranks, paths, "abandoned_checkpoint_is_replaced")
     assert found == {"is_replaced": True, "visible": BOTH}
 
 
 def test_cleaning_spares_what_a_later_generation_is_writing(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.generation_5"]}
+    assert found_by(ranks, paths, "cleaned") == {"left": [".step_00000002.generation_5"]}
 
 
-def test_training_and_saving_draw_no_random_numbers(ranks: RankServer, layout: RunPaths) -> None:
-    assert found_by(ranks, layout, "draws_no_random_numbers") == {"unchanged": True}
+def test_training_and_saving_draw_no_random_numbers(ranks: RankServer, paths: RunPaths) -> None:
+    assert found_by(ranks, paths, "draws_no_random_numbers") == {"unchanged": True}
 
 
 def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    found = found_by(ranks, layout, "other_settings")
+    found = found_by(ranks, paths, "other_settings")
     assert found["resumed"] == found["given"]
     assert found["resumed"]["steps"] == found["forgotten"]["steps"] == [1.0]
     for group in found["resumed"]["groups"]:
@@ -142,23 +142,23 @@ def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
     assert {tuple(group["betas"]) for group in found["forgotten"]["groups"]} == {(0.9, 0.95)}
 
 
-def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, layout: RunPaths) -> None:
-    outcome = inspect(ranks, layout, "only_rank_0_chooses", 2)
+def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, paths: RunPaths) -> None:
+    outcome = inspect(ranks, paths, "only_rank_0_chooses", 2)
     assert outcome.codes == [0, 0], outcome.log
     assert outcome.reports == [{"step": 1}] * 2
 
 
 def test_the_rank_that_cannot_see_the_checkpoint_says_so(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    outcome = inspect(ranks, layout, "chosen_checkpoint_is_not_there", 2)
+    outcome = inspect(ranks, paths, "chosen_checkpoint_is_not_there", 2)
     assert outcome.codes == [STOPPED, STORAGE_FAILED]
     assert "this rank cannot see" in outcome.reports[1]["error"]
 
 
-def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunPaths) -> None:
+def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, paths: RunPaths) -> None:
     faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
-    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2, **faults)
+    outcome = inspect(ranks, paths, "rank_1_cannot_read", 2, **faults)
     assert outcome.codes == [STOPPED, DATA_DAMAGED]
     assert outcome.reports[0] == {}
     assert outcome.reports[1]["kind"] == "ShardError"
@@ -167,18 +167,18 @@ def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: Ru
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_only_the_rank_that_failed_reports(
-    ranks: RankServer, layout: RunPaths, failing: int
+    ranks: RankServer, paths: RunPaths, failing: int
 ) -> None:
-    outcome = inspect(ranks, layout, "one_rank_fails_alone", 2, failing=failing)
+    outcome = inspect(ranks, paths, "one_rank_fails_alone", 2, failing=failing)
     assert outcome.codes[failing] == 70
     assert outcome.codes[1 - failing] == STOPPED, outcome.log
     assert outcome.reports[1 - failing] == {}
 
 
 def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
-    ranks: RankServer, layout: RunPaths
+    ranks: RankServer, paths: RunPaths
 ) -> None:
-    outcome = inspect(ranks, layout, "odd_maxima", 2)
+    outcome = inspect(ranks, paths, "odd_maxima", 2)
     assert outcome.reports == [{"odd": "nan", "huge": "inf", "plain": "2.0"}] * 2
 
 

@@ -47,18 +47,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout(recorded: Path, tmp_path: Path) -> RunPaths:
+def paths(recorded: Path, tmp_path: Path) -> RunPaths:
     return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
+def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
     settings = {"total_steps": STEPS, "minibatches": 2, "parallel": {"dp": dp}}
-    return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
+    return ranks.run(paths, "replay", dp, trainer=settings, **scenario)
 
 
 def uninterrupted(ranks: RankServer, recorded: Path, folder: Path, dp: int) -> list[Any]:
-    layout = RunPaths(shutil.copytree(recorded, folder / "run"))
-    outcome = train(ranks, layout, dp)
+    paths = RunPaths(shutil.copytree(recorded, folder / "run"))
+    outcome = train(ranks, paths, dp)
     assert outcome.codes == [0] * dp, outcome.log
     return [report["digests"] for report in outcome.reports]
 
@@ -77,65 +77,65 @@ def expected_of_two(
     return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("two"), 2)
 
 
-def check_complete(layout: RunPaths, outcome: TaskExit, began_at: set[int]) -> None:
+def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> None:
     assert set(outcome.codes) == {0}, outcome.log
     for report in outcome.reports:
         assert report["began_at"] in began_at
         assert report["consumed"] == list(range(1, STEPS + 1))
-    names = sorted(path.name for path in layout.checkpoints_dir.iterdir())
+    names = sorted(path.name for path in paths.checkpoints_dir.iterdir())
     # A kill can leave a third one for the next checkpoint to delete; nothing half-written stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
-    assert [line["step"] for line in read_lines(layout.metrics)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in read_lines(paths.metrics)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("fault", KILLS)
 def test_a_killed_run_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected: list[Any], fault: str
+    ranks: RankServer, paths: RunPaths, expected: list[Any], fault: str
 ) -> None:
-    assert train(ranks, layout, faults=f"{fault}=kill").codes == [-9]
-    resumed = train(ranks, layout)
-    check_complete(layout, resumed, KILLS[fault])
+    assert train(ranks, paths, faults=f"{fault}=kill").codes == [-9]
+    resumed = train(ranks, paths)
+    check_complete(paths, resumed, KILLS[fault])
     assert resumed.reports[0]["digests"] == expected[0]
 
 
 @pytest.mark.parametrize(("rank", "fault"), KILLS_OF_TWO)
 def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected_of_two: list[Any], rank: int, fault: str
+    ranks: RankServer, paths: RunPaths, expected_of_two: list[Any], rank: int, fault: str
 ) -> None:
-    codes = train(ranks, layout, 2, faulty_rank=rank, faults=f"{fault}=kill").codes
+    codes = train(ranks, paths, 2, faulty_rank=rank, faults=f"{fault}=kill").codes
     assert codes[rank] == -9
     # Rank 0 says that it lost a peer (75); without rank 0 there is nobody to say so to (143).
     assert codes[1 - rank] == (75 if rank else 143)
-    resumed = train(ranks, layout, 2)
-    check_complete(layout, resumed, KILLS_OF_TWO[rank, fault])
+    resumed = train(ranks, paths, 2)
+    check_complete(paths, resumed, KILLS_OF_TWO[rank, fault])
     assert [report["digests"] for report in resumed.reports] == expected_of_two
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected: list[Any]
+    ranks: RankServer, paths: RunPaths, expected: list[Any]
 ) -> None:
     # The fifth step begins after the second checkpoint, which has waited for the first.
     deaths = 0
-    while (outcome := train(ranks, layout, faults="train.before_step@5=kill")).codes == [-9]:
+    while (outcome := train(ranks, paths, faults="train.before_step@5=kill")).codes == [-9]:
         deaths += 1
         assert deaths < STEPS
     assert deaths >= 1
-    check_complete(layout, outcome, {2, 4})
+    check_complete(paths, outcome, {2, 4})
     assert outcome.reports[0]["digests"] == expected[0]
 
 
 def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected: list[Any]
+    ranks: RankServer, paths: RunPaths, expected: list[Any]
 ) -> None:
-    claim_dropout(layout)
-    outcome = train(ranks, layout)
-    check_complete(layout, outcome, {0})
+    claim_dropout(paths)
+    outcome = train(ranks, paths)
+    check_complete(paths, outcome, {0})
     assert outcome.reports[0]["digests"] == expected[0]
 
 
 def test_a_killed_sft_stage_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, tmp_path: Path
+    ranks: RankServer, paths: RunPaths, tmp_path: Path
 ) -> None:
     demonstrations = tmp_path / "demonstrations.jsonl"
     with demonstrations.open("w") as stream:
@@ -147,10 +147,10 @@ def test_a_killed_sft_stage_ends_with_the_same_bits(
             stream.write(json.dumps({"messages": messages}) + "\n")
 
     def fine_tune(root: Path, **scenario: Any) -> TaskExit:
-        shutil.copytree(layout.root, root, dirs_exist_ok=True)
+        shutil.copytree(paths.root, root, dirs_exist_ok=True)
         config = {
             "run_dir": str(root),
-            "model_path": str(layout.tiny_model_dir),
+            "model_path": str(paths.tiny_model_dir),
             "dataset_path": str(demonstrations),
             "seed": 3,
             "sft": {"total_steps": 8, "batch_size": 3, "checkpoint_every_steps": 3},

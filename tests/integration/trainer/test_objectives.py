@@ -37,16 +37,16 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **parallel: int
 ) -> list[dict[str, float]]:
-    layout = RunPaths(shutil.copytree(stale, folder))
+    paths = RunPaths(shutil.copytree(stale, folder))
     settings = {
         "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
     }  # fmt: skip
     size = 1
     for part in parallel.values():
         size *= part
-    outcome = ranks.run(layout, "replay", size, trainer=settings)
+    outcome = ranks.run(paths, "replay", size, trainer=settings)
     assert outcome.codes == [0] * size, outcome.log
-    return read_lines(layout.metrics)
+    return read_lines(paths.metrics)
 
 
 def test_a_row_is_judged_as_one_in_every_layout(

@@ -28,11 +28,11 @@ SETTINGS = {"total_steps": STEPS, "minibatches": 3}
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run of six steps with checkpoints of the last two even ones."""
-    layout = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
-    write_recipe(layout, {**TRAINER, **SETTINGS})
-    outcome = ranks.run(layout, "replay", trainer=SETTINGS)
+    paths = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
+    write_recipe(paths, {**TRAINER, **SETTINGS})
+    outcome = ranks.run(paths, "replay", trainer=SETTINGS)
     assert outcome.codes == [0], outcome.log
-    return layout
+    return paths
 
 
 def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -169,10 +169,10 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
 
 def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
     run, out = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "out")
-    for layout, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
-        layout.root.mkdir()
+    for paths, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
+        paths.root.mkdir()
         for step, loss in losses.items():
-            append_line(layout.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
+            append_line(paths.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
     assert list(compare_metrics(run, out, range(1, 4))) == [
         "compare  the run has metrics of 2 of these 3 steps",
         "compare  step 1: loss 2.5, recorded 2.0",

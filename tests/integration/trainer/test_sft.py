@@ -78,27 +78,27 @@ def start(config: Path) -> subprocess.Popen[bytes]:
 
 
 def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(config: Path) -> None:
-    layout = RunPaths(config.parent / "run")
+    paths = RunPaths(config.parent / "run")
     process = start(config)
     give_up_at = time.monotonic() + 60
-    while len(read_lines(layout.sft_metrics)) < 50:
+    while len(read_lines(paths.sft_metrics)) < 50:
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    stopped_at = read_lines(layout.sft_metrics)[-1]["step"]
+    stopped_at = read_lines(paths.sft_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
-    assert not layout.sft_export.exists()
+    assert not paths.sft_export.exists()
 
     assert start(config).wait(timeout=90) == 0
-    rows = read_lines(layout.sft_metrics)
+    rows = read_lines(paths.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
-    checkpoints = sorted(path.name for path in layout.sft_dir.iterdir())
+    checkpoints = sorted(path.name for path in paths.sft_dir.iterdir())
     assert checkpoints == ["step_00000120", "step_00000160"]
 
-    exported = layout.sft_export
+    exported = paths.sft_export
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     for question, answer in ANSWERS.items():

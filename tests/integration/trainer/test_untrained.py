@@ -28,13 +28,13 @@ FAILED, STOPPED = 70, 143
 
 
 def each_step(
-    ranks: RankServer, layout: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any
+    ranks: RankServer, paths: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any
 ) -> list[dict[str, Any]]:
     """What every rank finds when it trains on all batches."""
     parallel = parallel or {}
     count = int(np.prod([*parallel.values(), 1]))
     outcome = ranks.run(
-        layout, "inspect", count, inspect=f"{INSPECTIONS}:each_step",
+        paths, "inspect", count, inspect=f"{INSPECTIONS}:each_step",
         trainer={"parallel": parallel, **trainer},
     )  # fmt: skip
     assert outcome.codes == [0] * count, outcome.log
@@ -45,11 +45,11 @@ def column(report: dict[str, Any], name: str) -> list[Any]:
     return [line[name] for line in report["lines"]]
 
 
-def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
+def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
     optimizer = {"lr": 1e-3, "on_nonfinite": scenario.pop("on_nonfinite", "skip")}
     settings = {"checkpoint_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
                 "parallel": {"dp": dp}, **scenario.pop("trainer", {})}  # fmt: skip
-    return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
+    return ranks.run(paths, "replay", dp, trainer=settings, **scenario)
 
 
 # Rows --------------------------------------------------------------------------------------------
@@ -59,16 +59,16 @@ def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> 
 def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    layout = record_run(tmp_path / "run", 3)
+    paths = record_run(tmp_path / "run", 3)
     without = record_run(tmp_path / "without", 3)
-    spoil(layout, 2, [0, 1], logprobs=np.nan)
-    spoil(layout, 2, [SAMPLES], input_ids=2**30)
+    spoil(paths, 2, [0, 1], logprobs=np.nan)
+    spoil(paths, 2, [SAMPLES], input_ids=2**30)
     sound = read_manifest(without, 2)
     without.manifest(2).write_bytes(
         msgspec.json.encode(msgspec.structs.replace(sound, tickets=sound.tickets[2:]))
     )
     expected = each_step(ranks, without, parallel)
-    for rank, found in enumerate(each_step(ranks, layout, parallel)):
+    for rank, found in enumerate(each_step(ranks, paths, parallel)):
         assert found["held"] == expected[rank]["held"]
         assert found["consumed"] == [1, 2, 3]
         assert [(step, tickets) for step, tickets, _ in found["untrained"]] == [(2, [3]), (2, [4])]
@@ -77,7 +77,7 @@ def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
     reasons = [reason for _, _, reason in found["untrained"]]
     assert "row 0: expected finite log-probabilities" in reasons[0]
     assert f"row {SAMPLES}: expected token ids from 0 to 319, got {2**30}" in reasons[1]
-    events = [json.loads(line) for line in layout.events.read_text().splitlines()]
+    events = [json.loads(line) for line in paths.events.read_text().splitlines()]
     assert {one["event"] for one in events} == {"untrained"}
     assert [(one["step"], one["tickets"]) for one in events] == [(2, [3]), (2, [4])]
 
@@ -85,16 +85,16 @@ def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
 def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names_them(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    layout = record_run(tmp_path, 4)
-    spoil(layout, 2, [0, 4, 8], logprobs=np.inf)
-    spoil(layout, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but nobody's tokens
-    outcome = train(ranks, layout, 2, trainer={"total_steps": 4})
+    paths = record_run(tmp_path, 4)
+    spoil(paths, 2, [0, 4, 8], logprobs=np.inf)
+    spoil(paths, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but nobody's tokens
+    outcome = train(ranks, paths, 2, trainer={"total_steps": 4})
     assert outcome.codes == [0, 0], outcome.log
-    lines = read_metrics(layout.metrics)
+    lines = read_metrics(paths.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step/skipped"] for line in lines] == [0, 1, 1, 0]
     assert ["reward/mean" in line for line in lines] == [True, False, True, True]
-    audit = audit_run(layout)
+    audit = audit_run(paths)
     assert [one.ticket_id for one in audit.of(TicketStatus.UNSOUND)] == [3, 4, 5]
     assert audit.verdict == "trained_once=9 duplicates=0 lost=0 open=0"
     assert audit.is_clean
@@ -107,8 +107,8 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
 def test_a_batch_whose_advantages_are_all_zero_changes_no_bit(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    layout = record_run(tmp_path, 4, rewards={3: EQUAL})
-    for found in each_step(ranks, layout, parallel):
+    paths = record_run(tmp_path, 4, rewards={3: EQUAL})
+    for found in each_step(ranks, paths, parallel):
         held = found["held"]
         assert held[0] != held[1] != held[2] == held[3] != held[4]
         assert column(found, "step/skipped") == [0, 0, 1, 0]
@@ -122,8 +122,8 @@ def test_every_optimizer_step_of_a_batch_is_judged_by_itself(
     ranks: RankServer, tmp_path: Path
 ) -> None:
     # Rows are dealt in turn: the second of two parts gets every second episode.
-    layout = record_run(tmp_path, 4, rewards={2: EQUAL, 3: [1.0, 0.5, 0.0, 0.5]})
-    (found,) = each_step(ranks, layout, minibatches=2)
+    paths = record_run(tmp_path, 4, rewards={2: EQUAL, 3: [1.0, 0.5, 0.0, 0.5]})
+    (found,) = each_step(ranks, paths, minibatches=2)
     held = found["held"]
     assert held[0] != held[1] == held[2] != held[3]
     assert column(found, "step/skipped") == [0, 2, 1, 0]
@@ -156,8 +156,8 @@ def test_no_layout_and_no_family_learns_from_gradients_of_no_use(
 def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_taken(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    layout = record_run(tmp_path, 3, far_steps=[2])
-    for found in each_step(ranks, layout, parallel, objective=NAIVE):
+    paths = record_run(tmp_path, 3, far_steps=[2])
+    for found in each_step(ranks, paths, parallel, objective=NAIVE):
         held = found["held"]
         assert held[0] != held[1] == held[2] != held[3]
         assert found["consumed"] == [1, 2, 3]
@@ -173,9 +173,9 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_tak
 def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
     ranks: RankServer, tmp_path: Path, dp: int
 ) -> None:
-    layout = record_run(tmp_path, 5, far_steps=[2, 3, 4])
+    paths = record_run(tmp_path, 5, far_steps=[2, 3, 4])
     for began_after in ("the first start", "a resume from within the streak"):
-        outcome = train(ranks, layout, dp, trainer={"total_steps": 5})
+        outcome = train(ranks, paths, dp, trainer={"total_steps": 5})
         assert sorted(outcome.codes) == [FAILED, STOPPED][:dp], (began_after, outcome.log)
         (report,) = (one for one in outcome.reports if one)
         assert report["kind"] == "NonFiniteGradientError"
@@ -183,23 +183,23 @@ def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
         assert "batch_00000002.json and step 3, trained on batch_00000003" in report["error"]
         assert "trainer.optimizer.on_nonfinite" in report["error"]
         assert "areal-hpc replay" in report["error"]
-        assert [line["step"] for line in read_metrics(layout.metrics)] == [1, 2, 3]
-    audit = audit_run(layout)
+        assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
+    audit = audit_run(paths)
     assert [one.step for one in audit.untrained] == [2, 3]
     assert [one.ticket_id for one in audit.of(TicketStatus.SKIPPED)] == [*range(3, 9)]
     assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=6"
 
 
 def test_a_run_that_is_to_stop_does_so_at_the_first(ranks: RankServer, tmp_path: Path) -> None:
-    layout = record_run(tmp_path, 3, far_steps=[2])
-    outcome = train(ranks, layout, 2, trainer={"total_steps": 3}, on_nonfinite="stop")
+    paths = record_run(tmp_path, 3, far_steps=[2])
+    outcome = train(ranks, paths, 2, trainer={"total_steps": 3}, on_nonfinite="stop")
     assert sorted(outcome.codes) == [FAILED, STOPPED]
     (report,) = (one for one in outcome.reports if one)
     assert "step 2, trained on batch_00000002.json: the gradient norm is" in report["error"]
     assert "set trainer.optimizer.on_nonfinite=skip" in report["error"]
-    assert [path.name for path in layout.checkpoints_dir.glob("step_*")] == ["step_00000001"]
+    assert [path.name for path in paths.checkpoints_dir.glob("step_*")] == ["step_00000001"]
     # Nothing but the key is needed to go on.
-    assert train(ranks, layout, 2, trainer={"total_steps": 3}).codes == [0, 0]
+    assert train(ranks, paths, 2, trainer={"total_steps": 3}).codes == [0, 0]
 
 
 def resumed_after_a_kill(
@@ -235,7 +235,7 @@ def test_a_kill_within_a_streak_does_not_begin_it_anew(ranks: RankServer, tmp_pa
 
 
 def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> None:
-    layout = record_run(tmp_path, 1)
+    paths = record_run(tmp_path, 1)
     data = tmp_path / "demonstrations.jsonl"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     data.write_text(json.dumps({"messages": messages}) + "\n")
@@ -244,7 +244,7 @@ def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) 
     def fine_tune() -> dict[str, Any]:
         config = {
             "run_dir": str(tmp_path),
-            "model_path": str(layout.tiny_model_dir),
+            "model_path": str(paths.tiny_model_dir),
             "dataset_path": str(data),
             "seed": 3,
             "sft": {"total_steps": 8, "batch_size": 2, "checkpoint_every_steps": 1,
@@ -252,14 +252,14 @@ def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) 
             "device": "cpu",
             "dtype": "float32",
         }  # fmt: skip
-        outcome = ranks.run(layout, "fine_tune", sft=config)
+        outcome = ranks.run(paths, "fine_tune", sft=config)
         assert outcome.codes == [FAILED], outcome.log
         return outcome.reports[0]
 
     for _ in range(2):
         assert "step 4 of the SFT stage" in (error := fine_tune()["error"])
         assert "sft.optimizer.on_nonfinite" in error
-    lines = read_metrics(layout.sft_metrics)
+    lines = read_metrics(paths.sft_metrics)
     assert [line["step/skipped"] for line in lines] == [0, 1, 1]
     optimizer["on_nonfinite"] = "stop"
     assert "set sft.optimizer.on_nonfinite=skip" in fine_tune()["error"]

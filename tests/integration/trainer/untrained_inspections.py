@@ -13,13 +13,13 @@ from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.support.replay_worker import Scenario, digests, make_learner
 
 
-def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+def each_step(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """Train on every batch; what is held before the first and after each one."""
-    learner = make_learner(scenario, layout)
+    learner = make_learner(scenario, paths)
     held = [digests(learner.policy, learner._optimizer)]
     lines = []
-    for step in list_manifest_steps(layout):
-        lines.append(learner.train(read_manifest(layout, step)))
+    for step in list_manifest_steps(paths):
+        lines.append(learner.train(read_manifest(paths, step)))
         held.append(digests(learner.policy, learner._optimizer))
     parts = learner._optimizer.chained_optimizers
     return {
@@ -33,12 +33,12 @@ def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     }
 
 
-def gradients_of_no_use(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+def gradients_of_no_use(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """A step, two whose gradient is zero or not a number, and another; or without the two."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     found: dict[str, Any] = {}
     for family in scenario["families"]:
-        case, twin = (Case(family, parallel, Path(layout.root)) for _ in range(2))
+        case, twin = (Case(family, parallel, Path(paths.root)) for _ in range(2))
         for one in (case, twin):
             one.step(one.policy, one.optimizer, 2)
         before, norms = digests(case.policy, case.optimizer), []

@@ -54,9 +54,9 @@ def trainer(
     """The next start of a trainer, which finds control proxies in `directory`."""
     cell.generation += 1
     return publishing(
-        directory or cell.layout.rendezvous_dir,
+        directory or cell.paths.rendezvous_dir,
         cell.admin_key,
-        weights_dir=cell.layout.weights_dir,
+        weights_dir=cell.paths.weights_dir,
         **{"bucket_bytes": 100_000, "update_timeout_s": 20, **weights},
     )
 
@@ -182,13 +182,13 @@ def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
         report = update(cell, publisher, 1, tiny_qwen3(7))
         assert [span["version"] for span in writer.spans()][-1] == str(report.version)
         assert {"write", "pause_call", "load", "verify", "flush", "resume"} == set(report.seconds)
-        (folder,) = cell.layout.weights_dir.iterdir()
+        (folder,) = cell.paths.weights_dir.iterdir()
         assert folder.name.startswith(f"{report.version}.")
 
 
 def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) -> None:
     def damage(forward: Callable[[], None]) -> None:
-        folders = cell.layout.weights_dir.iterdir()  # an earlier sender's may still be there
+        folders = cell.paths.weights_dir.iterdir()  # an earlier sender's may still be there
         folder = max(folders, key=lambda folder: folder.stat().st_mtime_ns)
         path = sorted(folder.iterdir())[-1]
         content = bytearray(path.read_bytes())

@@ -21,17 +21,17 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
     ("outcomes", "failures", "decision"),
     [
         ([DONE, DONE], 0, "done"),
-        ([STOPPED, DONE], 0, "again"),
-        ([STOPPED], 9, "again"),
-        ([CRASHED, STOPPED], 1, "again"),
+        ([STOPPED, DONE], 0, "restart"),
+        ([STOPPED], 9, "restart"),
+        ([CRASHED, STOPPED], 1, "restart"),
         ([CRASHED, STOPPED], 2, "fail"),
-        ([LET_DOWN], 2, "again"),
+        ([LET_DOWN], 2, "restart"),
         ([LET_DOWN], 3, "fail"),
         ([LET_DOWN, CRASHED], 2, "fail"),
         ([MISTAKEN, STOPPED], 0, "fail"),
-        ([BAD_NODE, STOPPED], 9, "again"),
+        ([BAD_NODE, STOPPED], 9, "restart"),
         ([IDLE, STOPPED], 0, "hold"),
-        ([IDLE, CRASHED], 1, "again"),
+        ([IDLE, CRASHED], 1, "restart"),
     ],
 )
 def test_a_job_is_started_again_while_that_helps(
@@ -57,4 +57,4 @@ def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended
     job = RestartPolicy(max_failures=1, progress_excuses_failure=True)
     assert [policy.count_failures(5, made_progress=True) for policy in (process, job)] == [1, 0]
     assert process.count_failures(1, made_progress=False, has_failed=False) == 1
-    assert [process.decide([75], failures) for failures in (1, 2)] == ["again", "fail"]
+    assert [process.decide([75], failures) for failures in (1, 2)] == ["restart", "fail"]

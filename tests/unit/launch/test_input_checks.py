@@ -60,7 +60,7 @@ def test_an_absent_model_is_a_problem_before_anything_starts(recipe: Recipe) -> 
 def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: Path) -> None:
     folder = in_the_cache(tmp_path)
     assert model_problems(recipe) == []
-    layout = RunPaths(recipe.run_dir)
+    paths = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        setup.set_up_run_dir(recipe, layout, lambda line: None, "/no", ())
-    assert get_base_model(recipe, layout).resolve() == folder
+        setup.set_up_run_dir(recipe, paths, lambda line: None, "/no", ())
+    assert get_base_model(recipe, paths).resolve() == folder

@@ -13,12 +13,12 @@ KILLED, HEALTHY_S = 137, POLICY.healthy_s
 @pytest.mark.parametrize(
     ("code", "failures", "decision", "of_one_of_several"),
     [
-        (KILLED, 0, "again", "again"),
-        (KILLED, 1, "fail", "without"),
-        (AgentError.exit_code, 0, "again", "again"),
-        (AgentError.exit_code, 1, "fail", "without"),
-        (ClusterError.exit_code, 2, "again", "again"),
-        (ClusterError.exit_code, 3, "fail", "without"),
+        (KILLED, 0, "restart", "restart"),
+        (KILLED, 1, "fail", "continue_without"),
+        (AgentError.exit_code, 0, "restart", "restart"),
+        (AgentError.exit_code, 1, "fail", "continue_without"),
+        (ClusterError.exit_code, 2, "restart", "restart"),
+        (ClusterError.exit_code, 3, "fail", "continue_without"),
         (RecipeError.exit_code, 0, "fail", "fail"),
     ],
 )

@@ -57,9 +57,9 @@ def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     network = "cluster.slurm.network={interface: ib0, hca: mlx5_0}"
     found = recipe(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
-    layout = RunPaths(found.run_dir)
-    stages = plan_run(found, layout)
-    ready = PreparedRun(layout, 3, get_interpreters(found), stages)
+    paths = RunPaths(found.run_dir)
+    stages = plan_run(found, paths)
+    ready = PreparedRun(paths, 3, get_interpreters(found), stages)
     launch = build_launch_file(stages[-1].leader, stages[-1], found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"

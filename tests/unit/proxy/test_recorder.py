@@ -36,12 +36,12 @@ SYNC_INTERVAL_S = 60.0
 draws = st.integers(0, 1000)
 
 
-def picture(book: SessionStore) -> dict[str, Any]:
+def picture(store: SessionStore) -> dict[str, Any]:
     """Everything recorded in a book, as plain data."""
     return {
         "sessions": {
             session_id: (session.opened, session.ended, list(session.tree))
-            for session_id, session in book.sessions.items()
+            for session_id, session in store.sessions.items()
             if session.is_recorded
         },
         "finished": {
@@ -51,10 +51,10 @@ def picture(book: SessionStore) -> dict[str, Any]:
                 ticket.row_bytes,
                 ticket.finished_at,
             )
-            for ref, ticket in book.finished.items()
+            for ref, ticket in store.finished.items()
         },
-        "sealed": dict(book.sealed),
-        "dropped": dict(book.dropped),
+        "sealed": dict(store.sealed),
+        "dropped": dict(store.dropped),
     }
 
 
@@ -72,15 +72,15 @@ class RecorderMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     @property
-    def book(self) -> SessionStore:
-        return self.recorder.book
+    def store(self) -> SessionStore:
+        return self.recorder.store
 
     def pick(self, draw: int, *, ended: bool) -> Any:
         """One unfinished session, or None."""
         found = [
             session
-            for session in self.book.sessions.values()
-            if session.ended is ended and session.request.ref not in self.book.finished
+            for session in self.store.sessions.values()
+            if session.ended is ended and session.request.ref not in self.store.finished
         ]
         return found[draw % len(found)] if found else None
 
@@ -90,7 +90,7 @@ class RecorderMachine(RuleBasedStateMachine):
         ref = [None, TicketRef(draw % 4, self.count // 8), TicketRef(0, 0, 3)][min(draw % 5, 2)]
         if draw % 5 > 2:
             ref = TicketRef(draw % 4, self.count // 8)
-        if ref is not None and self.book.rows_of(ref) is not None:
+        if ref is not None and self.store.rows_of(ref) is not None:
             return
         request = StartSessionRequest("task", ref, draw % 3)
         opened = SessionOpened(f"s{self.count}", hash_key(generate_key()), request)
@@ -135,25 +135,25 @@ class RecorderMachine(RuleBasedStateMachine):
             event = TicketFinished(session.request.ref, [session.session_id], time.time())
             self.recorder.record(event)
 
-    @precondition(lambda self: self.book.finished)
+    @precondition(lambda self: self.store.finished)
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
-        refs = list(self.book.finished)[: 1 + draw % 2]
+        refs = list(self.store.finished)[: 1 + draw % 2]
         self.recorder.record(
             TicketsSealed(
                 [SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
             )
         )
 
-    @precondition(lambda self: self.book.finished)
+    @precondition(lambda self: self.store.finished)
     @rule()
     def give_up(self) -> None:
-        self.recorder.record(TicketDropped(next(iter(self.book.finished)), "cannot be sealed"))
+        self.recorder.record(TicketDropped(next(iter(self.store.finished)), "cannot be sealed"))
 
-    @precondition(lambda self: self.book.sealed or self.book.dropped)
+    @precondition(lambda self: self.store.sealed or self.store.dropped)
     @rule(draw=draws)
     def settle(self, draw: int) -> None:
-        refs = [*self.book.sealed, *self.book.dropped]
+        refs = [*self.store.sealed, *self.store.dropped]
         self.recorder.record(TicketsSettled(refs[: 1 + draw % 2]))
 
     @rule()
@@ -164,15 +164,15 @@ class RecorderMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        before = picture(self.book)
+        before = picture(self.store)
         self.recorder.close()
         self.recorder = JournaledRecorder(self.folder / "journal", SYNC_INTERVAL_S)
-        assert picture(self.book) == before
+        assert picture(self.store) == before
 
     @invariant()
     def every_key_opens_its_session(self) -> None:
-        assert set(self.book._by_key) == {
-            session.opened.key_digest for session in self.book.sessions.values()
+        assert set(self.store._by_key) == {
+            session.opened.key_digest for session in self.store.sessions.values()
         }
 
 
@@ -181,12 +181,12 @@ test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
 
 
 def test_a_key_is_found_by_its_digest_alone() -> None:
-    book = SessionStore()
+    store = SessionStore()
     key = generate_key()
-    book.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
-    assert book.session_of_key(key) is book.sessions["s"]
-    assert book.session_of_key(key[:-1]) is None
-    assert key not in str(msgspec.to_builtins(book.sessions["s"].opened))
+    store.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
+    assert store.session_of_key(key) is store.sessions["s"]
+    assert store.session_of_key(key[:-1]) is None
+    assert key not in str(msgspec.to_builtins(store.sessions["s"].opened))
 
 
 @pytest.mark.parametrize(
@@ -194,30 +194,30 @@ def test_a_key_is_found_by_its_digest_alone() -> None:
     [(TicketRef(1, 0), True, False), (None, True, True), (None, False, False)],
 )
 def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, dropped: bool) -> None:
-    book = SessionStore()
-    book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref, disposable=not ref)))
-    session = book.sessions["s"]
+    store = SessionStore()
+    store.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref, disposable=not ref)))
+    session = store.sessions["s"]
     session.ended = ended
     session.touched_at -= 61.0
-    assert bool(book.idle_sessions(3600.0)) is dropped
+    assert bool(store.idle_sessions(3600.0)) is dropped
     session.touched_at -= 3600.0
-    assert book.idle_sessions(3600.0) == [session]
+    assert store.idle_sessions(3600.0) == [session]
     session.in_flight = 1
-    assert book.idle_sessions(3600.0) == []
+    assert store.idle_sessions(3600.0) == []
 
 
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
     """They may be tried again and again until a replica serves."""
-    book = SessionStore()
+    store = SessionStore()
     for name, ticket_id in (("good", 1), ("tried", 1), ("other", 2)):
         request = StartSessionRequest("t", TicketRef(ticket_id, 0))
-        book.apply(SessionOpened(name, name.encode(), request))
-        book.sessions[name].touched_at -= 3601.0
-    good, tried, other = book.sessions.values()
+        store.apply(SessionOpened(name, name.encode(), request))
+        store.sessions[name].touched_at -= 3601.0
+    good, tried, other = store.sessions.values()
     good.ended = True
-    assert book.idle_sessions(3600.0) == [good, tried, other]
+    assert store.idle_sessions(3600.0) == [good, tried, other]
     tried.in_flight = 1
-    assert book.idle_sessions(3600.0) == [other]
+    assert store.idle_sessions(3600.0) == [other]
     tried.in_flight = 0
     tried.touch()
-    assert book.idle_sessions(3600.0) == [other]
+    assert store.idle_sessions(3600.0) == [other]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.environments import CHECKOUT
 
@@ -160,3 +164,17 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
 @pytest.mark.parametrize("path", sorted((CHECKOUT / "slurm" / "sites").glob("*.yaml")))
 def test_every_shipped_site_fits_a_recipe(path: Path) -> None:
     assert load_recipe(QUICKSTART, (), path).cluster.slurm != SlurmConfig()
+
+
+def default_sections(section: type[BaseConfig], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.default, BaseConfig):
+            yield f"{prefix}{name}", field.default
+        if inner := get_section_class(field.annotation):
+            yield from default_sections(inner, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize(("key", "default"), [*default_sections(Recipe)])
+def test_a_section_written_in_part_keeps_its_other_defaults(key: str, default: BaseConfig) -> None:
+    """What one key of it sets is laid over the class's defaults, so these must be the section's."""
+    assert default == type(default)()

@@ -9,9 +9,9 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.answering import AnsweringProcesses
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
 from areal_hpc.reward.math_process import HUGE_LOG2, log2_of
+from areal_hpc.reward.verifier_pool import VerifierPool
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
 
@@ -56,7 +56,7 @@ def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
 def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     # A hundred thousand characters take seconds where the machine is busy: that is not asked here.
     program = Path(math_process.__file__)
-    patient = AnsweringProcesses(program, "61.0", str(MATH_MEMORY_BYTES), timeout_s=60.0)
+    patient = VerifierPool(program, "61.0", str(MATH_MEMORY_BYTES), timeout_s=60.0)
     monkeypatch.setattr("areal_hpc.reward.math._COMPARISONS", patient)
     assert reward("\ud800\n\x00 \u2028 caf\u00e9 \\boxed{7}", "7") == 1.0
     assert reward("7" * 100_000, "7") == 0.0

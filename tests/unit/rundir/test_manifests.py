@@ -16,7 +16,7 @@ from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
+def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path)
 
 
@@ -25,73 +25,73 @@ def batch(step: int) -> BatchManifest:
     return BatchManifest(step, 2, [ticket])
 
 
-def test_a_manifest_reads_back_as_written(layout: RunPaths) -> None:
-    manifests.write_manifest(layout, batch(1))
-    assert manifests.read_manifest(layout, 1) == batch(1)
+def test_a_manifest_reads_back_as_written(paths: RunPaths) -> None:
+    manifests.write_manifest(paths, batch(1))
+    assert manifests.read_manifest(paths, 1) == batch(1)
 
 
-def test_a_manifest_is_never_replaced(layout: RunPaths) -> None:
+def test_a_manifest_is_never_replaced(paths: RunPaths) -> None:
     """Two ledgers may think they are the one; the first word counts for both."""
-    first = manifests.write_manifest(layout, batch(1))
+    first = manifests.write_manifest(paths, batch(1))
     other = BatchManifest(1, 3, batch(7).tickets)
-    assert manifests.write_manifest(layout, other) == first == batch(1)
-    assert manifests.read_manifest(layout, 1) == batch(1)
-    assert [path.name for path in layout.manifests_dir.iterdir()] == ["batch_00000001.json"]
+    assert manifests.write_manifest(paths, other) == first == batch(1)
+    assert manifests.read_manifest(paths, 1) == batch(1)
+    assert [path.name for path in paths.manifests_dir.iterdir()] == ["batch_00000001.json"]
 
 
 def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
-    layout: RunPaths,
+    paths: RunPaths,
 ) -> None:
     for step in (10, 2, 1):
-        manifests.write_manifest(layout, batch(step))
-    (layout.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
-    assert [manifest.step for manifest in manifests.read_manifests(layout)] == [1, 2, 10]
+        manifests.write_manifest(paths, batch(step))
+    (paths.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
+    assert [manifest.step for manifest in manifests.read_manifests(paths)] == [1, 2, 10]
 
 
 def test_a_write_that_fails_leaves_the_old_content(
-    layout: RunPaths, monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifests.write_state(layout, LedgerState(1, 1, 1))
+    manifests.write_state(paths, LedgerState(1, 1, 1))
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        manifests.write_state(layout, LedgerState(1, 1, 2))
-    assert manifests.read_state(layout) == LedgerState(1, 1, 1)
+        manifests.write_state(paths, LedgerState(1, 1, 2))
+    assert manifests.read_state(paths) == LedgerState(1, 1, 1)
 
 
-def test_a_damaged_manifest_is_named(layout: RunPaths) -> None:
-    layout.manifests_dir.mkdir()
-    layout.manifest(1).write_bytes(b"{")
+def test_a_damaged_manifest_is_named(paths: RunPaths) -> None:
+    paths.manifests_dir.mkdir()
+    paths.manifest(1).write_bytes(b"{")
     with pytest.raises(ShardError, match=r"batch_00000001\.json is not a BatchManifest"):
-        manifests.read_manifest(layout, 1)
+        manifests.read_manifest(paths, 1)
 
 
-def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(layout: RunPaths) -> None:
+def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(paths: RunPaths) -> None:
     with pytest.raises(ShardError, match="its manifest is gone"):
-        manifests.read_manifest(layout, 2)
+        manifests.read_manifest(paths, 2)
 
 
-def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunPaths) -> None:
-    assert manifests.read_state(layout) == LedgerState(0, 0, 0)
-    assert list(read_settled(layout)) == []
+def test_a_run_without_a_ledger_so_far_has_the_state_of_none(paths: RunPaths) -> None:
+    assert manifests.read_state(paths) == LedgerState(0, 0, 0)
+    assert list(read_settled(paths)) == []
 
 
-def test_settled_tickets_are_those_of_the_shard_index(layout: RunPaths) -> None:
+def test_settled_tickets_are_those_of_the_shard_index(paths: RunPaths) -> None:
     sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0], 7)
     append_to_index(
-        layout.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
+        paths.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
     expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
-    assert list(read_settled(layout)) == [expected]
+    assert list(read_settled(paths)) == [expected]
 
 
-def test_a_drop_follows_the_half_line_of_a_crash(layout: RunPaths) -> None:
+def test_a_drop_follows_the_half_line_of_a_crash(paths: RunPaths) -> None:
     first, second = (DroppedTicket(TicketRef(i, 1), "boom\n") for i in range(2))
-    append_drop(layout, first)
-    with layout.drops.open("ab") as stream:
+    append_drop(paths, first)
+    with paths.drops.open("ab") as stream:
         stream.write(b'{"cell":"cell-0","ref":{"ti')
-    append_drop(layout, second)
-    assert list(read_drops(layout)) == [first, second]
+    append_drop(paths, second)
+    assert list(read_drops(paths)) == [first, second]

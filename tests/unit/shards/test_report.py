@@ -20,50 +20,50 @@ from tests.support.sample_trajectories import ticket, trajectory
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
-    layout = RunPaths(tmp_path)
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path)
     for ticket_ids in ((1, 2), (3,)):
         rows = [row for ticket_id in ticket_ids for row in ticket(ticket_id)]
-        seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
-    return layout
+        seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+    return paths
 
 
-def test_the_list_has_a_line_per_shard_and_a_total(layout: RunPaths) -> None:
-    head, first, second, total = list_shards(layout).splitlines()
+def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
+    head, first, second, total = list_shards(paths).splitlines()
     assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
     assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
     assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
 
 
-def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunPaths) -> None:
-    first, second = map(json.loads, format_shards_json(layout).splitlines())
+def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> None:
+    first, second = map(json.loads, format_shards_json(paths).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
-def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunPaths) -> None:
+def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
     seal_shard(
-        ticket(1), layout.shards_dir, layout.index_dir, "cell-1"
+        ticket(1), paths.shards_dir, paths.index_dir, "cell-1"
     )  # sealed twice, after a crash
-    assert find_ticket_rows(layout.root, 1) == [0, 1, 6, 7]
-    assert find_ticket_rows(layout.root, 3) == [4, 5]
-    assert find_ticket_rows(layout.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
+    assert find_ticket_rows(paths.root, 1) == [0, 1, 6, 7]
+    assert find_ticket_rows(paths.root, 3) == [4, 5]
+    assert find_ticket_rows(paths.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
-        find_ticket_rows(layout.root, 9)
+        find_ticket_rows(paths.root, 9)
 
 
-def test_the_list_says_when_a_shard_cannot_be_read(layout: RunPaths) -> None:
-    (layout.shards_dir / "cell-0-000001.h5").unlink()
-    assert "unreadable" in list_shards(layout).splitlines()[2]
+def test_the_list_says_when_a_shard_cannot_be_read(paths: RunPaths) -> None:
+    (paths.shards_dir / "cell-0-000001.h5").unlink()
+    assert "unreadable" in list_shards(paths).splitlines()[2]
 
 
 def test_the_list_of_a_run_without_shards_says_so(tmp_path: Path) -> None:
     assert list_shards(RunPaths(tmp_path)).startswith("no sealed shards in")
 
 
-def test_a_trajectory_is_shown_token_by_token(layout: RunPaths) -> None:
-    title, head, *lines = show_trajectory(layout.root, 5).splitlines()
+def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
+    title, head, *lines = show_trajectory(paths.root, 5).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
     assert head.split() == ["position", "id", "mask", "logprob", "version"]
@@ -71,36 +71,36 @@ def test_a_trajectory_is_shown_token_by_token(layout: RunPaths) -> None:
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
 
 
-def test_rows_of_a_single_file_are_counted_in_the_file(layout: RunPaths) -> None:
-    title = show_trajectory(layout.shards_dir / "cell-0-000001.h5", 0).splitlines()[0]
+def test_rows_of_a_single_file_are_counted_in_the_file(paths: RunPaths) -> None:
+    title = show_trajectory(paths.shards_dir / "cell-0-000001.h5", 0).splitlines()[0]
     assert title.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
 def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
-    layout = RunPaths(tmp_path)
-    seal_shard([trajectory(tokens=2)], layout.shards_dir, layout.index_dir, "cell-0")
+    paths = RunPaths(tmp_path)
+    seal_shard([trajectory(tokens=2)], paths.shards_dir, paths.index_dir, "cell-0")
     tokenizer_json = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
-    lines = show_trajectory(layout.root, 0, tokenizer_json).splitlines()
+    lines = show_trajectory(paths.root, 0, tokenizer_json).splitlines()
     assert lines[1].split()[-1] == "text"
     assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
 
 
 @pytest.mark.parametrize("row", [-1, 6])
-def test_a_row_that_does_not_exist_is_an_error_with_the_range(layout: RunPaths, row: int) -> None:
+def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
-        show_trajectory(layout.root, row)
+        show_trajectory(paths.root, row)
 
 
-def test_a_missing_tokenizer_is_an_error(layout: RunPaths) -> None:
+def test_a_missing_tokenizer_is_an_error(paths: RunPaths) -> None:
     with pytest.raises(RecipeError, match="there is no tokenizer"):
-        show_trajectory(layout.root, 0, layout.root / "tokenizer.json")
+        show_trajectory(paths.root, 0, paths.root / "tokenizer.json")
 
 
-def test_a_verification_ends_with_its_totals(layout: RunPaths) -> None:
-    assert format_verification(verify_run(layout)) == "2 shards, 6 rows verified, 0 problems"
-    path = layout.shards_dir / "cell-0-000000.h5"
+def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:
+    assert format_verification(verify_run(paths)) == "2 shards, 6 rows verified, 0 problems"
+    path = paths.shards_dir / "cell-0-000000.h5"
     path.unlink()
-    problem, last = format_verification(verify_run(layout)).splitlines()
+    problem, last = format_verification(verify_run(paths)).splitlines()
     assert problem == f"{path}: the file is missing"
     assert last == "2 shards, 6 rows verified, 1 problems"

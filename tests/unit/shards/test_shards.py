@@ -22,44 +22,44 @@ from tests.support.sample_trajectories import fields, ticket, trajectories, traj
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
+def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path)
 
 
 @pytest.fixture
-def ten_rows(layout: RunPaths) -> ShardReader:
+def ten_rows(paths: RunPaths) -> ShardReader:
     """Row n has n tokens."""
-    return reader_of(layout, [trajectory(number, tokens=number) for number in range(10)])
+    return reader_of(paths, [trajectory(number, tokens=number) for number in range(10)])
 
 
-def seal_in(layout: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
-    return seal_shard(rows, layout.shards_dir, layout.index_dir, writer)
+def seal_in(paths: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
+    return seal_shard(rows, paths.shards_dir, paths.index_dir, writer)
 
 
-def reader_of(layout: RunPaths, rows: list[Trajectory]) -> ShardReader:
-    return ShardReader(layout.shards_dir / seal_in(layout, rows).file)
+def reader_of(paths: RunPaths, rows: list[Trajectory]) -> ShardReader:
+    return ShardReader(paths.shards_dir / seal_in(paths, rows).file)
 
 
 @settings(max_examples=40)
 @given(st.lists(trajectories(), min_size=1, max_size=5))
 def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layout = RunPaths(Path(folder))
-        reader = reader_of(layout, rows)
+        paths = RunPaths(Path(folder))
+        reader = reader_of(paths, rows)
         read = reader.read_rows(range(len(rows)))
         assert [fields(row) for row in read] == [fields(row) for row in rows]
-        (shard,) = read_index(layout.index_dir)
+        (shard,) = read_index(paths.index_dir)
         assert (reader.num_rows, reader.num_tokens) == (shard.rows, shard.tokens)
 
 
-def test_more_rows_than_one_system_call_takes_are_written(layout: RunPaths) -> None:
+def test_more_rows_than_one_system_call_takes_are_written(paths: RunPaths) -> None:
     rows = [trajectory(number, tokens=3) for number in range(2500)]
-    (last,) = reader_of(layout, rows).read_rows([2499])
+    (last,) = reader_of(paths, rows).read_rows([2499])
     assert fields(last) == fields(rows[-1])
 
 
-def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunPaths) -> None:
-    reader = reader_of(layout, [trajectory(number, tokens=7) for number in range(3)])
+def test_rows_are_aligned_and_outlive_reader_and_file(paths: RunPaths) -> None:
+    reader = reader_of(paths, [trajectory(number, tokens=7) for number in range(3)])
     (row,) = reader.read_rows([1])
     os.truncate(reader.path, 0)
     reader.path.unlink()
@@ -68,8 +68,8 @@ def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunPaths) -> None:
     assert fields(row) == fields(trajectory(1, tokens=7))
 
 
-def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunPaths) -> None:
-    reader = reader_of(layout, [trajectory(number, tokens=5000) for number in range(4)])
+def test_a_shard_that_shrinks_under_its_reader_is_an_error(paths: RunPaths) -> None:
+    reader = reader_of(paths, [trajectory(number, tokens=5000) for number in range(4)])
     os.truncate(reader.path, reader.path.stat().st_size // 2)
     with pytest.raises(ShardError, match="cannot be read: the file is"):
         reader.read_rows([0, 1, 2, 3], with_meta=False)
@@ -96,84 +96,84 @@ def test_a_row_outside_the_shard_is_an_error(ten_rows: ShardReader) -> None:
         ten_rows.read_rows([10])
 
 
-def test_tickets_are_found_by_shard_and_rows(layout: RunPaths) -> None:
-    first = seal_in(layout, ticket(4) + ticket(9, n_samples=3))
-    second = seal_in(layout, ticket(5), "cell-1")
-    places = locate_tickets(read_index(layout.index_dir))
+def test_tickets_are_found_by_shard_and_rows(paths: RunPaths) -> None:
+    first = seal_in(paths, ticket(4) + ticket(9, n_samples=3))
+    second = seal_in(paths, ticket(5), "cell-1")
+    places = locate_tickets(read_index(paths.index_dir))
     file, place = places[9, 1]
     assert (file, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
     assert places[5, 1][0] == second.file
     assert (4, 0) not in places
 
 
-def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunPaths) -> None:
-    first = seal_in(layout, ticket(4))
-    seal_in(layout, ticket(4))
-    assert locate_tickets(read_index(layout.index_dir))[4, 1][0] == first.file
+def test_of_a_ticket_sealed_twice_the_first_copy_counts(paths: RunPaths) -> None:
+    first = seal_in(paths, ticket(4))
+    seal_in(paths, ticket(4))
+    assert locate_tickets(read_index(paths.index_dir))[4, 1][0] == first.file
 
 
-def test_rewards_of_the_index_are_the_stored_ones(layout: RunPaths) -> None:
-    reader = reader_of(layout, [trajectory(reward=0.1)])
-    (shard,) = read_index(layout.index_dir)
+def test_rewards_of_the_index_are_the_stored_ones(paths: RunPaths) -> None:
+    reader = reader_of(paths, [trajectory(reward=0.1)])
+    (shard,) = read_index(paths.index_dir)
     assert shard.tickets[0].rewards == reader.column("reward").tolist()
 
 
 def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
-    layout: RunPaths,
+    paths: RunPaths,
 ) -> None:
     old, new = trajectory(3), trajectory(3, 1)
     new.versions_T[-1] += 4  # an update came in between
     old.versions_T[-2] -= 2
-    shard = seal_in(layout, [new, old, trajectory(5)])
+    shard = seal_in(paths, [new, old, trajectory(5)])
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
-def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(layout: RunPaths) -> None:
+def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(paths: RunPaths) -> None:
     writers = ("cell-0", "cell-1", "cell-0")
-    names = [seal_in(layout, [trajectory()], writer).file for writer in writers]
+    names = [seal_in(paths, [trajectory()], writer).file for writer in writers]
     assert names == ["cell-0-000000.h5", "cell-1-000000.h5", "cell-0-000001.h5"]
-    (layout.shards_dir / "cell-0-000001.h5").unlink()
-    (layout.shards_dir / "cell-0-000002.h5.tmp").touch()
-    assert seal_in(layout, [trajectory()]).file == "cell-0-000003.h5"
+    (paths.shards_dir / "cell-0-000001.h5").unlink()
+    (paths.shards_dir / "cell-0-000002.h5.tmp").touch()
+    assert seal_in(paths, [trajectory()]).file == "cell-0-000003.h5"
 
 
-def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunPaths) -> None:
+def test_the_next_number_is_found_behind_long_lines_and_half_ones(paths: RunPaths) -> None:
     many = [trajectory(number, tokens=1) for number in range(4000)]
-    names = [seal_in(layout, rows).file for rows in (ticket(0), many, ticket(1), many)]
-    path = layout.index_dir / "cell-0.jsonl"
+    names = [seal_in(paths, rows).file for rows in (ticket(0), many, ticket(1), many)]
+    path = paths.index_dir / "cell-0.jsonl"
     assert path.stat().st_size > 400_000
     with path.open("ab") as stream:
         stream.write(b'{"file":"cell-0-000009.h5","byt')
     for name in names:
-        (layout.shards_dir / name).unlink()
-    assert seal_in(layout, ticket(2)).file == "cell-0-000004.h5"
+        (paths.shards_dir / name).unlink()
+    assert seal_in(paths, ticket(2)).file == "cell-0-000004.h5"
 
 
-def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunPaths) -> None:
+def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths) -> None:
     with ThreadPoolExecutor(4) as pool:
-        shards = list(pool.map(lambda number: seal_in(layout, ticket(number)), range(12)))
+        shards = list(pool.map(lambda number: seal_in(paths, ticket(number)), range(12)))
     assert len({shard.file for shard in shards}) == 12
-    assert len(read_index(layout.index_dir)) == 12
-    assert verify_run(layout).problems == []
+    assert len(read_index(paths.index_dir)) == 12
+    assert verify_run(paths).problems == []
 
 
-def test_the_index_goes_on_behind_half_a_line(layout: RunPaths) -> None:
-    first = seal_in(layout, ticket(1))
-    with (layout.index_dir / "cell-0.jsonl").open("ab") as stream:
+def test_the_index_goes_on_behind_half_a_line(paths: RunPaths) -> None:
+    first = seal_in(paths, ticket(1))
+    with (paths.index_dir / "cell-0.jsonl").open("ab") as stream:
         stream.write(b'{"file":"cell-0-0000')
-    assert read_index(layout.index_dir) == [first]
-    second = seal_in(layout, ticket(2))
-    assert read_index(layout.index_dir) == [first, second]
+    assert read_index(paths.index_dir) == [first]
+    second = seal_in(paths, ticket(2))
+    assert read_index(paths.index_dir) == [first, second]
 
 
-def test_an_index_that_does_not_exist_yet_is_empty(layout: RunPaths) -> None:
-    assert read_index(layout.index_dir) == []
-    assert read_index(layout.index_dir, "cell-7") == []
+def test_an_index_that_does_not_exist_yet_is_empty(paths: RunPaths) -> None:
+    assert read_index(paths.index_dir) == []
+    assert read_index(paths.index_dir, "cell-7") == []
 
 
-def test_there_is_no_empty_shard(layout: RunPaths) -> None:
+def test_there_is_no_empty_shard(paths: RunPaths) -> None:
     with pytest.raises(ValueError, match="at least one trajectory"):
-        seal_in(layout, [])
+        seal_in(paths, [])
 
 
 @pytest.mark.parametrize(
@@ -189,28 +189,28 @@ def test_there_is_no_empty_shard(layout: RunPaths) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_an_unsound_row_is_refused_before_anything_is_written(
-    layout: RunPaths, change: dict[str, Any]
+    paths: RunPaths, change: dict[str, Any]
 ) -> None:
     unsound = dataclasses.replace(trajectory(3), **change)
     with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got "):
-        seal_in(layout, [trajectory(), unsound])
-    assert not layout.shards_dir.exists()
+        seal_in(paths, [trajectory(), unsound])
+    assert not paths.shards_dir.exists()
 
 
-def test_a_writer_with_a_path_for_a_name_is_refused(layout: RunPaths) -> None:
+def test_a_writer_with_a_path_for_a_name_is_refused(paths: RunPaths) -> None:
     with pytest.raises(ValueError, match="a writer is named by"):
-        seal_in(layout, [trajectory()], "../cell-0")
+        seal_in(paths, [trajectory()], "../cell-0")
 
 
-def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(layout: RunPaths) -> None:
-    layout.root.mkdir(exist_ok=True)
-    layout.index_dir.write_text("a file where a directory belongs")
+def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(paths: RunPaths) -> None:
+    paths.root.mkdir(exist_ok=True)
+    paths.index_dir.write_text("a file where a directory belongs")
     with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
-        seal_in(layout, [trajectory()])
-    layout.index_dir.unlink()
-    layout.shards_dir.write_text("another")
+        seal_in(paths, [trajectory()])
+    paths.index_dir.unlink()
+    paths.shards_dir.write_text("another")
     with pytest.raises(ClusterError, match="cannot seal"):
-        seal_in(layout, [trajectory()])
+        seal_in(paths, [trajectory()])
 
 
 def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layout = RunPaths(Path(folder))
-        path = reader_of(layout, ticket(1)).path
+        paths = RunPaths(Path(folder))
+        path = reader_of(paths, ticket(1)).path
         os.truncate(path, int(path.stat().st_size * fraction))
         with pytest.raises(ShardError, match=r"incomplete shard|cut short"):
             ShardReader(path)
@@ -237,8 +237,8 @@ def test_a_file_that_is_no_shard_is_an_error(tmp_path: Path) -> None:
         ShardReader(path)
 
 
-def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunPaths) -> None:
-    path = reader_of(layout, [trajectory()]).path
+def test_a_later_version_is_refused_and_unknown_names_are_not(paths: RunPaths) -> None:
+    path = reader_of(paths, [trajectory()]).path
     with h5py.File(path, "r+") as file:
         file["added_later"] = np.arange(3)
         file.attrs["also_later"] = 1
@@ -261,9 +261,9 @@ def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunPaths) 
     ],
 )
 def test_columns_that_contradict_one_another_are_an_error(
-    layout: RunPaths, name: str, content: np.ndarray, complaint: str
+    paths: RunPaths, name: str, content: np.ndarray, complaint: str
 ) -> None:
-    path = reader_of(layout, ticket(1)).path
+    path = reader_of(paths, ticket(1)).path
     with h5py.File(path, "r+") as file:
         del file[name]
         file[name] = content

@@ -13,33 +13,33 @@ from tests.support.sample_trajectories import ticket
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunPaths:
+def paths(tmp_path: Path) -> RunPaths:
     """A run with two shards of one writer and one of another."""
-    layout = RunPaths(tmp_path)
+    paths = RunPaths(tmp_path)
     for ticket_id, writer in ((1, "cell-0"), (2, "cell-0"), (3, "cell-1")):
-        seal_shard(ticket(ticket_id), layout.shards_dir, layout.index_dir, writer)
-    return layout
+        seal_shard(ticket(ticket_id), paths.shards_dir, paths.index_dir, writer)
+    return paths
 
 
-def complaints(layout: RunPaths) -> dict[str, str]:
+def complaints(paths: RunPaths) -> dict[str, str]:
     """Problem by file name."""
-    return {Path(problem.key).name: problem.message for problem in verify_run(layout).problems}
+    return {Path(problem.key).name: problem.message for problem in verify_run(paths).problems}
 
 
-def drop_last_index_line(layout: RunPaths, writer: str) -> None:
-    path = layout.index_dir / f"{writer}.jsonl"
+def drop_last_index_line(paths: RunPaths, writer: str) -> None:
+    path = paths.index_dir / f"{writer}.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def test_a_whole_run_has_no_problems(layout: RunPaths) -> None:
-    report = verify_run(layout)
+def test_a_whole_run_has_no_problems(paths: RunPaths) -> None:
+    report = verify_run(paths)
     assert (report.shards, report.rows, report.problems) == (3, 6, [])
 
 
-def test_a_verification_tells_how_far_it_is(layout: RunPaths) -> None:
+def test_a_verification_tells_how_far_it_is(paths: RunPaths) -> None:
     seen: list[tuple[int, int]] = []
-    verify_run(layout, lambda done, total: seen.append((done, total)))
-    total_bytes = sum(shard.bytes for shard in read_index(layout.index_dir))
+    verify_run(paths, lambda done, total: seen.append((done, total)))
+    total_bytes = sum(shard.bytes for shard in read_index(paths.index_dir))
     assert len(seen) == 3
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total_bytes, total_bytes)
@@ -51,90 +51,90 @@ def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_a_flipped_byte_anywhere_is_found(layout: RunPaths, fraction: float, flip: int) -> None:
-    path = layout.shards_dir / "cell-0-000001.h5"
+def test_a_flipped_byte_anywhere_is_found(paths: RunPaths, fraction: float, flip: int) -> None:
+    path = paths.shards_dir / "cell-0-000001.h5"
     content = path.read_bytes()
     position = int(len(content) * fraction)
     damaged = bytearray(content)
     damaged[position] ^= flip
     path.write_bytes(damaged)
-    found = complaints(layout)
+    found = complaints(paths)
     path.write_bytes(content)
     assert list(found) == [path.name]
     assert "bytes have changed" in found[path.name]
 
 
-def test_a_shard_that_is_missing_or_cannot_be_read_is_named(layout: RunPaths) -> None:
-    path = layout.shards_dir / "cell-1-000000.h5"
+def test_a_shard_that_is_missing_or_cannot_be_read_is_named(paths: RunPaths) -> None:
+    path = paths.shards_dir / "cell-1-000000.h5"
     path.unlink()
-    assert complaints(layout) == {path.name: "the file is missing"}
+    assert complaints(paths) == {path.name: "the file is missing"}
     path.symlink_to("/proc/self/mem")  # a file whose reads fail
-    assert complaints(layout) == {path.name: "cannot be read: Input/output error"}
+    assert complaints(paths) == {path.name: "cannot be read: Input/output error"}
 
 
-def test_a_shard_of_another_size_is_named(layout: RunPaths) -> None:
-    path = layout.shards_dir / "cell-0-000000.h5"
+def test_a_shard_of_another_size_is_named(paths: RunPaths) -> None:
+    path = paths.shards_dir / "cell-0-000000.h5"
     content = path.read_bytes()
     for changed in (content[:-1], content + b"\0"):
         path.write_bytes(changed)
         said = f"size: expected {len(content)} bytes, got {len(changed)}"
-        assert complaints(layout) == {path.name: said}
+        assert complaints(paths) == {path.name: said}
 
 
-def test_a_shard_swapped_with_another_is_found(layout: RunPaths) -> None:
-    shutil.copy(layout.shards_dir / "cell-0-000000.h5", layout.shards_dir / "cell-0-000001.h5")
-    assert list(complaints(layout)) == ["cell-0-000001.h5"]
+def test_a_shard_swapped_with_another_is_found(paths: RunPaths) -> None:
+    shutil.copy(paths.shards_dir / "cell-0-000000.h5", paths.shards_dir / "cell-0-000001.h5")
+    assert list(complaints(paths)) == ["cell-0-000001.h5"]
 
 
-def test_an_index_line_that_contradicts_its_shard_is_found(layout: RunPaths) -> None:
-    path = layout.index_dir / "cell-1.jsonl"
+def test_an_index_line_that_contradicts_its_shard_is_found(paths: RunPaths) -> None:
+    path = paths.index_dir / "cell-1.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"ticket_id":3', b'"ticket_id":4'))
-    (message,) = complaints(layout).values()
+    (message,) = complaints(paths).values()
     assert message.startswith("tickets: the index says")
 
 
-def test_an_orphan_is_reported_and_repaired_once(layout: RunPaths) -> None:
-    before = read_index(layout.index_dir)
-    drop_last_index_line(layout, "cell-0")
-    assert list(complaints(layout)) == ["cell-0-000001.h5"]
+def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
+    before = read_index(paths.index_dir)
+    drop_last_index_line(paths, "cell-0")
+    assert list(complaints(paths)) == ["cell-0-000001.h5"]
     for _ in range(2):
-        repair(layout)
-        assert read_index(layout.index_dir) == before
-    assert verify_run(layout).problems == []
+        repair(paths)
+        assert read_index(paths.index_dir) == before
+    assert verify_run(paths).problems == []
 
 
-def test_half_written_shards_are_no_problem_and_repair_removes_them(layout: RunPaths) -> None:
-    partial = layout.shards_dir / "cell-0-000002.h5.tmp"
+def test_half_written_shards_are_no_problem_and_repair_removes_them(paths: RunPaths) -> None:
+    partial = paths.shards_dir / "cell-0-000002.h5.tmp"
     partial.write_bytes(b"half")
-    assert verify_run(layout).problems == []
-    repair(layout)
+    assert verify_run(paths).problems == []
+    repair(paths)
     assert not partial.exists()
 
 
 def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(
-    layout: RunPaths, caplog: pytest.LogCaptureFixture
+    paths: RunPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = read_index(layout.index_dir)
-    path = layout.shards_dir / "cell-0-000002.h5"
+    before = read_index(paths.index_dir)
+    path = paths.shards_dir / "cell-0-000002.h5"
     path.write_bytes(b"no shard")
-    repair(layout)
-    assert read_index(layout.index_dir) == before
+    repair(paths)
+    assert read_index(paths.index_dir) == before
     assert str(path) in caplog.text
     assert path.exists()
 
 
-def test_repair_for_one_writer_leaves_the_others_alone(layout: RunPaths) -> None:
-    first, second, _ = read_index(layout.index_dir)
-    drop_last_index_line(layout, "cell-0")
-    drop_last_index_line(layout, "cell-1")
-    partial = layout.shards_dir / "cell-1-000001.h5.tmp"
+def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
+    first, second, _ = read_index(paths.index_dir)
+    drop_last_index_line(paths, "cell-0")
+    drop_last_index_line(paths, "cell-1")
+    partial = paths.shards_dir / "cell-1-000001.h5.tmp"
     partial.touch()
-    repair(layout, "cell-0")
-    assert read_index(layout.index_dir) == [first, second]
+    repair(paths, "cell-0")
+    assert read_index(paths.index_dir) == [first, second]
     assert partial.exists()
 
 
-def test_files_that_are_no_shards_are_ignored(layout: RunPaths) -> None:
-    (layout.shards_dir / "README").write_text("notes")
-    (layout.shards_dir / "notes.h5").touch()
-    assert verify_run(layout).problems == []
+def test_files_that_are_no_shards_are_ignored(paths: RunPaths) -> None:
+    (paths.shards_dir / "README").write_text("notes")
+    (paths.shards_dir / "notes.h5").touch()
+    assert verify_run(paths).problems == []

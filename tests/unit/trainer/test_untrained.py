@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
+from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_taken
 
 
 def judge(
@@ -16,9 +16,9 @@ def judge(
     earlier: list[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"] = "skip",
 ) -> list[UntrainedRecord]:
-    return judge_norms(
+    return check_grad_norms(
         norms, step, earlier, on_nonfinite,
-        section="trainer.optimizer", name="batch {}".format, way_out="try something",
+        section="trainer.optimizer", name="batch {}".format, hint="try something",
     )  # fmt: skip
 
 

@@ -23,15 +23,15 @@ class RunDirectory:
     """Three steps of two tickets; ticket 2 was dropped, so step 2 trained tickets 3 and 4."""
 
     def __init__(self, root: Path, *, off_policyness: int = 0) -> None:
-        self.layout = RunPaths(root)
+        self.paths = RunPaths(root)
         root.mkdir(parents=True, exist_ok=True)
-        self.layout.recipe.write_text(
+        self.paths.recipe.write_text(
             f"trainer: {{batch_size: {BATCH}, total_steps: 3}}\n"
             f"rollout: {{max_head_offpolicyness: {off_policyness}}}\n"
         )
         self._shards = 0
         self.batches = [self.seal(0, 1), self.seal(3, 4), self.seal(5, 6)]
-        append_drop(self.layout, DroppedTicket(TicketRef(2, 1), "ValueError"))
+        append_drop(self.paths, DroppedTicket(TicketRef(2, 1), "ValueError"))
         for step, tickets in enumerate(self.batches, 1):
             self.hand_out(step, tickets)
         self.write_checkpoint(3, generation=1)
@@ -40,8 +40,8 @@ class RunDirectory:
         """A shard with these tickets, as a proxy leaves it."""
         name = f"cell-0-{self._shards:06d}.h5"
         self._shards += 1
-        self.layout.shards_dir.mkdir(exist_ok=True)
-        (self.layout.shards_dir / name).write_bytes(bytes(SHARD_BYTES))
+        self.paths.shards_dir.mkdir(exist_ok=True)
+        (self.paths.shards_dir / name).write_bytes(bytes(SHARD_BYTES))
         placed = [
             ShardTicket(
                 ticket_id,
@@ -53,7 +53,7 @@ class RunDirectory:
             for place, ticket_id in enumerate(ticket_ids)
         ]
         rows = N_SAMPLES * len(ticket_ids)
-        append_to_index(self.layout.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
+        append_to_index(self.paths.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
         return [
             SettledTicket(
                 TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards, NO_VERSION
@@ -63,8 +63,8 @@ class RunDirectory:
 
     def hand_out(self, step: int, tickets: list[SettledTicket]) -> None:
         """The manifest of a step; what was there before is replaced, which no ledger does."""
-        self.layout.manifest(step).unlink(missing_ok=True)
-        write_manifest(self.layout, BatchManifest(step, 1, tickets))
+        self.paths.manifest(step).unlink(missing_ok=True)
+        write_manifest(self.paths, BatchManifest(step, 1, tickets))
 
     def write_checkpoint(
         self,
@@ -74,7 +74,7 @@ class RunDirectory:
         untrained: Sequence[UntrainedRecord] = (),
     ) -> Path:
         """A complete checkpoint with what the trainer's state says of batches."""
-        path = self.layout.checkpoints_dir / format_step_dir(step)
+        path = self.paths.checkpoints_dir / format_step_dir(step)
         path.mkdir(parents=True, exist_ok=True)
         state = {
             "step": step,
@@ -90,8 +90,8 @@ class RunDirectory:
 
     def finish(self) -> None:
         """The trainer's last word."""
-        self.layout.finished_marker.touch()
+        self.paths.finished_marker.touch()
 
     def shard_of(self, step: int) -> Path:
         """The file that holds a step's rows."""
-        return self.layout.shards_dir / self.batches[step - 1][0].shard
+        return self.paths.shards_dir / self.batches[step - 1][0].shard

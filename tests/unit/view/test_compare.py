@@ -26,15 +26,15 @@ def test_two_keys_of_one_name_are_told_apart() -> None:
 
 
 def make_run(root: Path, trial: str, lr: float) -> RunPaths:
-    layout = RunPaths(root / "exp" / trial)
-    layout.root.mkdir(parents=True)
-    layout.recipe.write_text(
+    paths = RunPaths(root / "exp" / trial)
+    paths.root.mkdir(parents=True)
+    paths.recipe.write_text(
         yaml.safe_dump(
             {"trial_name": trial, "trainer": {"total_steps": 5, "optimizer": {"lr": lr}}}
         )
     )
-    append_line(layout.metrics, {"step": 2, "reward/mean": 0.5, "eval/reward": lr})
-    return layout
+    append_line(paths.metrics, {"step": 2, "reward/mean": 0.5, "eval/reward": lr})
+    return paths
 
 
 def test_a_sweep_is_a_table(tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
 
 
 def evidence(place: Path, *jobs: JobView, **more: Any) -> RunInspection:
-    layout = RunPaths(place)
+    paths = RunPaths(place)
     look = QueueSnapshot({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
-    run = RunJobs(layout, jobs, look, ids)
+    run = RunJobs(paths, jobs, look, ids)
     empty = RunInspection(run, (), (), (), (), (), ())
     return dataclasses.replace(empty, **more)
 
@@ -69,7 +69,7 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
                 "exit_code": 134,
             },
         ),
-        last_words=(
+        task_exits=(
             TaskExitRecord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
         ),
     )
@@ -114,7 +114,7 @@ def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
 def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
     word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
-    found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), last_words=(word,))
+    found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), task_exits=(word,))
     diagnosis = diagnose(found)
     assert "is held until the trainer is back" in diagnosis.headline
     assert diagnosis.is_well
@@ -167,7 +167,7 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
     silent = dataclasses.replace(
         found.run,
-        look=QueueSnapshot(silence="squeue had no answer"),
+        snapshot=QueueSnapshot(silence="squeue had no answer"),
         jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
     )
     assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline
@@ -178,7 +178,7 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None
     found = evidence(
         tmp_path,
         job("trainer", "FAILED", "1", end=NOW, exit_code=78),
-        last_words=(TaskExitRecord("trainer", 0, NOW - 1, outcome),),
+        task_exits=(TaskExitRecord("trainer", 0, NOW - 1, outcome),),
     )
     diagnosis = diagnose(found)
     assert "exit code 78 (the recipe must change)" in diagnosis.headline

@@ -11,8 +11,8 @@ from areal_hpc.view.logs import LogFollower, log_files, parse_records, read_last
 
 
 def make_run(place: Path) -> RunPaths:
-    layout = RunPaths(place / "exp" / "one")
-    logs = layout.log_dir(1)
+    paths = RunPaths(place / "exp" / "one")
+    logs = paths.log_dir(1)
     for name, text in {
         "trainer/restart_00/trainer-0.log": "node n01 job 7 restart 0\n"
         "2026-11-22 10:00:01,000 INFO a\n",
@@ -25,7 +25,7 @@ def make_run(place: Path) -> RunPaths:
         path = logs / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return layout
+    return paths
 
 
 def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_a_source_names_job_process_and_node(tmp_path: Path) -> None:
 
 
 def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
-    layout = make_run(tmp_path)
+    paths = make_run(tmp_path)
 
     def found(*wanted: str) -> list[str]:
-        return [file.process for file in log_files(layout, 1, wanted)]
+        return [file.process for file in log_files(paths, 1, wanted)]
 
     assert found("trainer") == ["trainer-0", "trainer-0"]
     assert found("cell-0/proxy") == ["proxy"]
@@ -61,17 +61,17 @@ def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path) -> None:
-    layout = make_run(tmp_path)
-    follower = LogFollower(layout, ["trainer"])
+    paths = make_run(tmp_path)
+    follower = LogFollower(paths, ["trainer"])
     assert follower.look() == []
-    old = layout.log_dir(1) / "trainer" / "restart_01" / "trainer-0.log"
+    old = paths.log_dir(1) / "trainer" / "restart_01" / "trainer-0.log"
     with old.open("a") as stream:
         stream.write("whole\nhal")
     assert [line for _, line in follower.look()] == ["whole"]
     with old.open("a") as stream:
         stream.write("f\n")
     assert [line for _, line in follower.look()] == ["half"]
-    new = layout.log_dir(2) / "trainer" / "restart_00" / "trainer-0.log"
+    new = paths.log_dir(2) / "trainer" / "restart_00" / "trainer-0.log"
     new.parent.mkdir(parents=True)
     new.write_text("node n02 job 9 restart 0\n")
     shown = follower.look()

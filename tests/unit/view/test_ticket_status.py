@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def statuses(run: RunDirectory) -> dict[int, TicketStatus]:
-    return {one.ticket_id: one.status for one in audit_run(run.layout).tickets}
+    return {one.ticket_id: one.status for one in audit_run(run.paths).tickets}
 
 
 def of(audit: AuditReport, status: TicketStatus) -> list[int]:
@@ -32,7 +32,7 @@ def of(audit: AuditReport, status: TicketStatus) -> list[int]:
 
 def test_a_run_without_faults(run: RunDirectory) -> None:
     run.finish()
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert audit.is_clean
     assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=0"
     assert of(audit, TicketStatus.DROPPED) == [2]
@@ -41,23 +41,23 @@ def test_a_run_without_faults(run: RunDirectory) -> None:
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunDirectory.__new__(RunDirectory)
-    run.layout = type(RunDirectory(tmp_path / "other").layout)(tmp_path / "new")
-    assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=0"
+    run.paths = type(RunDirectory(tmp_path / "other").paths)(tmp_path / "new")
+    assert audit_run(run.paths).verdict == "trained_once=0 duplicates=0 lost=0 open=0"
 
 
 def test_what_is_under_way_is_open(run: RunDirectory) -> None:
     """Batched and not in a checkpoint, sealed and not batched, and in a cell without any trace."""
     run.hand_out(4, run.seal(7, 8))
     run.seal(10)
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert audit.is_clean
     assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=4"
     assert of(audit, TicketStatus.OPEN) == [7, 8, 9, 10]
 
 
 def test_a_filtered_ticket_is_a_fate_of_its_own(run: RunDirectory) -> None:
-    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "all rewards are 1.0", "filtered"))
-    audit = audit_run(run.layout)
+    append_drop(run.paths, DroppedTicket(TicketRef(7, 1), "all rewards are 1.0", "filtered"))
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.FILTERED) == [7]
     assert of(audit, TicketStatus.DROPPED) == [2]
     assert audit.is_clean
@@ -65,14 +65,14 @@ def test_a_filtered_ticket_is_a_fate_of_its_own(run: RunDirectory) -> None:
 
 def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirectory) -> None:
     run.seal(7)
-    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
-    audit = audit_run(run.layout)
+    append_drop(run.paths, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
+    audit = audit_run(run.paths)
     assert audit.tickets[7].status is TicketStatus.OPEN
     assert "exceeded the staleness limit" in audit.tickets[7].why
     again = run.seal(7, 8, attempt=2)
     run.hand_out(4, again)
     run.write_checkpoint(4, generation=1)
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert audit.tickets[7].status is TicketStatus.TRAINED
     assert audit.is_clean
 
@@ -81,26 +81,26 @@ def test_a_ticket_that_was_to_be_issued_again_and_never_was_is_lost_in_the_end(
     run: RunDirectory,
 ) -> None:
     run.seal(7)
-    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
+    append_drop(run.paths, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     run.finish()
-    assert of(audit_run(run.layout), TicketStatus.LOST) == [7]
+    assert of(audit_run(run.paths), TicketStatus.LOST) == [7]
 
 
 def test_a_ticket_sealed_twice_counts_once(run: RunDirectory) -> None:
     run.seal(0, attempt=1001)
-    assert audit_run(run.layout).verdict == "trained_once=6 duplicates=0 lost=0 open=0"
+    assert audit_run(run.paths).verdict == "trained_once=6 duplicates=0 lost=0 open=0"
 
 
 def test_the_newest_generation_owns_the_chain(run: RunDirectory) -> None:
     """A zombie's higher checkpoint does not count; what it trained is handed out again."""
     run.write_checkpoint(2, generation=2)
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert audit.verdict == "trained_once=4 duplicates=0 lost=0 open=2"
 
 
 def test_a_checkpoint_without_its_marker_does_not_count(run: RunDirectory) -> None:
     (run.write_checkpoint(3, generation=1) / "COMPLETE").unlink()
-    assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=6"
+    assert audit_run(run.paths).verdict == "trained_once=0 duplicates=0 lost=0 open=6"
 
 
 # Consumed and not trained on -------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
     run: RunDirectory,
 ) -> None:
     run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert audit.is_clean
     assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=0"
     assert [(one.ticket_id, one.why) for one in audit.of(TicketStatus.UNSOUND)] == [
@@ -126,8 +126,8 @@ def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
 def test_an_unsound_ticket_of_a_skipped_batch_is_unsound(run: RunDirectory) -> None:
     whole_batch = UntrainedRecord(2, NOT_TAKEN.reason)
     run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, whole_batch])
-    assert of(audit_run(run.layout), TicketStatus.UNSOUND) == [3]
-    assert of(audit_run(run.layout), TicketStatus.SKIPPED) == [4]
+    assert of(audit_run(run.paths), TicketStatus.UNSOUND) == [3]
+    assert of(audit_run(run.paths), TicketStatus.SKIPPED) == [4]
 
 
 def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirectory) -> None:
@@ -145,7 +145,7 @@ def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirector
 def test_a_batch_that_an_abandoned_generation_skipped_is_open_again(run: RunDirectory) -> None:
     run.write_checkpoint(3, generation=1, untrained=[NOT_TAKEN])
     run.write_checkpoint(2, generation=2)
-    assert of(audit_run(run.layout), TicketStatus.OPEN) == [5, 6]
+    assert of(audit_run(run.paths), TicketStatus.OPEN) == [5, 6]
 
 
 # Trained twice --------------------------------------------------------------------------------
@@ -153,14 +153,14 @@ def test_a_batch_that_an_abandoned_generation_skipped_is_open_again(run: RunDire
 
 def test_a_ticket_in_two_batches(run: RunDirectory) -> None:
     run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.DUPLICATE) == [0]
     assert "steps 1 and 3" in audit.of(TicketStatus.DUPLICATE)[0].why
 
 
 def test_a_ticket_twice_in_one_batch(run: RunDirectory) -> None:
     run.hand_out(2, [*run.batches[1], run.batches[1][0]])
-    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [3]
+    assert of(audit_run(run.paths), TicketStatus.DUPLICATE) == [3]
 
 
 def test_a_trained_ticket_in_a_batch_that_still_waits(run: RunDirectory) -> None:
@@ -171,18 +171,18 @@ def test_a_trained_ticket_in_a_batch_that_still_waits(run: RunDirectory) -> None
 def test_the_same_row_under_two_tickets(run: RunDirectory) -> None:
     first, second = run.batches[2]
     run.hand_out(3, [first, msgspec.structs.replace(second, rows=first.rows)])
-    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [6]
+    assert of(audit_run(run.paths), TicketStatus.DUPLICATE) == [6]
 
 
 def test_the_same_row_twice_in_one_ticket(run: RunDirectory) -> None:
     first, second = run.batches[2]
     run.hand_out(3, [first, msgspec.structs.replace(second, rows=[2, 2])])
-    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [6]
+    assert of(audit_run(run.paths), TicketStatus.DUPLICATE) == [6]
 
 
 def test_a_batch_consumed_twice(run: RunDirectory) -> None:
     run.write_checkpoint(3, generation=1, consumed=[1, 2, 2])
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.DUPLICATE) == [3, 4]
     assert of(audit, TicketStatus.LOST) == [5, 6], "the batch of step 3 was passed over"
     assert audit.problems
@@ -201,7 +201,7 @@ def cut_shard(run: RunDirectory) -> None:
 
 
 def delete_index(run: RunDirectory) -> None:
-    path = run.layout.index_dir / "cell-0.jsonl"
+    path = run.paths.index_dir / "cell-0.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::2]))
 
 
@@ -211,11 +211,11 @@ def name_rows_of_nobody(run: RunDirectory) -> None:
 
 
 def delete_manifest(run: RunDirectory) -> None:
-    run.layout.manifest(2).unlink()
+    run.paths.manifest(2).unlink()
 
 
 def damage_manifest(run: RunDirectory) -> None:
-    run.layout.manifest(2).write_bytes(b"{")
+    run.paths.manifest(2).write_bytes(b"{")
 
 
 def pass_over_a_batch(run: RunDirectory) -> None:
@@ -238,7 +238,7 @@ def test_tickets_whose_rows_or_batch_are_gone_are_lost(
     run: RunDirectory, tamper: Callable[[RunDirectory], None]
 ) -> None:
     tamper(run)
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.LOST) == [3, 4]
     assert of(audit, TicketStatus.TRAINED) == [0, 1, 5, 6]
     assert not audit.is_clean
@@ -246,22 +246,22 @@ def test_tickets_whose_rows_or_batch_are_gone_are_lost(
 
 def test_a_sealed_ticket_whose_shard_is_gone_can_never_be_trained(run: RunDirectory) -> None:
     sealed = run.seal(7)
-    (run.layout.shards_dir / sealed[0].shard).unlink()
+    (run.paths.shards_dir / sealed[0].shard).unlink()
     assert statuses(run)[7] is TicketStatus.LOST
 
 
 def test_a_ticket_taken_out_of_a_manifest_is_missed(run: RunDirectory) -> None:
     """It would be served again, though it may have been trained."""
     run.hand_out(1, run.batches[0][:1])
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.LOST) == [1]
     assert "names 1 tickets, expected 2" in str(audit.problems[0])
 
 
 def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
     """Nothing but the gap in the ids is left of it."""
-    run.layout.drops.unlink()
-    audit = audit_run(run.layout)
+    run.paths.drops.unlink()
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.LOST) == [2]
     assert "no record of it" in audit.of(TicketStatus.LOST)[0].why
 
@@ -271,35 +271,35 @@ def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
 ) -> None:
     """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
     run = RunDirectory(tmp_path / "run", off_policyness=1)
-    run.layout.drops.unlink()
+    run.paths.drops.unlink()
     assert statuses(run)[2] is TicketStatus.OPEN
     run.hand_out(4, run.seal(9, 10))
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert of(audit, TicketStatus.LOST) == [2]
     assert of(audit, TicketStatus.OPEN) == [7, 8, 9, 10]
-    append_drop(run.layout, DroppedTicket(TicketRef(2, 1), "KeyError"))
-    assert audit_run(run.layout).is_clean
+    append_drop(run.paths, DroppedTicket(TicketRef(2, 1), "KeyError"))
+    assert audit_run(run.paths).is_clean
     run.finish()
-    assert of(audit_run(run.layout), TicketStatus.LOST) == [7, 8]
+    assert of(audit_run(run.paths), TicketStatus.LOST) == [7, 8]
 
 
 def test_a_finished_run_has_saved_all_its_batches(run: RunDirectory) -> None:
     (run.write_checkpoint(3, generation=1) / "COMPLETE").unlink()
     run.write_checkpoint(2, generation=1)
     run.finish()
-    assert of(audit_run(run.layout), TicketStatus.LOST) == [5, 6]
+    assert of(audit_run(run.paths), TicketStatus.LOST) == [5, 6]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_a_problem(run: RunDirectory) -> None:
     (run.write_checkpoint(3, generation=1) / "trainer.json").write_bytes(b"{")
-    audit = audit_run(run.layout)
+    audit = audit_run(run.paths)
     assert not audit.is_clean
     assert "cannot be read" in str(audit.problems[0])
 
 
 def test_a_manifest_under_another_name_is_a_problem(run: RunDirectory) -> None:
-    run.layout.manifest(3).rename(run.layout.manifest(4))
-    audit = audit_run(run.layout)
+    run.paths.manifest(3).rename(run.paths.manifest(4))
+    audit = audit_run(run.paths)
     assert any("expected the batch of step 4" in str(one) for one in audit.problems)
     assert not audit.is_clean
 
@@ -313,13 +313,13 @@ def areal_hpc_audit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) -> None:
-    answer = areal_hpc_audit(run.layout.root)
+    answer = areal_hpc_audit(run.paths.root)
     assert answer.returncode == 0
     last = answer.stdout.splitlines()[-1]
     assert last == "trained_once=6 duplicates=0 lost=0 open=0"
     assert not answer.stdout.startswith("ticket")
     delete_shard(run)
-    answer = areal_hpc_audit(run.layout.root)
+    answer = areal_hpc_audit(run.paths.root)
     assert answer.returncode == 65
     assert answer.stdout.splitlines()[-1] == "trained_once=4 duplicates=0 lost=2 open=0"
     assert "that shard is gone" in answer.stdout
@@ -327,7 +327,7 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
 
 def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirectory) -> None:
     run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
-    answer = areal_hpc_audit(run.layout.root)
+    answer = areal_hpc_audit(run.paths.root)
     assert answer.returncode == 0
     assert answer.stdout.splitlines() == [
         f"untrained: batch 2, ticket 3: {LEFT_OUT.reason}",
@@ -339,7 +339,7 @@ def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirect
 
 
 def test_the_command_lists_every_ticket_on_request(run: RunDirectory) -> None:
-    answer = areal_hpc_audit(run.layout.root, "--tickets")
+    answer = areal_hpc_audit(run.paths.root, "--tickets")
     lines = [line.split() for line in answer.stdout.splitlines() if line.startswith("ticket ")]
     assert [(int(line[1]), line[2]) for line in lines] == [
         (0, "trained"),

@@ -50,7 +50,7 @@ _HOSTED = re.compile(r"(web_search|web_search_preview|image_generation|tool_sear
 are not among them: who asks for one needs it."""
 
 
-class _Kind(Struct):
+class _TypedObject(Struct):
     type: str = ""
 
 
@@ -229,7 +229,7 @@ def _parse_tools(
     schemas: list[dict[str, Any]] = []
     origins: ToolOrigins = {}
     hints: set[str] = set()
-    kinds = [decode(one, _Kind, f"tools[{i}]").type for i, one in enumerate(raw)]
+    kinds = [decode(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
     hosted = [_HOSTED.fullmatch(kind) for kind in kinds]
     for i, one in enumerate(raw):
         named = hosted[i]

@@ -95,7 +95,7 @@ def read_architecture(model_dir: Path) -> Architecture:
 
 
 def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The same from the parsed file; `where` names it in errors.
+    """The network that a parsed `config.json` describes; `where` names the file in errors.
 
     Raises:
         RecipeError: The network is not supported, or not described.

@@ -18,7 +18,7 @@ Assignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
 
 
-def assign(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
+def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
     """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
 
     A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
@@ -38,18 +38,18 @@ def assign(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
     }
 
 
-def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
-    """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
+def find_gpu_shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
+    """Errors that `assign_gpus` would raise for the stages of a run."""
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:
-            assign(stage, visible, recipe)
+            assign_gpus(stage, visible, recipe)
         except RecipeError as error:
             problems += error.problems
     return problems
 
 
-def describe(assignment: Assignment) -> Iterator[str]:
+def format_assignment(assignment: Assignment) -> Iterator[str]:
     """A line for each job that has GPUs, as in `trainer: 0 | 1`: those of its tasks."""
     for job, tasks in assignment.items():
         if any(tasks):

@@ -26,7 +26,7 @@ class ProcessDiedError(Exception):
     """The process ended during a question: a crash, or more memory than it may have."""
 
 
-class AnsweringProcesses:
+class VerifierPool:
     """Processes of one program, started when needed and kept, at most one per core.
 
     The program gets a socket as its standard input. It sends one byte when it is ready and one

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.devices import Assignment, assign, describe, shortages
+from areal_hpc.launch.gpu_assignment import (
+    Assignment,
+    assign_gpus,
+    find_gpu_shortages,
+    format_assignment,
+)
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -35,7 +40,7 @@ def shown(*ids: str) -> VisibleGpus:
 
 def refusal_of(recipe: Recipe, visible: VisibleGpus) -> str:
     with pytest.raises(RecipeError) as refusal:
-        assign(stages_of(recipe)[-1], visible, recipe)
+        assign_gpus(stages_of(recipe)[-1], visible, recipe)
     return str(refusal.value)
 
 
@@ -79,7 +84,7 @@ def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
         assert (f"evaluation {each}" in said) is evaluates_apart
         return
     for stage in stages_of(recipe):
-        assignment = assign(stage, visible, recipe)
+        assignment = assign_gpus(stage, visible, recipe)
         assert [len(assignment[job.name]) for job in stage.jobs] == [j.tasks for j in stage.jobs]
         for job in stage.jobs:
             assert all(len(ids) == job.gpus_per_task > 0 for ids in assignment[job.name])
@@ -92,18 +97,24 @@ def test_ranks_and_replicas_take_the_gpus_in_the_order_in_which_they_are_shown()
     recipe = recipe_of("cuda", "trainer.parallel.dp=2", "inference.replicas_per_cell=2")
     sft, train = stages_of(recipe)
     visible = shown("3", "5", "7", "9")
-    assert assign(train, visible, recipe) == {"trainer": [["3"], ["5"]], "cell-0": [["7", "9"]]}
-    assert assign(sft, visible, recipe) == {"sft": [["3"], ["5"]]}
-    assert list(describe(assign(train, visible, recipe))) == ["trainer: 3 | 5", "cell-0: 7,9"]
+    assert assign_gpus(train, visible, recipe) == {
+        "trainer": [["3"], ["5"]],
+        "cell-0": [["7", "9"]],
+    }
+    assert assign_gpus(sft, visible, recipe) == {"sft": [["3"], ["5"]]}
+    assert list(format_assignment(assign_gpus(train, visible, recipe))) == [
+        "trainer: 3 | 5",
+        "cell-0: 7,9",
+    ]
 
 
 def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     recipe = recipe_of("cpu")
-    assert given_out(assign(stages_of(recipe)[1], shown("0", "1", "2"), recipe)) == []
+    assert given_out(assign_gpus(stages_of(recipe)[1], shown("0", "1", "2"), recipe)) == []
     nothing = VisibleGpus((), "/dev/nvidia[0-9]*")
     recipe = recipe_of("auto")
-    assert given_out(assign(stages_of(recipe)[1], nothing, recipe)) == []
-    assert shortages(recipe, nothing) == []
+    assert given_out(assign_gpus(stages_of(recipe)[1], nothing, recipe)) == []
+    assert find_gpu_shortages(recipe, nothing) == []
     said = refusal_of(recipe_of("cuda"), nothing)
     assert "it needs 2 at once" in said
     assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
@@ -126,9 +137,9 @@ def test_auto_with_too_few_gpus_is_refused_and_never_the_cpu() -> None:
 
 def test_every_stage_that_lacks_gpus_is_reported() -> None:
     recipe = recipe_of("cuda", "trainer.parallel.dp=4")
-    sft, train = shortages(recipe, shown("0", "1"))
+    sft, train = find_gpu_shortages(recipe, shown("0", "1"))
     assert "the stage sft: it needs 4 at once" in sft.message
     assert sft.key == "trainer.parallel"
     assert "the stage train: it needs 5 at once" in train.message
-    (left,) = shortages(recipe, shown("0", "1", "2", "3"))
+    (left,) = find_gpu_shortages(recipe, shown("0", "1", "2", "3"))
     assert left.key == train.key

@@ -1,4 +1,4 @@
-"""Numbered restarts of a Slurm job, and stop notices between its tasks.
+"""Numbered starts of a Slurm job, and stop notices between its tasks.
 
 Slurm starts a job again on other nodes while a lost node may still run its old tasks. The first
 task of every start takes the next number, in a file whose content is also the first thing that the
@@ -23,7 +23,7 @@ STOP_NOTICE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
 """Variable that names the note of a job's stop."""
 
 
-class Restart(Struct, frozen=True):
+class JobStart(Struct, frozen=True):
     """One start of a job."""
 
     number: int
@@ -46,15 +46,15 @@ class StopNotice(Struct, frozen=True):
     """Unix time at which processes that still run are killed."""
 
 
-def take_next_restart(folder: Path, incarnation: str, node: str, address: str) -> Restart:
+def take_next_start(folder: Path, incarnation: str, node: str, address: str) -> JobStart:
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
-    start = Restart(number, incarnation, node, address)
+    start = JobStart(number, incarnation, node, address)
     write_atomic(number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
-def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float) -> Restart:
+def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
     """Wait for what the first task of this start wrote. For the other tasks.
 
     Raises:
@@ -65,23 +65,23 @@ def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float
         number = read_newest_number(folder)
         content = number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
-            start = msgspec.json.decode(content, type=Restart)
+            start = msgspec.json.decode(content, type=JobStart)
             if start.incarnation == incarnation:
                 return start
         time.sleep(_POLL_S)
     raise ClusterError(
-        f"{node} does not see the restart file of the first task after {timeout_s:.0f} s",
+        f"{node} does not see the file of the first task after {timeout_s:.0f} s",
         key=str(folder),
         hint="check that this file system is mounted there",
     )
 
 
-def report_node(folder: Path, start: Restart, node_rank: int) -> None:
+def report_node(folder: Path, start: JobStart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
     number_path(folder, start.number, f".node{node_rank}").touch()
 
 
-def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> list[int]:
+def await_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> list[int]:
     """Wait for the other nodes; places in the job's list of those without report. For the first."""
     reports = {one: number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s
@@ -94,12 +94,12 @@ def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> l
     return []
 
 
-def is_superseded(folder: Path, start: Restart) -> bool:
+def is_superseded(folder: Path, start: JobStart) -> bool:
     """True once a later start of the job has begun. One look at one name."""
     return number_path(folder, start.number + 1).exists()
 
 
-def stop_note_path(folder: Path, start: Restart) -> Path:
+def stop_note_path(folder: Path, start: JobStart) -> Path:
     """File by which the tasks of a start tell one another to stop."""
     return number_path(folder, start.number, ".stop")
 
