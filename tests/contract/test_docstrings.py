@@ -1,0 +1,62 @@
+"""A name in a docstring is one that the code still has: renames reach prose too."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.environments import CHECKOUT
+
+PACKAGE = CHECKOUT / "areal_hpc"
+NAMES_OF_OTHERS = """
+AHJ1 CONTAINER_PATH FloatTensor HOST_PATH InteractionCache PackedSeqParams SFT_JOBID Scheduler X
+apply_reward_discount chat_template_utils cpu_has_amx_support huggingface_hub ib0
+init_custom_process_group launch_failed_requeued_held on_ preexec_fn publish_load_snapshot
+restart_00 step_00000040 tokenizer_manager tokenizers
+"""
+"""Of dependencies, Slurm and AReaL; and examples of names."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    yield statement.value
+
+
+def names_of(path: Path) -> set[str]:
+    """Whatever the code of a file binds, reads, imports or holds in a string."""
+    tree = ast.parse(path.read_text())
+    prose = {id(text) for text in docstrings(tree)}
+    found = set(path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            if isinstance(value := getattr(node, field, None), str):
+                found.update(value.split("."))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found.update(re.findall(r"\w+", node.value))
+    return found
+
+
+def dead_names(source: str, known: set[str]) -> list[str]:
+    return [
+        f"{text.lineno}: {name}"
+        for text in docstrings(ast.parse(source))
+        for name in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`", str(text.value))
+        if not known.issuperset(re.findall(r"\w+", name.removesuffix(".py")))
+    ]
+
+
+def test_docstrings_name_what_there_is() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    known = set().union(*map(names_of, files), dir(builtins), NAMES_OF_OTHERS.split())
+    found = {str(path): dead_names(path.read_text(), known) for path in files}
+    assert not {path: dead for path, dead in found.items() if dead}
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert dead_names('"""See `rundir.paths`, `gone.paths`."""', {"rundir", "paths"}) == [
+        "1: gone.paths"
+    ]
