@@ -142,7 +142,7 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
 
 def draw(sides: Sequence[Side], out: Path) -> None:
     """Slots in use and the trainer at work over time, a panel a side."""
-    figure = Figure(figsize=(9.0, 2.6 * len(sides)), dpi=130, paths="constrained")
+    figure = Figure(figsize=(9.0, 2.6 * len(sides)), dpi=130, layout="constrained")
     for axes, side in zip(figure.subplots(len(sides), 1, squeeze=False)[:, 0], sides, strict=True):
         _draw_side(axes, side)
     figure.savefig(out)

@@ -157,13 +157,13 @@ def _list(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import JobQueue
     from areal_hpc.view.compare import render_comparison
 
-    layouts = find_runs(arguments.place)
-    if not layouts:
+    runs = find_runs(arguments.place)
+    if not runs:
         raise RecipeError(
             f"there is no run in {arguments.place}",
             hint="give a file root, an experiment's directory or a run's",
         )
-    print("\n".join(render_comparison(layouts, JobQueue())))
+    print("\n".join(render_comparison(runs, JobQueue())))
     return 0
 
 

@@ -18,10 +18,10 @@ NAME_KEYS = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
 
 
-def render_comparison(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
-    advances = [read_run_progress(paths) for paths in layouts]
-    states = _states(layouts, queue)
+    advances = [read_run_progress(paths) for paths in runs]
+    states = _states(runs, queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
@@ -33,20 +33,20 @@ def render_comparison(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]
             _last(advance, "eval/reward"),
             *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
-        for paths, advance, state in zip(layouts, advances, states, strict=True)
+        for paths, advance, state in zip(runs, advances, states, strict=True)
     ]
     return format_table([head, *rows])
 
 
-def _states(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]:
-    unfinished = [paths for paths in layouts if not paths.finished_marker.exists()]
+def _states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+    unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
     snapshot = (
         queue.poll(ids)
         if has_slurm()
         else QueueSnapshot(silence="there is no Slurm on this machine")
     )
-    return [get_run_state(build_run_jobs(paths, snapshot)) for paths in layouts]
+    return [get_run_state(build_run_jobs(paths, snapshot)) for paths in runs]
 
 
 def _last(advance: RunProgress, name: str) -> str:

@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 def plot_learning_curve(snapshot: RunState, title: str, out: Path) -> None:
     """Draw training and held-out reward over steps, with the reply length below."""
     trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
-    figure = Figure(figsize=(7.0, 4.6), dpi=150, paths="constrained")
+    figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
     upper.plot(
         [row["step"] - 1 for row in trained],
