@@ -155,7 +155,7 @@ class SlurmRun:
         return (self._starts_dir(job) / f"{self.starts(job):04d}.stop").exists()
 
     def _starts_dir(self, job: str) -> Path:
-        return self.paths.jobs_dir / job / "restarts"
+        return self.paths.jobs_dir / job / "starts"
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened."""

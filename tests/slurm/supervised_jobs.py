@@ -124,7 +124,7 @@ class SupervisedJob:
 
     def starts(self) -> int:
         """How often its supervisors have started."""
-        folder = self.job_dir / "restarts"
+        folder = self.job_dir / "starts"
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
     def shown(self) -> str:

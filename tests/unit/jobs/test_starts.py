@@ -14,12 +14,12 @@ from areal_hpc.rundir.paths import JobPaths
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
-    starts.take_next_start(tmp_path / "restarts", "7.0", "n01", "")
+    starts.take_next_start(tmp_path / "starts", "7.0", "n01", "")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(starts.wait_for_start, tmp_path / "restarts", "7.1", "n02", 60.0)
+        waiting = pool.submit(starts.wait_for_start, tmp_path / "starts", "7.1", "n02", 60.0)
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
-        taken = starts.take_next_start(tmp_path / "restarts", "7.1", "n01", "10.0.0.1:5")
+        taken = starts.take_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
 
