@@ -32,12 +32,7 @@ SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class CommandGroup:
-    """Group of commands that help lists together.
-
-    Args:
-        subparsers: Where the parsers of the commands are.
-        tells_help: Leave the list to argparse, which knows no groups.
-    """
+    """Commands that help lists together; with `tells_help` argparse lists them, without groups."""
 
     def __init__(self, subparsers: Subparsers, *, tells_help: bool = False) -> None:
         self._subparsers = subparsers
@@ -48,14 +43,7 @@ class CommandGroup:
     def add(
         self, name: str, command: Command, shared: Sequence[str] = (), **options: Any
     ) -> argparse.ArgumentParser:
-        """The parser of a new command.
-
-        Args:
-            name: As it is called.
-            command: What it does.
-            shared: Those of `SHARED_ARGUMENTS` that it takes, in their order.
-            **options: Of `argparse.ArgumentParser`, and its `help`.
-        """
+        """The parser of a new command, with those of `SHARED_ARGUMENTS` that it takes, in order."""
         parser = self._add_parser(name, options)
         for argument in shared:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])

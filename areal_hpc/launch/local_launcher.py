@@ -199,11 +199,7 @@ class LocalLauncher:
         self._reporter.watch(stage.name)
 
     def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
-        """Give a job another try while that helps; do without a cell while there are others.
-
-        Raises:
-            JobFailedError: The recipe is at fault, or the run gets no further.
-        """
+        """Give a job another try while that helps; do without a cell while there are others."""
         step, now = self._step(), time.monotonic()
         progress = made_progress(
             job.spec.name,

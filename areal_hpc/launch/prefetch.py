@@ -130,11 +130,7 @@ def _files(folder: Path, want: PrefetchItem) -> list[Path]:
 
 
 def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, size and digest. A digest is taken once: size and time of the file tell a change.
-
-    Raises:
-        RecipeError: The cache's name of a large file is its SHA-256, and that differs.
-    """
+    """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
     entry = {
         "name": path.name if path == folder else str(path.relative_to(folder)),

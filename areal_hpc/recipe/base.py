@@ -22,13 +22,7 @@ class BaseConfig(BaseModel):
 def explain_validation_error(
     item: ErrorDetails, root: type[BaseConfig], prefix: str = ""
 ) -> Problem:
-    """A pydantic finding in the words of the person who wrote the file.
-
-    Args:
-        item: What pydantic found.
-        root: The class that was validated.
-        prefix: Put before the key, for files that hold a part of a recipe.
-    """
+    """A pydantic finding in the words of the author of a file; `prefix` goes before its keys."""
     key = prefix + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = _known_keys(root, item["loc"][:-1])

@@ -26,14 +26,10 @@ def import_by_path(dotted_path: str) -> Any:
 
 
 def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
-    """The user's function.
-
-    Args:
-        dotted: `package.module:function`.
-        key: The recipe's key that names it, for errors.
+    """The user's function at `package.module:function`.
 
     Raises:
-        RecipeError: There is no such function, or importing its module fails.
+        RecipeError: There is no such function, or importing its module fails; names `key`.
     """
     module, colon, name = dotted.partition(":")
     if not colon:

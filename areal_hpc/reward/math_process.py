@@ -104,11 +104,7 @@ def _is_out_of_reach(huge: Any, number: Any) -> bool:
 
 
 def log2_of(value: Any) -> float:
-    """At most the binary logarithm of a positive whole number; NaN for anything else.
-
-    Args:
-        value: An expression of sympy that has not been computed.
-    """
+    """At most the binary logarithm of an uncomputed positive integer; NaN for anything else."""
     from sympy import Integer, Pow, factorial
 
     if isinstance(value, Integer):

@@ -61,11 +61,7 @@ class RolloutWorkflow(ABC):
 
 
 def _recorded(exported: object) -> list[Interaction]:
-    """Every interaction that the rows are made of, each after the one it extends.
-
-    Raises:
-        AgentError: This is not what a client exports.
-    """
+    """Every interaction that the rows are made of, each after the one it extends."""
     rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
     if not all(hasattr(row, "plan") for row in rows):
         raise AgentError(

@@ -137,12 +137,7 @@ class TicketRunner:
                 log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
     async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
-        """Run the ticket's episodes side by side, each until it ends well.
-
-        Raises:
-            AgentError: Too many failed for good, the others were cancelled.
-            RecipeError: There is no such task.
-        """
+        """Run the ticket's episodes side by side, each until it ends well."""
         self._tickets.begin(grant)
         wanted = least = grant.n_episodes
         if split == "train":
@@ -159,11 +154,7 @@ class TicketRunner:
     async def _run_until_ok(
         self, grant: TicketGrant, split: TaskSplit, episode: int
     ) -> EpisodeOutcome:
-        """Repeat one episode until it ends well.
-
-        Raises:
-            AgentError: It failed `max_episode_tries` times; says how it failed last.
-        """
+        """Repeat one episode until it ends well."""
         failures = outages = 0
         while True:
             spec = self._spec(grant, split, episode, failures)

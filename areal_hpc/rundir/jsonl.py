@@ -81,10 +81,7 @@ def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]: ...
 def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
-    Args:
-        path: The file.
-        kind: What a line holds. One that holds something else is left out with a warning that
-            names it.
+    A line that does not hold a `kind` is left out with a warning that names it.
     """
     try:
         content = path.read_bytes()

@@ -84,11 +84,7 @@ def cancel_jobs(
 
 
 def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
-    """Wait for Slurm to answer.
-
-    Raises:
-        ClusterError: It has not for too long.
-    """
+    """Wait for Slurm to answer."""
     if snapshot.silent_s > SLURM_TIMEOUT_S:
         raise ClusterError(
             f"Slurm has not responded for {snapshot.silent_s:.0f} s: {snapshot.silence}",

@@ -221,11 +221,7 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
 
 
 def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
-    """Jobs that slurmctld remembers.
-
-    Raises:
-        SlurmTimeoutError: It does not answer.
-    """
+    """Jobs that slurmctld remembers."""
     columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
     jobs: list[QueuedJob] = []
     for ids in split_into_arguments(job_ids):

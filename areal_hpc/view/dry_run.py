@@ -12,12 +12,9 @@ from areal_hpc.slurm.submit import render_script
 def format_requests(
     paths: RunPaths, requests: Sequence[JobRequest], members: int | None = None
 ) -> str:
-    """Every job's script to the letter, what would be written, and the most it can cost.
+    """Every job's script, the files that would be written, and the most that all can cost.
 
-    Args:
-        paths: The run, or where the arrays of a sweep have their files.
-        requests: The jobs.
-        members: Runs of a sweep, if each job is an array.
+    With `members` each job is an array of so many runs of a sweep.
     """
     parts = []
     for request in requests:

@@ -52,13 +52,7 @@ class LogRecord:
 
 
 def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
-    """The logs of one attempt, in the order of their names.
-
-    Args:
-        paths: The run.
-        attempt: Which launch.
-        wanted: Jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
-    """
+    """The logs of one attempt by name; `wanted` as in `cell-0`, `proxy`, `cell-0/proxy`."""
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):

@@ -46,10 +46,6 @@ def format_shards_json(paths: RunPaths) -> str:
 def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     """The rows of all issues of a ticket, as `show_trajectory` counts them.
 
-    Args:
-        path: A shard or a run directory.
-        ticket_id: The ticket.
-
     Raises:
         RecipeError: No row is the ticket's.
         ShardError: The shard is damaged.

@@ -10,13 +10,7 @@ from areal_hpc.view.run_state import RunState
 
 
 def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
-    """Start and end reward, speed, exactness, and where everything lies.
-
-    Args:
-        paths: The run.
-        snapshot: What it has done.
-        program: How the reader calls this command line, for the suggestions.
-    """
+    """Start and end reward, speed, exactness, where everything lies, calls of `program` to try."""
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
         return f"nothing trained yet in {paths.root}"

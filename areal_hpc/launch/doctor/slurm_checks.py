@@ -18,12 +18,7 @@ REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
 def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Checks of Slurm that need no job.
-
-    Args:
-        slurm: The site's options.
-        scripts: The sbatch scripts of a run by the names of their jobs; without a recipe none.
-    """
+    """Checks of Slurm that need no job; `scripts`: those of a run by job, if there is a recipe."""
     missing = [name for name in REQUIRED_COMMANDS if shutil.which(name) is None]
     if missing:
         hint = "run this on a login node of the cluster; module load slurm on some"

@@ -153,12 +153,7 @@ def _finite(value: object, place: str) -> float:
 async def _run_agent(
     spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
 ) -> object:
-    """What the agent returned.
-
-    Raises:
-        AgentError: It raised; the message ends with the end of its traceback.
-        TimeoutError: It took longer than `spec.timeout_s`.
-    """
+    """What the agent returned."""
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
         _contain(
@@ -200,11 +195,7 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
 async def _record(
     rewards: dict[str | None, float], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
-    """Give the rewards to the proxy and end the session. The reward of the last interaction.
-
-    Raises:
-        AgentError: The proxy knows no such interaction, or the agent made no model call.
-    """
+    """Give the rewards to the proxy and end the session. The reward of the last interaction."""
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)

@@ -57,11 +57,7 @@ def start_cluster(
 
 
 def _open_state(paths: DevclusterPaths) -> None:
-    """Make the state directory, or see that it may be used.
-
-    Raises:
-        RecipeError: It holds something else, or belongs to someone else.
-    """
+    """Make the state directory, or see that it may be used."""
     paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
     if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
         raise RecipeError(
@@ -79,11 +75,7 @@ def _open_state(paths: DevclusterPaths) -> None:
 
 @contextlib.contextmanager
 def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
-    """Be the only command that changes this cluster.
-
-    Raises:
-        ClusterError: Another one did, and removed the directory.
-    """
+    """Be the only command that changes this cluster."""
     with processes.lock_folder(paths.root):
         if not paths.root.exists():
             raise ClusterError(f"another command removed {paths.root}", hint="repeat the command")
