@@ -25,9 +25,7 @@ def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> N
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ClusterError, match="n02 does not see the file of the first task after 0 s"
-    ):
+    with pytest.raises(ClusterError, match="n02 does not see the file of the first task after 0 s"):
         starts.wait_for_start(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
