@@ -86,12 +86,11 @@ def test_any_choice_of_rows_is_read_as_it_was_sealed(
     ]
 
 
-def test_metadata_is_left_out_on_request(ten_rows: ShardReader) -> None:
+def test_metadata_is_left_out_on_request_and_a_row_outside_the_shard_is_an_error(
+    ten_rows: ShardReader,
+) -> None:
     (row,) = ten_rows.read_rows([0], with_meta=False)
     assert row.meta == {}
-
-
-def test_a_row_outside_the_shard_is_an_error(ten_rows: ShardReader) -> None:
     with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
         ten_rows.read_rows([10])
 
