@@ -7,7 +7,7 @@ import multiprocessing
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,10 +20,14 @@ from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     Acknowledged,
+    BatchManifest,
     BatchReply,
     BatchRequest,
     DropRequest,
     Empty,
+    EvaluateReply,
+    EvaluateRequest,
+    EvaluationResultRequest,
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
@@ -100,7 +104,10 @@ class LedgerProcess:
         self.kill()
         self.start()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         self.kill()
         self.threads.shutdown()
         for client in self.clients:
@@ -182,6 +189,17 @@ class LedgerProcess:
     def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:
         self.call("/settle", SettleRequest(cell, tickets), Acknowledged)
 
+    def generate(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketRef]:
+        """Whatever is granted, sealed and settled."""
+        refs = [grant.ref for grant in self.grants(cell, tickets)]
+        self.settle(self.seal(refs, cell), cell)
+        return refs
+
+    def report(self, ref: TicketRef, reward: float) -> None:
+        """The result of an evaluation ticket."""
+        request = EvaluationResultRequest("cell-0", ref, [reward])
+        self.call("/report_evaluation", request, Acknowledged)
+
     def drop(self, ref: TicketRef, reason: str) -> None:
         self.call("/drop", DropRequest("cell-0", ref, reason), Acknowledged)
 
@@ -195,6 +213,17 @@ class LedgerProcess:
 
     def batch(self, step: int, generation: int = 1, wait_s: float = 0.0) -> BatchReply:
         return self.call("/batch", BatchRequest(generation, step, wait_s), BatchReply)
+
+    def form_batch(self, step: int) -> BatchManifest:
+        """The batch of tickets generated for it."""
+        self.generate()
+        manifest = self.batch(step).manifest
+        assert manifest is not None
+        return manifest
+
+    def evaluate(self, step: int, n_tasks: int, generation: int = 1) -> EvaluateReply:
+        request = EvaluateRequest(generation, step, n_tasks, 0.0)
+        return self.call("/evaluate", request, EvaluateReply)
 
     def publish(self, step: int, generation: int = 1) -> None:
         self.call("/publish", PublishRequest(generation, step), Acknowledged)

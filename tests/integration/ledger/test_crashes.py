@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -21,9 +19,8 @@ from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
     BatchRequest,
-    EvaluateReply,
-    EvaluateRequest,
     FinishRequest,
+    TicketRef,
 )
 from tests.integration.ledger.ledger_process import LedgerProcess
 
@@ -31,28 +28,6 @@ Reply = TypeVar("Reply")
 
 SHORT_TIMEOUT_S = 1.5
 """Cells are lost after this and a restarted ledger listens for a third of it."""
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    process = LedgerProcess(tmp_path, total_steps=2)
-    yield process
-    process.close()
-
-
-@pytest.fixture
-def forgetful_ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    process = LedgerProcess(tmp_path, cell_timeout_s=SHORT_TIMEOUT_S, total_steps=2)
-    yield process
-    process.close()
-
-
-def form_batch(ledger: LedgerProcess, step: int) -> BatchManifest:
-    refs = [grant.ref for grant in ledger.grants()]
-    ledger.settle(ledger.seal(refs))
-    manifest = ledger.batch(step).manifest
-    assert manifest is not None
-    return manifest
 
 
 def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
@@ -73,6 +48,7 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
         ledger.settle(sealed)
         ledger.restart()
         first = ledger.batch(step).manifest
+        assert read_manifest(ledger.paths, step) == first, "on disk before it is handed out"
         ledger.restart()
         again = ledger.batch(step).manifest
         assert first is not None
@@ -100,15 +76,6 @@ def test_dropped_tickets_stay_dropped_and_are_no_new_trouble(ledger: LedgerProce
     assert again.isdisjoint(ref.ticket_id for ref in dropped)
 
 
-def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) -> None:
-    ledger.open_generation()
-    manifest = form_batch(ledger, 1)
-    stored = json.loads(ledger.paths.manifest(1).read_bytes())
-    assert [t["ref"]["ticket_id"] for t in stored["tickets"]] == [
-        ticket.ref.ticket_id for ticket in manifest.tickets
-    ]
-
-
 def test_a_sealed_ticket_counts_even_if_its_settle_was_never_delivered(
     ledger: LedgerProcess,
 ) -> None:
@@ -129,15 +96,6 @@ def test_running_work_outlives_the_ledger_and_is_not_issued_twice(ledger: Ledger
     assert ledger.status().leased == 2
 
 
-def test_tickets_of_a_silent_cell_are_issued_again_with_a_higher_attempt(
-    forgetful_ledger: LedgerProcess,
-) -> None:
-    lost = [grant.ref for grant in forgetful_ledger.grants("cell-0")]
-    again = forgetful_ledger.grants("cell-1")
-    assert [grant.ref.ticket_id for grant in again] == [ref.ticket_id for ref in lost]
-    assert all(grant.ref.attempt == 2 for grant in again)
-
-
 def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: LedgerProcess) -> None:
     first = {grant.ref.ticket_id: grant.ref.attempt for grant in ledger.grants()}
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
@@ -154,7 +112,7 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     """Its last version may be of weights that were never saved."""
     claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
-    form_batch(ledger, 1)
+    ledger.form_batch(1)
     ledger.publish(1)
     claim_next_number(ledger.paths.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
@@ -168,11 +126,14 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     assert len(ledger.grants()) == 2
 
 
-def test_a_late_settle_of_a_fenced_cell_counts_once(forgetful_ledger: LedgerProcess) -> None:
-    ledger = forgetful_ledger
+def test_tickets_of_a_silent_cell_are_issued_again_and_its_late_settle_counts_once(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
+    ledger = start_ledger(cell_timeout_s=SHORT_TIMEOUT_S, total_steps=2)
     ledger.open_generation()
     old = [grant.ref for grant in ledger.grants("cell-0")]
     new = [grant.ref for grant in ledger.grants("cell-1")]
+    assert new == [TicketRef(ref.ticket_id, 2) for ref in old]
     ledger.settle(ledger.seal(old, "cell-0"), "cell-0")
     ledger.settle(ledger.seal(new, "cell-1"), "cell-1")
     manifest = ledger.batch(1).manifest
@@ -183,9 +144,9 @@ def test_a_late_settle_of_a_fenced_cell_counts_once(forgetful_ledger: LedgerProc
 
 def test_a_resuming_trainer_gets_its_unsaved_batches_verbatim(ledger: LedgerProcess) -> None:
     ledger.open_generation(1)
-    first = [form_batch(ledger, 1)]
+    first = [ledger.form_batch(1)]
     ledger.publish(1)
-    first.append(form_batch(ledger, 2))
+    first.append(ledger.form_batch(2))
     ledger.open_generation(2, base_step=0)
     assert [ledger.batch(step, generation=2).manifest for step in (1, 2)] == first
     assert ledger.lease(wait_s=1.0).grants == []
@@ -196,7 +157,7 @@ def test_a_resuming_trainer_gets_its_unsaved_batches_verbatim(ledger: LedgerProc
 
 def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
     ledger.open_generation(1)
-    form_batch(ledger, 1)
+    ledger.form_batch(1)
     ledger.open_generation(2)
     ledger.restart()
     calls = (
@@ -204,7 +165,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
         lambda: ledger.publish(1, generation=1),
         lambda: ledger.open_generation(1),
         lambda: ledger.call("/finish", FinishRequest(1), Acknowledged),
-        lambda: ledger.call("/evaluate", EvaluateRequest(1, 0, 2), EvaluateReply),
+        lambda: ledger.evaluate(0, 2),
     )
     for call in calls:
         with pytest.raises(HttpStatusError) as caught:
@@ -225,27 +186,22 @@ def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_ov
     zombie.close()
 
 
-def test_a_zombie_cannot_form_a_batch_once_a_newer_generation_is_on_disk(
-    ledger: LedgerProcess,
+def test_a_zombie_cannot_form_a_batch_or_publish_once_a_newer_generation_is_on_disk(
+    start_ledger: Callable[..., LedgerProcess],
 ) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
+    ledger = start_ledger(total_steps=2, max_head_offpolicyness=1)
     claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
-    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
-    claim_next_number(ledger.paths.generations_dir)
-    with pytest.raises(HttpStatusError, match="was replaced by 2"):
-        ledger.batch(1, generation=1)
-    assert not ledger.paths.manifest(1).exists()
-
-
-def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerProcess) -> None:
-    claim_next_number(ledger.paths.generations_dir)
-    ledger.open_generation(1)
-    form_batch(ledger, 1)
+    ledger.form_batch(1)
+    assert ledger.status().settled == 2, "enough for another batch"
     claim_next_number(ledger.paths.generations_dir)
     before = ledger.paths.ledger_state.read_bytes()
     with pytest.raises(HttpStatusError, match="was replaced by 2"):
+        ledger.batch(2, generation=1)
+    with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.publish(1, generation=1)
+    assert not ledger.paths.manifest(2).exists()
     assert ledger.paths.ledger_state.read_bytes() == before
 
 
@@ -270,10 +226,11 @@ def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
     waiting.close()
 
 
-def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: Path) -> None:
+def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
     steps, batch_size = 60, 4
-    ledger = LedgerProcess(
-        tmp_path,
+    ledger = start_ledger(
         cell_timeout_s=SHORT_TIMEOUT_S,
         batch_size=batch_size,
         total_steps=steps,
@@ -329,4 +286,3 @@ def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: 
         assert on_disk == manifests
     finally:
         published.set()
-        ledger.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,10 @@ from areal_hpc.wire.ledger import Acknowledged, DropRequest
 from tests.integration.ledger.ledger_process import LedgerProcess
 from tests.support.environments import CHECKOUT
 
-HERE = "tests.integration.ledger.test_curriculum"
+CURRICULUM = {
+    "curriculum": "tests.integration.ledger.test_curriculum:untried",
+    "sys_path": [str(CHECKOUT)],
+}
 
 
 def untried(known: dict[str, Any]) -> Any:
@@ -21,44 +24,31 @@ def untried(known: dict[str, Any]) -> Any:
     return np.isnan(known["reward"])
 
 
-def test_groups_that_are_over_decide_what_is_drawn_next(tmp_path: Path) -> None:
-    ledger = LedgerProcess(
-        tmp_path / "run",
-        n_train_tasks=4,
-        curriculum=f"{HERE}:untried",
-        sys_path=[str(CHECKOUT)],
-    )
-    try:
-        ledger.open_generation()
-        trained = ledger.grants("cell-0", tickets=1)
-        turned_away = ledger.grants("cell-1", tickets=1)
-        first = [grant.task_index for grant in (*trained, *turned_away)]
-        assert len(set(first)) == 2
-        ledger.settle(ledger.seal([grant.ref for grant in trained]))
-        drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
-        ledger.call("/drop", drop, Acknowledged)
-        ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
-        assert ledger.batch(1).settled == 1
-        second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]
-        assert not set(second) & set(first)
-        assert len((tmp_path / "run" / "curriculum.jsonl").read_text().splitlines()) == 2
-    finally:
-        ledger.close()
+def test_groups_that_are_over_decide_what_is_drawn_next(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
+    ledger = start_ledger(n_train_tasks=4, **CURRICULUM)
+    ledger.open_generation()
+    trained = ledger.grants("cell-0", tickets=1)
+    turned_away = ledger.grants("cell-1", tickets=1)
+    first = [grant.task_index for grant in (*trained, *turned_away)]
+    assert len(set(first)) == 2
+    ledger.settle(ledger.seal([grant.ref for grant in trained]))
+    drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
+    ledger.call("/drop", drop, Acknowledged)
+    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
+    assert ledger.batch(1).settled == 1
+    second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]
+    assert not set(second) & set(first)
+    assert len((ledger.paths.root / "curriculum.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_curriculum_that_fails_is_told_to_the_trainer(tmp_path: Path) -> None:
-    ledger = LedgerProcess(
-        tmp_path / "run",
-        n_train_tasks=2,
-        curriculum=f"{HERE}:untried",
-        sys_path=[str(CHECKOUT)],
-    )
-    try:
-        ledger.open_generation()
-        ledger.settle(ledger.seal([grant.ref for grant in ledger.grants(tickets=2)]))
-        assert ledger.batch(1).manifest is not None
-        ledger.publish(1)
-        assert not ledger.lease(tickets=2).grants
-        assert "RuntimeError: all were tried" in ledger.batch(2).trouble
-    finally:
-        ledger.close()
+def test_a_curriculum_that_fails_is_told_to_the_trainer(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
+    ledger = start_ledger(n_train_tasks=2, **CURRICULUM)
+    ledger.open_generation()
+    ledger.form_batch(1)
+    ledger.publish(1)
+    assert not ledger.lease(tickets=2).grants
+    assert "RuntimeError: all were tried" in ledger.batch(2).trouble

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -18,9 +18,7 @@ from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchReply,
     BatchRequest,
-    DropRequest,
     EvaluateReply,
-    EvaluateRequest,
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
@@ -39,18 +37,15 @@ RARE_SWEEPS = {"cell_timeout_s": 3000.0}
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    process = LedgerProcess(tmp_path, **RARE_SWEEPS)
-    yield process
-    process.close()
+def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+    return start_ledger(**RARE_SWEEPS)
 
 
 @pytest.fixture(scope="module")
 def idle_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
     """For requests that change nothing."""
-    process = LedgerProcess(tmp_path_factory.mktemp("idle"))
-    yield process
-    process.close()
+    with LedgerProcess(tmp_path_factory.mktemp("idle")) as process:
+        yield process
 
 
 def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> httpx.Response:
@@ -63,8 +58,7 @@ def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
     ledger: LedgerProcess,
 ) -> None:
     ledger.open_generation()
-    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
-    assert ledger.batch(1).manifest is not None
+    ledger.form_batch(1)
     waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S), LeaseReply)
     time.sleep(0.1)
     assert not waiting.done(), "synchronous training must not run ahead of the published step"
@@ -100,8 +94,7 @@ def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> N
 
 def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None:
     ledger.open_generation()
-    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
-    ledger.batch(1)
+    ledger.form_batch(1)
     ledger.begin("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S)).close()
     ledger.catch_up()
     ledger.publish(1)
@@ -129,21 +122,20 @@ def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProce
     assert not ledger.lease(finished=refs).seal_now
 
 
-def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(tmp_path: Path) -> None:
-    ledger = LedgerProcess(tmp_path, max_head_offpolicyness=1, **RARE_SWEEPS)
-    try:
-        ledger.open_generation()
-        refs = [grant.ref for grant in ledger.grants(tickets=3)]
-        request = LeaseRequest("cell-0", 0, finished=refs, wait_s=WAIT_S)
-        cell = ledger.call_later("/lease", request, LeaseReply)
-        time.sleep(0.1)
-        assert not cell.done(), "nobody waits: the shard may still grow"
-        trainer = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
-        assert cell.result(PROMPT_S)[0].seal_now
-        ledger.settle(ledger.seal(refs))
-        assert trainer.result(PROMPT_S)[0].manifest is not None
-    finally:
-        ledger.close()
+def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
+    ledger = start_ledger(max_head_offpolicyness=1, **RARE_SWEEPS)
+    ledger.open_generation()
+    refs = [grant.ref for grant in ledger.grants(tickets=3)]
+    request = LeaseRequest("cell-0", 0, finished=refs, wait_s=WAIT_S)
+    cell = ledger.call_later("/lease", request, LeaseReply)
+    time.sleep(0.1)
+    assert not cell.done(), "nobody waits: the shard may still grow"
+    trainer = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
+    assert cell.result(PROMPT_S)[0].seal_now
+    ledger.settle(ledger.seal(refs))
+    assert trainer.result(PROMPT_S)[0].manifest is not None
 
 
 def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: LedgerProcess) -> None:
@@ -151,8 +143,7 @@ def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: Ledge
     waiting = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
     for _ in range(2):
         for grant in ledger.grants():
-            drop = DropRequest("cell-0", grant.ref, "ZeroDivisionError in solve()")
-            ledger.call("/drop", drop, Acknowledged)
+            ledger.drop(grant.ref, "ZeroDivisionError in solve()")
     reply, _ = waiting.result(PROMPT_S)
     assert "4 tickets in a row" in reply.trouble
     assert "ZeroDivisionError in solve()" in reply.trouble
@@ -160,11 +151,10 @@ def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: Ledge
 
 def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) -> None:
     ledger.open_generation()
-    ask = EvaluateRequest(1, 0, 1, 0.0)
-    ledger.call("/evaluate", ask, EvaluateReply)
+    ledger.evaluate(0, 1)
     evaluations = [g.ref for g in ledger.grants() if g.ref.eval_step == 0]
-    ledger.call("/drop", DropRequest("cell-0", evaluations[0], "it raised"), Acknowledged)
-    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(1, 1, 0.0)
+    ledger.drop(evaluations[0], "it raised")
+    assert ledger.evaluate(0, 1) == EvaluateReply(1, 1, 0.0)
     assert b"it raised" in ledger.paths.evaluation(0).read_bytes()
 
 
@@ -269,26 +259,23 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
         run(config)
 
 
-def test_a_lease_and_its_settle_cost_little_cpu(tmp_path: Path) -> None:
+def test_a_lease_and_its_settle_cost_little_cpu(
+    start_ledger: Callable[..., LedgerProcess],
+) -> None:
     rounds = 1000
-    ledger = LedgerProcess(
-        tmp_path, batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds
-    )
-    try:
-        process = psutil.Process(ledger.process.pid)
-        before = process.cpu_times()
-        for _ in range(rounds):
-            (grant,) = ledger.lease(tickets=1).grants
-            ticket = SettledTicket(
-                grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0], NO_VERSION
-            )
-            ledger.settle([ticket])
-        after = process.cpu_times()
-        cpu_s = after.user + after.system - before.user - before.system
-        print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
-        assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
-    finally:
-        ledger.close()
+    ledger = start_ledger(batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds)
+    process = psutil.Process(ledger.process.pid)
+    before = process.cpu_times()
+    for _ in range(rounds):
+        (grant,) = ledger.lease(tickets=1).grants
+        ticket = SettledTicket(
+            grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0], NO_VERSION
+        )
+        ledger.settle([ticket])
+    after = process.cpu_times()
+    cpu_s = after.user + after.system - before.user - before.system
+    print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
+    assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
 
 
 def test_an_unknown_ticket_changes_nothing(idle_ledger: LedgerProcess) -> None:

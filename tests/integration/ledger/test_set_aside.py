@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -19,21 +18,11 @@ from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess
 
 
-def start(tmp_path: Path, **settings: object) -> Iterator[LedgerProcess]:
-    ledger = LedgerProcess(tmp_path / "run", max_head_offpolicyness=1, **settings)
-    ledger.open_generation()
-    yield ledger
-    ledger.close()
-
-
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    yield from start(tmp_path)
-
-
-@pytest.fixture
-def strict_ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    yield from start(tmp_path, stale_groups="requeue")
+def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+    started = start_ledger(max_head_offpolicyness=1, stale_groups="requeue")
+    started.open_generation()
+    return started
 
 
 def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SettledTicket]:
@@ -44,10 +33,7 @@ def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[Sett
     return tickets
 
 
-def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(
-    strict_ledger: LedgerProcess,
-) -> None:
-    ledger = strict_ledger
+def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: LedgerProcess) -> None:
     slow, *quick = [grant.ref for grant in ledger.grants("cell-0", tickets=3)]
     sealed(ledger, quick, 0)
     assert ledger.batch(1).manifest is not None

@@ -59,17 +59,6 @@ def test_one_ticket_more_would_break_a_bound(policy: TicketPolicy, now: TicketCo
     )
 
 
-@given(policies, counts)
-def test_bound_zero_is_exactly_synchronous(policy: TicketPolicy, now: TicketCounts) -> None:
-    """Nothing is granted for the next batch while this one is not published."""
-    policy = replace(policy, max_head_offpolicyness=0)
-    if now.batched >= policy.batch_size:
-        assert count_admissible(policy, now) == 0
-    assert outstanding(now) + count_admissible(policy, now) <= max(
-        outstanding(now), policy.batch_size
-    )
-
-
 @given(policies, counts, st.sampled_from(["leased", "finished", "settled"]))
 def test_a_ticket_that_leaves_starves_nobody(
     policy: TicketPolicy, now: TicketCounts, state: str

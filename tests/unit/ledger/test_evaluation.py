@@ -15,16 +15,13 @@ def test_every_task_is_leased_once_and_the_mean_waits_for_the_last() -> None:
     assert evaluation.mean_reward == 0.5
 
 
-def test_a_result_counts_once() -> None:
+def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
     evaluation = EvaluationState(step=0, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
+    assert not evaluation.settle(TicketRef(1, 1, 0), 0.0)
     assert evaluation.settle(ref, 1.0)
     assert not evaluation.settle(ref, 0.0)
     assert evaluation.mean_reward == 1.0
-
-
-def test_a_result_for_a_task_that_is_not_evaluated_is_ignored() -> None:
-    assert not EvaluationState(step=0, n_tasks=1).settle(TicketRef(1, 1, 0), 1.0)
 
 
 def test_results_and_reports_of_another_evaluation_are_ignored() -> None:

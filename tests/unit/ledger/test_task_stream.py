@@ -83,30 +83,21 @@ def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
 
 
 @given(sources, st.integers())
-def test_every_block_holds_each_source_in_its_share(
+def test_every_block_holds_each_source_in_its_share_and_in_passes(
     sources: tuple[TaskSource, ...], seed: int
 ) -> None:
     shares = compute_shares(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)
-    for share, source in zip(shares, sources, strict=True):
+    tasks = [get_mixed_task(ticket, sources, seed) for ticket in range(3 * block)]
+    places = [source_of(task, sources) for task in tasks]
+    first_task = 0
+    for place, (share, source) in enumerate(zip(shares, sources, strict=True)):
         assert share >= 1
         assert abs(share / block - source.weight / total) < 0.003
-    for number in range(2):
-        tasks = [get_mixed_task(number * block + i, sources, seed) for i in range(block)]
-        found = Counter(source_of(task, sources) for task in tasks)
-        assert [found[place] for place in range(len(sources))] == list(shares)
-
-
-@given(sources, st.integers())
-def test_each_source_runs_through_its_tasks_in_passes(
-    sources: tuple[TaskSource, ...], seed: int
-) -> None:
-    block = sum(compute_shares(sources))
-    tasks = [get_mixed_task(ticket, sources, seed) for ticket in range(3 * block)]
-    first_task = 0
-    for place, source in enumerate(sources):
-        mine = [task for task in tasks if source_of(task, sources) == place]
+        for start in (0, block, 2 * block):
+            assert places[start : start + block].count(place) == share
+        mine = [task for task, its_place in zip(tasks, places, strict=True) if its_place == place]
         whole_pass = range(first_task, first_task + source.n_tasks)
         for start in range(0, len(mine) - source.n_tasks + 1, source.n_tasks):
             assert sorted(mine[start : start + source.n_tasks]) == list(whole_pass)

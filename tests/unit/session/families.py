@@ -44,31 +44,36 @@ _HERMES_RESULTS = (
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
     "{{- '<|im_end|>\n' }}{%- endif %}"
 )
-QWEN25 = (
-    _HERMES_TOOLS + "{%- for message in messages %}"
-    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{%- elif message.role == 'assistant' %}"
-    "{{- '<|im_start|>assistant\n' + message.content }}" + _HERMES_CALLS + "{{- '<|im_end|>\n' }}"
-    "{%- elif message.role == 'tool' %}" + _HERMES_RESULTS + "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-QWEN3 = (
-    _HERMES_TOOLS + "{%- set ns = namespace(last_query=-1) %}"
+
+
+def _hermes(before: str = "", reasoning: str = "", prompt_end: str = "") -> str:
+    """A template of Qwen; the arguments stand before the messages, a reply and the prompt's end."""
+    return (
+        _HERMES_TOOLS + before + "{%- for message in messages %}"
+        "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+        "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+        "{%- elif message.role == 'assistant' %}"
+        "{{- '<|im_start|>assistant\n' }}"
+        + reasoning
+        + "{{- message.content }}"
+        + _HERMES_CALLS
+        + "{{- '<|im_end|>\n' }}"
+        "{%- elif message.role == 'tool' %}" + _HERMES_RESULTS + "{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+        + prompt_end
+        + "{%- endif %}"
+    )
+
+
+QWEN25 = _hermes()
+QWEN3 = _hermes(
+    before="{%- set ns = namespace(last_query=-1) %}"
     "{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{%- elif message.role == 'assistant' %}"
-    "{{- '<|im_start|>assistant\n' }}"
-    "{%- if loop.index0 > ns.last_query and message.reasoning_content %}"
-    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{%- endif %}"
-    "{{- message.content }}" + _HERMES_CALLS + "{{- '<|im_end|>\n' }}"
-    "{%- elif message.role == 'tool' %}" + _HERMES_RESULTS + "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
-    "{%- if enable_thinking is defined and not enable_thinking %}"
-    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+    "{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}",
+    reasoning="{%- if loop.index0 > ns.last_query and message.reasoning_content %}"
+    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{%- endif %}",
+    prompt_end="{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}",
 )
 LLAMA3 = (
     "{{- bos_token }}"

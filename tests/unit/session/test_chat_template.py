@@ -16,26 +16,22 @@ from tests.support.chatml import write_model_dir
 MESSAGES = [{"role": "user", "content": "<é>"}]
 
 
-def test_json_keeps_letters_and_angle_brackets() -> None:
-    assert ChatTemplate("{{ messages[0] | tojson }}").render(MESSAGES) == json.dumps(
-        MESSAGES[0], ensure_ascii=False
-    )
+LOOP = "{% for m in [1, 2] %}\n  {% if m == 2 %}{% break %}{% endif %}\n{{ m }}\n{% endfor %}\n"
 
 
-def test_special_tokens_and_variables_have_names() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ mood }}", {"bos_token": "<s>"})
-    assert template.render(MESSAGES, variables={"mood": "calm"}) == "<s>calm"
-
-
-def test_blocks_are_trimmed_and_loops_can_break() -> None:
-    source = (
-        "{% for m in [1, 2] %}\n  {% if m == 2 %}{% break %}{% endif %}\n{{ m }}\n{% endfor %}\n"
-    )
-    assert ChatTemplate(source).render(MESSAGES) == "1\n"
-
-
-def test_generation_marks_render_their_content() -> None:
-    assert ChatTemplate("a{% generation %}b{% endgeneration %}c").render(MESSAGES) == "abc"
+@pytest.mark.parametrize(
+    ("source", "rendering"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é>"}'),
+        ("{{ bos_token }}{{ mood }}", "<s>calm"),
+        (LOOP, "1\n"),
+        ("a{% generation %}b{% endgeneration %}c", "abc"),
+    ],
+    ids=["json keeps letters", "tokens and variables", "trimmed blocks and break", "generation"],
+)
+def test_a_template_is_rendered_as_hugging_face_does(source: str, rendering: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render(MESSAGES, variables={"mood": "calm"}) == rendering
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ class Reply:
     """What a model says in one turn."""
 
     text: str
-    reasoning: str
-    call: dict[str, Any] | None
-    own_split: bool
+    reasoning: str = ""
+    call: dict[str, Any] | None = None
+    own_split: bool = False
     """It says its words letter by letter, unlike the tokenizer."""
-    closed: bool
+    closed: bool = True
 
 
 replies = st.builds(
@@ -145,7 +145,7 @@ def test_replies_written_as_the_template_writes_them_leave_no_difference(
     plain = []
     for question, reply in conversation:
         text = reply.text.strip()
-        plain.append((question, Reply(text, "", None if text else reply.call, False, True)))
+        plain.append((question, Reply(text, call=None if text else reply.call)))
     tree = converse(family, plain)
     for one in tree:
         assert audit_prompt(tree, one, family.template, ENCODER) == []
@@ -153,7 +153,7 @@ def test_replies_written_as_the_template_writes_them_leave_no_difference(
 
 def test_the_audit_names_what_a_template_writes_otherwise() -> None:
     qwen3 = FAMILIES[1]
-    first, second = Reply("7", "why", None, False, True), Reply("8", "", None, True, True)
+    first, second = Reply("7", "why"), Reply("8", own_split=True)
     tree = converse(qwen3, [("a", first), ("b", second)])
     (dropped,) = audit_prompt(tree, tree.last, qwen3.template, ENCODER)
     assert dropped.recorded_text == "<think>\nwhy\n</think>\n\n"
@@ -164,7 +164,7 @@ def test_the_audit_names_what_a_template_writes_otherwise() -> None:
 
 def test_the_audit_shows_words_that_the_model_split_its_own_way() -> None:
     qwen25 = FAMILIES[0]
-    reply = Reply("hello", "", None, True, True)
+    reply = Reply("hello", own_split=True)
     tree = converse(qwen25, [("a", reply), ("b", reply)])
     differences = audit_prompt(tree, tree.last, qwen25.template, ENCODER)
     assert differences
@@ -188,8 +188,9 @@ FORKS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "why"), FORKS)
 def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: str) -> None:
     family = FAMILIES[1]
-    tree = converse(family, [("a", Reply("7", "why", None, False, True))])
-    told = {**message(family, Reply("7", "why", None, False, True), 0), **change}
+    reply = Reply("7", "why")
+    tree = converse(family, [("a", reply)])
+    told = {**message(family, reply, 0), **change}
     history = [
         {"role": "user", "content": "a"},
         told,
@@ -205,7 +206,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
 
 def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not() -> None:
     family = FAMILIES[0]
-    reply = Reply("7", "", None, False, True)
+    reply = Reply("7")
     tree = converse(family, [("a", reply), ("b", reply)])
 
     def forked(*contents: str, tools: Any = TOOLS) -> str | None:

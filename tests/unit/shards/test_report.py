@@ -69,11 +69,8 @@ def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
     assert head.split() == ["position", "id", "mask", "logprob", "version"]
     assert lines[0].split() == ["0", "3100", "0", "-", "-"]
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
-
-
-def test_rows_of_a_single_file_are_counted_in_the_file(paths: RunPaths) -> None:
-    title = show_trajectory(paths.shards_dir / "cell-0-000001.h5", 0).splitlines()[0]
-    assert title.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
+    of_the_file = show_trajectory(paths.shards_dir / "cell-0-000001.h5", 0)
+    assert of_the_file.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
 def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:

@@ -86,30 +86,26 @@ def test_any_choice_of_rows_is_read_as_it_was_sealed(
     ]
 
 
-def test_metadata_is_left_out_on_request(ten_rows: ShardReader) -> None:
+def test_metadata_is_left_out_on_request_and_a_row_outside_the_shard_is_an_error(
+    ten_rows: ShardReader,
+) -> None:
     (row,) = ten_rows.read_rows([0], with_meta=False)
     assert row.meta == {}
-
-
-def test_a_row_outside_the_shard_is_an_error(ten_rows: ShardReader) -> None:
     with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
         ten_rows.read_rows([10])
 
 
-def test_tickets_are_found_by_shard_and_rows(paths: RunPaths) -> None:
+def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths) -> None:
+    assert read_index(paths.index_dir) == read_index(paths.index_dir, "cell-7") == []
     first = seal_in(paths, ticket(4) + ticket(9, n_samples=3))
     second = seal_in(paths, ticket(5), "cell-1")
+    seal_in(paths, ticket(4))
     places = locate_tickets(read_index(paths.index_dir))
     file, place = places[9, 1]
     assert (file, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
     assert places[5, 1][0] == second.file
+    assert places[4, 1][0] == first.file
     assert (4, 0) not in places
-
-
-def test_of_a_ticket_sealed_twice_the_first_copy_counts(paths: RunPaths) -> None:
-    first = seal_in(paths, ticket(4))
-    seal_in(paths, ticket(4))
-    assert locate_tickets(read_index(paths.index_dir))[4, 1][0] == first.file
 
 
 def test_rewards_of_the_index_are_the_stored_ones(paths: RunPaths) -> None:
@@ -164,11 +160,6 @@ def test_the_index_goes_on_behind_half_a_line(paths: RunPaths) -> None:
     assert read_index(paths.index_dir) == [first]
     second = seal_in(paths, ticket(2))
     assert read_index(paths.index_dir) == [first, second]
-
-
-def test_an_index_that_does_not_exist_yet_is_empty(paths: RunPaths) -> None:
-    assert read_index(paths.index_dir) == []
-    assert read_index(paths.index_dir, "cell-7") == []
 
 
 def test_there_is_no_empty_shard(paths: RunPaths) -> None:

@@ -31,14 +31,12 @@ def drop_last_index_line(paths: RunPaths, writer: str) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def test_a_whole_run_has_no_problems(paths: RunPaths) -> None:
-    report = verify_run(paths)
-    assert (report.shards, report.rows, report.problems) == (3, 6, [])
-
-
-def test_a_verification_tells_how_far_it_is(paths: RunPaths) -> None:
+def test_a_whole_run_has_no_problems_and_its_verification_tells_how_far_it_is(
+    paths: RunPaths,
+) -> None:
     seen: list[tuple[int, int]] = []
-    verify_run(paths, lambda done, total: seen.append((done, total)))
+    report = verify_run(paths, lambda done, total: seen.append((done, total)))
+    assert (report.shards, report.rows, report.problems) == (3, 6, [])
     total_bytes = sum(shard.bytes for shard in read_index(paths.index_dir))
     assert len(seen) == 3
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
