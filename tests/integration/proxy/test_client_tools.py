@@ -11,8 +11,7 @@ import psutil
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.engine import get_shared_parsers
-from tests.contract.proxy.talk import QUESTION
-from tests.integration.proxy.test_tool_calls import CALL, CHAT_TOOL, THOUGHT
+from tests.integration.proxy.test_tool_calls import CALL, CHAT_TOOL, QUESTION, THOUGHT
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.process_commands import command_of
 from tests.support.scripted_sglang import Script, ScriptedSGLang

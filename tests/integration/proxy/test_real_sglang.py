@@ -20,8 +20,7 @@ from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.contract.proxy.talk import QUESTION
-from tests.integration.proxy.test_tool_calls import CHAT_TOOL
+from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 

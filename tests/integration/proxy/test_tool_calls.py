@@ -13,7 +13,6 @@ import pytest
 from anthropic import Anthropic
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -28,6 +27,7 @@ FUNCTION: Any = {"type": "function", **ADD, "parameters": PARAMETERS, "strict": 
 """Of Responses."""
 TOOL: Any = {**ADD, "input_schema": PARAMETERS}
 """Of Messages."""
+QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
 THOUGHT = "<think>\nadd them\n</think>\n\n"
 ASKED: dict[str, dict[str, Any]] = {
@@ -315,19 +315,20 @@ def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
 @pytest.mark.parametrize(
     ("route", "asked", "thinks"),
     [
-        ("/responses", {"reasoning": {"effort": "none"}}, False),
-        ("/chat/completions", {"reasoning_effort": "none"}, False),
-        ("/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
-        ("/messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, True),
-        ("/messages", {"thinking": {"type": "adaptive"}}, True),
-        ("/messages", {"thinking": {"type": "disabled"}}, False),
+        ("responses", {"reasoning": {"effort": "none"}}, False),
+        ("chat/completions", {"reasoning_effort": "none"}, False),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+        ("messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, True),
+        ("messages", {"thinking": {"type": "adaptive"}}, True),
+        ("messages", {"thinking": {"type": "disabled"}}, False),
     ],
 )
 def test_whether_to_think_is_told_to_the_template(
     parsing_stage: Stage, route: str, asked: dict[str, Any], thinks: bool
 ) -> None:
     key = says(parsing_stage, "7")
-    answer = parsing_stage.post(f"/v1{route}", {**LEAST[route], **asked}, key)
+    body = {**ASKED[route], "tools": [], **asked}
+    answer = parsing_stage.post(f"/v1/{route}", body, key)
     assert answer.status_code == 200, answer.text
     (interaction,) = parsing_stage.journaled(key)
     assert json.loads(interaction.context)[1]["enable_thinking"] is thinks
