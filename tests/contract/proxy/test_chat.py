@@ -9,11 +9,9 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import counted
+from tests.contract.proxy.talk import QUESTION, counted
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:

@@ -97,8 +97,7 @@ def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage
     assert start(stage, api_key="short").status_code == 400
 
 
-def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(own_stage: Stage) -> None:
-    stage = own_stage
+def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(stage: Stage) -> None:
     opened = start(stage, api_key=KEY).json()
     first, second = two_turns(stage, KEY)
     stage.kill_proxy()

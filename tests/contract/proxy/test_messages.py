@@ -6,14 +6,13 @@ from typing import Any
 import httpx
 import pytest
 from anthropic import Anthropic
-from anthropic.types import MessageParam, TextBlock
+from anthropic.types import TextBlock
 
 from areal_hpc.session.chat_template import Message
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-
-QUESTION: list[MessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 def ask(

@@ -230,21 +230,19 @@ def test_tickets_are_finished_only_when_they_can_be_trained_on(stage: Stage) -> 
     assert stage.post("/rl/end_session", {}, key).status_code == 200
 
 
-def test_a_filtered_ticket_is_forgotten_and_never_sealed(own_stage: Stage) -> None:
-    stage = own_stage
-    _, key = stage.open_session(REF)
+def test_a_filtered_ticket_is_forgotten_and_never_sealed(stage: Stage) -> None:
+    filtered, kept = TicketRef(72, 0), TicketRef(73, 0)
+    _, key = stage.open_session(filtered)
     stage.ask(key, "hi")
-    other, other_key = stage.open_session(TicketRef(8, 0))
+    other, other_key = stage.open_session(kept)
     stage.ask(other_key, "hi")
-    discard = FinishTicketRequest(REF, [], discard=True)
+    discard = FinishTicketRequest(filtered, [], discard=True)
     for _ in range(2):  # repeating it is harmless
         assert stage.post("/rl/finish_ticket", discard).json() == {"rows": 0}
     assert stage.ask(key, "more").status_code == 401
     restart(stage)
     assert stage.ask(key, "more").status_code == 401
     stage.finish_session(other_key, 1.0)
-    assert finish(stage, other, ref=TicketRef(8, 0)) == 1
-    refused = stage.post(
-        "/rl/finish_ticket", FinishTicketRequest(TicketRef(8, 0), [], discard=True)
-    )
+    assert finish(stage, other, ref=kept) == 1
+    refused = stage.post("/rl/finish_ticket", FinishTicketRequest(kept, [], discard=True))
     assert refused.status_code == 409

@@ -1,10 +1,6 @@
 """`areal-hpc proxy`: the recorder in front of any SGLang server, without a run."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +12,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from areal_hpc.cli.main import main
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.lone_proxy import LoneProxy
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
@@ -55,7 +52,7 @@ def sglang(loop: LoopThread) -> Iterator[ScriptedSGLang]:
     loop.run(server.stop())
 
 
-def test_it_records_what_an_agent_says_and_exports_it(
+def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
     tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
 ) -> None:
     proxy = lone(tmp_path, sglang.url)
@@ -72,11 +69,6 @@ def test_it_records_what_an_agent_says_and_exports_it(
     assert row["reward"] == 1.0
     prompt = sglang.requests[0]["input_ids"]
     assert row["tensor_dict"]["input_ids"][0][: len(prompt)] == prompt
-    proxy.stop()
-
-
-def test_it_knows_no_tickets(tmp_path: Path, lone: Lone, sglang: ScriptedSGLang) -> None:
-    proxy = lone(tmp_path, sglang.url)
     ref = {"ticket_id": 1, "attempt": 0}
     opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
     finished = proxy.post("/rl/finish_ticket", {"ref": ref, "session_ids": ["x"]})
@@ -172,20 +164,16 @@ def test_a_stream_goes_on_at_another_upstream(
     ],
 )
 def test_what_is_wrong_with_the_command_line_is_said(
-    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    complaint: str,
 ) -> None:
     model_dir = write_model_dir(tmp_path / "model")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
-            *("--upstream", "http://127.0.0.1:1", "--tokenizer", str(model_dir)),
-            *("--admin-key-file", str(tmp_path / "key"), "--context-length", "64", *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ},
-    )
-    assert done.returncode == 78, done.stderr
-    assert complaint in done.stderr
-    assert json.dumps(done.stdout) == '""'
+    command = ["proxy", "--port", "0", "--upstream", "http://127.0.0.1:1"]
+    command += ["--tokenizer", str(model_dir), "--admin-key-file", str(tmp_path / "key")]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--context-length", "64", *arguments])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (78, "")
+    assert complaint in said.err

@@ -4,14 +4,11 @@ import threading
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import chunks_of
+from tests.contract.proxy.talk import QUESTION, chunks_of
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import TALKATIVE, Script
-
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 def events(stage: Stage, key: str, **request: Any) -> list[dict[str, Any]]:
@@ -138,12 +135,3 @@ def test_the_end_of_a_reply_comes_after_its_journal_record(stage: Stage) -> None
         for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
             if chunk.choices[0].finish_reason:
                 assert [one.finish_reason for one in stage.journaled(key)] == ["stop"]
-
-
-@pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
-def test_a_stream_lost_before_it_speaks_is_repeated(stage: Stage, fault: str) -> None:
-    faults = iter([fault])
-    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
-    _, key = stage.open_session(TicketRef(1, 0))
-    assert text_of(events(stage, key)) == "hello world"
-    assert len(stage.sglang.requests) == 2

@@ -103,8 +103,6 @@ def test_weights_whose_replies_the_proxy_passed_on_are_known(
     assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
     body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
     assert stage.post("/rl/record", body, key).status_code == 200
-    stage.kill_proxy()  # forgets it, for the other tests
-    stage.start_proxy()
 
 
 def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:
@@ -113,12 +111,9 @@ def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Sta
 
 
 def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
-    own_stage: Stage,
+    stage: Stage, sound: Interaction
 ) -> None:
-    stage = own_stage
     _, key = stage.open_session(TicketRef(1, 0))
-    stage.ask(key, "hi")
-    (sound,) = stage.await_journaled(key)
     stage.kill_proxy()
     stage.relay.show(stage.sglang.url, state="starting")
     stage.start_proxy()

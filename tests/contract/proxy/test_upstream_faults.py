@@ -8,18 +8,24 @@ import pytest
 
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.job import get_journal_path
+from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
-def test_a_call_that_a_server_loses_is_repeated(stage: Stage, fault: str) -> None:
+def test_a_call_that_a_server_loses_before_it_speaks_is_repeated(
+    stage: Stage, fault: str, stream: bool
+) -> None:
     faults = iter([fault])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""))
-    _, key = stage.open_session()
-    answer = stage.ask(key, "hi")
+    _, key = stage.open_session(TicketRef(1, 0))
+    answer = stage.ask(key, "hi", stream=stream)
     assert answer.status_code == 200, answer.text
+    assert '"error"' not in answer.text
+    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"]
     first, second = stage.sglang.requests
     assert first["input_ids"] == second["input_ids"]
     assert first["rid"] != second["rid"]

@@ -313,41 +313,26 @@ def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
 
 
 @pytest.mark.parametrize(
-    ("route", "asked"),
+    ("route", "asked", "thinks"),
     [
-        ("responses", {"input": QUESTION, "reasoning": {"effort": "none"}}),
-        ("chat/completions", {"messages": QUESTION, "reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none"}}, False),
+        ("chat/completions", {"reasoning_effort": "none"}, False),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+        ("messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, True),
+        ("messages", {"thinking": {"type": "adaptive"}}, True),
+        ("messages", {"thinking": {"type": "disabled"}}, False),
     ],
 )
-def test_no_effort_is_told_to_the_template(
-    parsing_stage: Stage, route: str, asked: dict[str, Any]
+def test_whether_to_think_is_told_to_the_template(
+    parsing_stage: Stage, route: str, asked: dict[str, Any], thinks: bool
 ) -> None:
     key = says(parsing_stage, "7")
-    answer = parsing_stage.post(f"/v1/{route}", asked, key)
+    body = {**ASKED[route], "tools": [], **asked}
+    answer = parsing_stage.post(f"/v1/{route}", body, key)
     assert answer.status_code == 200, answer.text
     (interaction,) = parsing_stage.journaled(key)
-    assert json.loads(interaction.context)[1]["enable_thinking"] is False
+    assert json.loads(interaction.context)[1]["enable_thinking"] is thinks
     assert "effort" not in parsing_stage.http.get(f"{parsing_stage.url}/metrics").text
-
-
-@pytest.mark.parametrize(
-    ("thinking", "variables"),
-    [
-        ({"type": "enabled", "budget_tokens": 1024}, True),
-        ({"type": "adaptive", "display": "omitted"}, True),
-        ({"type": "adaptive"}, True),
-        ({"type": "disabled"}, False),
-    ],
-)
-def test_thinking_is_told_to_the_template(
-    parsing_stage: Stage, thinking: dict[str, Any], variables: bool
-) -> None:
-    key = says(parsing_stage, "7")
-    body = {"messages": QUESTION, "max_tokens": 200, "thinking": thinking}
-    answer = parsing_stage.post("/v1/messages", body, key)
-    assert answer.status_code == 200, answer.text
-    (interaction,) = parsing_stage.journaled(key)
-    assert json.loads(interaction.context)[1]["enable_thinking"] is variables
 
 
 def ask(stage: Stage, route: str, said: str, **more: Any) -> dict[str, Any]:
