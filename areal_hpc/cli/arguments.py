@@ -34,9 +34,7 @@ SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
 class CommandGroup:
     """Group of commands that help lists together.
 
-    Args:
-        subparsers: Where the parsers of the commands are.
-        tells_help: Leave the list to argparse, which knows no groups.
+    `tells_help` leaves the list to argparse, which knows no groups.
     """
 
     def __init__(self, subparsers: Subparsers, *, tells_help: bool = False) -> None:
@@ -48,13 +46,9 @@ class CommandGroup:
     def add(
         self, name: str, command: Command, shared: Sequence[str] = (), **options: Any
     ) -> argparse.ArgumentParser:
-        """The parser of a new command.
+        """The parser of a new command; options are argparse's, with `help`.
 
-        Args:
-            name: As it is called.
-            command: What it does.
-            shared: Those of `SHARED_ARGUMENTS` that it takes, in their order.
-            **options: Of `argparse.ArgumentParser`, and its `help`.
+        `shared` names those of `SHARED_ARGUMENTS` that it takes, in their order.
         """
         parser = self._add_parser(name, options)
         for argument in shared:

@@ -24,10 +24,7 @@ def explain_validation_error(
 ) -> Problem:
     """A pydantic finding in the words of the person who wrote the file.
 
-    Args:
-        item: What pydantic found.
-        root: The class that was validated.
-        prefix: Put before the key, for files that hold a part of a recipe.
+    `prefix` is put before the key, for files that hold a part of a recipe.
     """
     key = prefix + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":

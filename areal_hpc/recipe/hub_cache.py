@@ -17,13 +17,7 @@ REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
 
 def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
-    """The folder of a revision in the cache.
-
-    Args:
-        repo: `owner/name`.
-        kind: What the repository holds.
-        revision: A branch, a tag or a whole commit hash; the branch main when None.
-        key: The recipe's key that names it, for errors.
+    """The folder of a revision (branch, tag or whole commit hash; main when None) in the cache.
 
     Raises:
         RecipeError: It is not there.

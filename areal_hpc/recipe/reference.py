@@ -47,9 +47,7 @@ def _key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     """What may be written for a value of a type, such as `int >= 1 or null`.
 
-    Args:
-        annotation: The type.
-        bounds: Constraints that were taken off it (`FieldInfo.metadata`).
+    `bounds` are constraints that were taken off it (`FieldInfo.metadata`).
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

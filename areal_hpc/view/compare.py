@@ -55,11 +55,7 @@ def _last(advance: RunProgress, name: str) -> str:
 
 
 def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The keys whose values are not the same in all recipes, with the shortest name that tells.
-
-    Args:
-        recipes: As they lie in run directories: resolved, with every key.
-    """
+    """The keys whose values differ among resolved recipes, with the shortest name that tells."""
     flat = [flatten_keys(recipe) for recipe in recipes]
     keys = sorted(
         key

@@ -14,10 +14,7 @@ def format_requests(
 ) -> str:
     """Every job's script to the letter, what would be written, and the most it can cost.
 
-    Args:
-        paths: The run, or where the arrays of a sweep have their files.
-        requests: The jobs.
-        members: Runs of a sweep, if each job is an array.
+    `members` counts the runs of a sweep, of which each job is an array.
     """
     parts = []
     for request in requests:

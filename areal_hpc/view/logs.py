@@ -54,10 +54,7 @@ class LogRecord:
 def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
-    Args:
-        paths: The run.
-        attempt: Which launch.
-        wanted: Jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
+    `wanted` are jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
     """
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):

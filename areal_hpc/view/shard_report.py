@@ -46,10 +46,6 @@ def format_shards_json(paths: RunPaths) -> str:
 def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     """The rows of all issues of a ticket, as `show_trajectory` counts them.
 
-    Args:
-        path: A shard or a run directory.
-        ticket_id: The ticket.
-
     Raises:
         RecipeError: No row is the ticket's.
         ShardError: The shard is damaged.
@@ -75,10 +71,7 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
 def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
     """One trajectory, token by token, decoded if a `tokenizer.json` is given.
 
-    Args:
-        path: A shard, or a run directory whose rows are then counted over all its shards.
-        row: From 0.
-        tokenizer_json: The tokenizer file of the model that was trained.
+    Rows count from 0: those of a shard, or those of all shards of a run directory.
 
     Raises:
         RecipeError: There is no such row or tokenizer.

@@ -12,10 +12,7 @@ from areal_hpc.view.run_state import RunState
 def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
-    Args:
-        paths: The run.
-        snapshot: What it has done.
-        program: How the reader calls this command line, for the suggestions.
+    `program` is how the reader calls this command line.
     """
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
