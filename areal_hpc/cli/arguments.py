@@ -32,7 +32,10 @@ SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class CommandGroup:
-    """Commands that help lists together; with `tells_help` argparse lists them, without groups."""
+    """Group of commands that help lists together.
+
+    `tells_help` leaves the list to argparse, which knows no groups.
+    """
 
     def __init__(self, subparsers: Subparsers, *, tells_help: bool = False) -> None:
         self._subparsers = subparsers
@@ -43,7 +46,10 @@ class CommandGroup:
     def add(
         self, name: str, command: Command, shared: Sequence[str] = (), **options: Any
     ) -> argparse.ArgumentParser:
-        """The parser of a new command, with those of `SHARED_ARGUMENTS` that it takes, in order."""
+        """The parser of a new command; options are argparse's, with `help`.
+
+        `shared` names those of `SHARED_ARGUMENTS` that it takes, in their order.
+        """
         parser = self._add_parser(name, options)
         for argument in shared:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])

@@ -28,7 +28,7 @@ def add_commands(commands: CommandGroup) -> None:
     place.add_argument(
         "--state-dir",
         type=Path,
-        default=get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
+        default=_default_root(),
         metavar="DIR",
         help="state directory (default: %(default)s)",
     )
@@ -69,11 +69,8 @@ def _up(arguments: argparse.Namespace) -> int:
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
     start_cluster(_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
-    root, given = (
-        get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
-        arguments.state_dir,
-    )
-    option = "" if given == root else f" --state-dir {shlex.quote(str(given))}"
+    given = arguments.state_dir
+    option = "" if given == _default_root() else f" --state-dir {shlex.quote(str(given))}"
     print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
@@ -132,6 +129,10 @@ def _status(arguments: argparse.Namespace) -> int:
         print(f"memory     NOT limited ({why}): a job can exhaust this machine")
     print("CPU time   not limited: all nodes share this machine's processors")
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
+
+
+def _default_root() -> Path:
+    return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
 
 
 def _paths(arguments: argparse.Namespace) -> DevclusterPaths:

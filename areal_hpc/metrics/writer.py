@@ -50,11 +50,6 @@ class MetricsWriter:
 
     On a resume, lines of steps after the checkpoint are removed: those steps will be trained again.
     The line of the saved step itself is taken back too, to be completed and written anew.
-
-    Args:
-        path: The JSON-lines file.
-        tensorboard_dir: None writes no event files.
-        resume_step: The saved step training goes on from.
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:

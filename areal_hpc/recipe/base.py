@@ -22,7 +22,10 @@ class BaseConfig(BaseModel):
 def explain_validation_error(
     item: ErrorDetails, root: type[BaseConfig], prefix: str = ""
 ) -> Problem:
-    """A pydantic finding in the words of the author of a file; `prefix` goes before its keys."""
+    """A pydantic finding in the words of the person who wrote the file.
+
+    `prefix` is put before the key, for files that hold a part of a recipe.
+    """
     key = prefix + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = _known_keys(root, item["loc"][:-1])

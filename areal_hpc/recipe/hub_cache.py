@@ -17,7 +17,7 @@ REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
 
 def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
-    """The folder of a revision (branch, tag or commit; main when None) in the hub's cache.
+    """The folder of a revision (branch, tag or whole commit hash; main when None) in the cache.
 
     Raises:
         RecipeError: It is not there; names the recipe's `key`.

@@ -21,12 +21,7 @@ from areal_hpc.recipe.sections.cluster import ClusterConfig
 def load_recipe(
     path: Path | str, overrides: Sequence[str] = (), site: Path | None = None
 ) -> Recipe:
-    """Read a recipe and apply `key.subkey=value` overrides.
-
-    Args:
-        path: The recipe.
-        overrides: Win over the recipe.
-        site: A file with keys of `cluster`, over which the recipe's own win.
+    """The recipe of a file: overrides win over it, and it wins over the keys of a site file.
 
     Raises:
         RecipeError: Every problem of the recipe at once: unknown keys with the nearest known

@@ -45,7 +45,10 @@ def _key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
 
 
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
-    """What may be written for a value of a type within bounds, such as `int >= 1 or null`."""
+    """What may be written for a value of a type, such as `int >= 1 or null`.
+
+    `bounds` are constraints that were taken off it (`FieldInfo.metadata`).
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         taken_off = (one.metadata if isinstance(one, FieldInfo) else [one] for one in parts[1:])

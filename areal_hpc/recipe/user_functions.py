@@ -26,7 +26,7 @@ def import_by_path(dotted_path: str) -> Any:
 
 
 def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
-    """The user's function at `package.module:function`.
+    """The user's function that a recipe's `key` names.
 
     Raises:
         RecipeError: There is no such function, or importing its module fails; names `key`.

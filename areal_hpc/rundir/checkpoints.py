@@ -110,11 +110,8 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
     """Every complete checkpoint, oldest first; a later generation's come after an earlier one's.
 
     A trainer that was replaced may still complete a higher step. It sorts before the checkpoints
-    of its successor, so the newest generation's chain is the one that is followed.
-
-    Args:
-        directory: Of the run's, or of its SFT stage's.
-        problems: Takes what is wrong with those that cannot be read.
+    of its successor, so the newest generation's chain is the one that is followed. `problems`
+    takes what is wrong with those that cannot be read.
 
     Raises:
         ShardError: One is damaged, and nobody takes problems.

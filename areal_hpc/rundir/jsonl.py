@@ -31,11 +31,8 @@ log = logging.getLogger(__name__)
 def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     """Append one record in a single write, so that lines of several writers never mix.
 
-    Args:
-        path: The file; made if it is missing, but not its folder.
-        record: Anything that msgspec encodes as a JSON object; infinities and NaN become null, and
-            half of a surrogate pair a question mark.
-        sync: Force the line, and the name of a new file, to disk before returning.
+    A missing file is made, but not its folder. Infinities and NaN become null, and half of a
+    surrogate pair a question mark. `sync` forces the line, and a new file's name, to disk.
 
     Raises:
         OSError: The storage refused, or took a part of the line only. What it took is a fragment
@@ -81,7 +78,7 @@ def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]: ...
 def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
-    A line that does not hold a `kind` is left out with a warning that names it.
+    A line that holds anything but `kind` is left out with a warning that names it.
     """
     try:
         content = path.read_bytes()
@@ -100,13 +97,10 @@ def read_tail(path: Path, size_bytes: int) -> bytes:
 
 
 def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[RecordT]:
-    """The records in a piece of a file.
+    """The records in a piece of a file, whose last line may be without its newline.
 
-    Args:
-        content: Lines; the last one may be without its newline.
-        kind: What a line holds.
-        source: Name of the file in the warning about a line that holds something else; without
-            it such lines are left out silently, for a piece that may begin within a line.
+    `source` names the file in the warning about a line that holds anything but `kind`; without it
+    such lines are left out silently, for a piece that may begin within a line.
     """
     records = []
     *lines, last = content.split(b"\n")

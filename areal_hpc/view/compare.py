@@ -55,7 +55,7 @@ def _last(advance: RunProgress, name: str) -> str:
 
 
 def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Keys whose values differ between recipes, with the shortest names that tell them apart."""
+    """The keys whose values differ among resolved recipes, with the shortest name that tells."""
     flat = [flatten_keys(recipe) for recipe in recipes]
     keys = sorted(
         key

@@ -119,12 +119,8 @@ def find_last_failure(
     """The last findings that follow one another within so many seconds, oldest first."""
     chain: list[FailureEvent] = []
     for finding in reversed(findings):
-        if (
-            chain
-            and finding.at is not None
-            and chain[-1].at is not None
-            and chain[-1].at - finding.at > within_s
-        ):
+        next_at = chain[-1].at if chain else None
+        if finding.at is not None and next_at is not None and next_at - finding.at > within_s:
             break
         chain.append(finding)
     return tuple(reversed(chain))
@@ -180,12 +176,9 @@ def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
         if mentions_oom(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY)
         else:
-            priority = (
-                9 if "CANCELLED AT" in line else 6
-            )  # Slurm's word for every end that it brings
-            yield FailureEvent(
-                at, f"Slurm reported in the output of {name}: {line}", priority=priority
-            )
+            # CANCELLED AT is Slurm's word for every end that it brings.
+            priority = 9 if "CANCELLED AT" in line else 6
+            yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", priority)
 
 
 _WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")

@@ -14,7 +14,7 @@ def format_requests(
 ) -> str:
     """Every job's script, the files that would be written, and the most that all can cost.
 
-    With `members` each job is an array of so many runs of a sweep.
+    `members` counts the runs of a sweep, of which each job is an array.
     """
     parts = []
     for request in requests:

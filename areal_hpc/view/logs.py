@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,10 @@ class LogRecord:
 
 
 def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
-    """The logs of one attempt by name; `wanted` as in `cell-0`, `proxy`, `cell-0/proxy`."""
+    """The logs of one attempt, in the order of their names.
+
+    `wanted` are jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
+    """
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
@@ -108,21 +111,20 @@ def parse_records(text: str) -> list[LogRecord]:
     return records
 
 
-def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFile, LogRecord]]:
-    """Records of several files in the order of their times."""
+def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
+    """Lines of several files in the order of their records' times."""
     streams = [
         [(record.time, number, record) for record in parse_records(text)]
         for number, (_, text) in enumerate(pieces)
     ]
-    for _, number, record in heapq.merge(*streams, key=lambda item: item[:2]):
-        yield pieces[number][0], record
+    merged = heapq.merge(*streams, key=lambda item: item[:2])
+    return [(pieces[number][0], line) for _, number, record in merged for line in record.lines]
 
 
 def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
     """The newest lines of all files together, in the order of time."""
     pieces = [(file, read_tail(file.path, TAIL_BYTES).decode(errors="replace")) for file in files]
-    flat = [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
-    return flat[-lines:] if lines else []
+    return merge_by_time(pieces)[-lines:] if lines else []
 
 
 class LogFollower:
@@ -146,8 +148,7 @@ class LogFollower:
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_stamp(folder) != stamp for folder, stamp in self._stamps.items()):
             self._find()
-        pieces = [(file, self._read_new(path)) for path, file in self._files.items()]
-        return [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
+        return merge_by_time([(file, self._read_new(path)) for path, file in self._files.items()])
 
     def wait(self) -> None:
         """Sleep until it is time for another look."""

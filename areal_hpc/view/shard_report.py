@@ -71,10 +71,7 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
 def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
     """One trajectory, token by token, decoded if a `tokenizer.json` is given.
 
-    Args:
-        path: A shard, or a run directory whose rows are then counted over all its shards.
-        row: From 0.
-        tokenizer_json: The tokenizer file of the model that was trained.
+    Rows count from 0: those of a shard, or those of all shards of a run directory.
 
     Raises:
         RecipeError: There is no such row or tokenizer.

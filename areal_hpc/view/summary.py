@@ -10,7 +10,10 @@ from areal_hpc.view.run_state import RunState
 
 
 def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
-    """Start and end reward, speed, exactness, where everything lies, calls of `program` to try."""
+    """Start and end reward, speed, exactness, and where everything lies.
+
+    `program` is how the reader calls this command line.
+    """
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
         return f"nothing trained yet in {paths.root}"
