@@ -211,7 +211,7 @@ BUSY = """
 from pathlib import Path
 from areal_hpc.reward import math, math_process
 limits = ["3.0", str(2**30)]
-pool = math.AnsweringProcesses(Path(math_process.__file__), *limits, timeout_s=600.0)
+pool = math.VerifierPool(Path(math_process.__file__), *limits, timeout_s=600.0)
 pool.ask(b'["7", "7"]\\n')
 threading.Timer(0.3, print, ("ready",), {"flush": True}).start()
 pool.ask(sys.argv[1].encode() + b"\\n")
