@@ -132,12 +132,12 @@ class PPOTrainer:
         paths = RunPaths(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _pickle_agent(workflow, kwargs, paths, PICKLE_MODULE)
+            rollout |= _agent_keys(workflow, kwargs, paths, PICKLE_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
         if other and not _is_same(workflow, kwargs, other, others):
-            evaluation |= _pickle_agent(other, others, paths, EVALUATION_MODULE)
+            evaluation |= _agent_keys(other, others, paths, EVALUATION_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
@@ -183,7 +183,7 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _pickle_agent(
+def _agent_keys(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""

@@ -22,7 +22,7 @@ def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         yield from _saved(path, key)
     elif path.suffix == ".parquet":
-        yield from _table(path, key, _parquet)
+        yield from _table(path, key, _parquet_batches)
     else:
         yield from _lines(path, key)
 
@@ -51,7 +51,7 @@ def _saved(folder: Path, key: str) -> Iterator[dict[str, Any]]:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)
     for part in json.loads(state.read_bytes())["_data_files"]:
-        yield from _table(folder / part["filename"], key, _arrow_stream)
+        yield from _table(folder / part["filename"], key, _arrow_batches)
 
 
 def _table(
@@ -72,14 +72,14 @@ def _table(
         raise RecipeError(f"{path} cannot be read: {error}", key=key) from error
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as table:
         yield from table.iter_batches(batch_size=ROWS_PER_READ)
 
 
-def _arrow_stream(path: Path) -> Iterator[Any]:
+def _arrow_batches(path: Path) -> Iterator[Any]:
     from pyarrow import memory_map
     from pyarrow.ipc import open_stream
 

@@ -193,9 +193,9 @@ def _ok(reply: msgspec.Struct) -> tuple[int, bytes]:
 
 def _caller(request: Request) -> ControlCaller:
     return ControlCaller(
-        incarnation=int(_number(request, INCARNATION_HEADER)),
-        generation=int(_number(request, GENERATION_HEADER)),
-        deadline_s=_number(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
+        incarnation=int(_number_header(request, INCARNATION_HEADER)),
+        generation=int(_number_header(request, GENERATION_HEADER)),
+        deadline_s=_number_header(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 
 
@@ -206,7 +206,7 @@ async def _decode(request: Request, form: type[RequestT]) -> RequestT:
         raise HTTPException(400, str(error)) from error
 
 
-def _number(request: Request, name: str, default: str = "") -> float:
+def _number_header(request: Request, name: str, default: str = "") -> float:
     try:
         return float(request.headers.get(name, default))
     except ValueError:

@@ -48,7 +48,7 @@ def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
 
 
 @lru_cache(maxsize=8)
-def compute_shares(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
+def compute_block_counts(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
     """Number of a block's tickets that each source gets: at least one.
 
     A block is as short as the weights allow (two equal sources take turns within every two), and
@@ -76,7 +76,7 @@ def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -
     Tickets come in blocks in which each source has its share; a source's own tickets run through
     its tasks in passes.
     """
-    shares = compute_shares(sources)
+    shares = compute_block_counts(sources)
     block, place = divmod(ticket_id, sum(shares))
     order = _order_of_block(block, shares, seed)
     source = order[place]

@@ -22,7 +22,7 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import CellReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.sealing import Sealer
+from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 
@@ -57,7 +57,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     )
     journal = get_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
-    sealer = Sealer(recorder, paths, job.cell, job.shards, admin_key)
+    sealer = TicketSealer(recorder, paths, job.cell, job.shards, admin_key)
     sealer.recover()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, admin_key)
     service = ProxyService(

@@ -27,7 +27,7 @@ from areal_hpc.proxy.http.app import ProxyApp
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.sealing import Sealer
+from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
@@ -52,7 +52,7 @@ class ProxyService:
         admin_key: str,
         recorder: JournaledRecorder,
         source: ReplicaSource,
-        sealer: Sealer | None = None,
+        sealer: TicketSealer | None = None,
         *,
         online: bool = False,
     ) -> None:

@@ -59,7 +59,7 @@ def load_agent(
             message names the part of the path that failed.
     """
     if isinstance(workflow, str):
-        found, name = _find(workflow), workflow
+        found, name = _import_dotted(workflow), workflow
     else:
         kind = workflow if inspect.isclass(workflow) else type(workflow)
         found, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
@@ -76,7 +76,7 @@ def load_agent(
     return agent
 
 
-def _find(dotted_path: str) -> Any:
+def _import_dotted(dotted_path: str) -> Any:
     module_path, dot, name = dotted_path.rpartition(".")
     if not dot or not module_path:
         raise _refused(

@@ -111,7 +111,7 @@ class TicketRunner:
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
-                await self._finish(
+                await self._keep_sessions(
                     grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
                 )
             except HttpStatusError as refusal:
@@ -132,7 +132,7 @@ class TicketRunner:
         await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
         if grant.ref.eval_step < 0:
             try:  # threads of a cancelled agent may still ask in its sessions
-                await self._finish(grant.ref, [])
+                await self._keep_sessions(grant.ref, [])
             except HttpStatusError as refusal:
                 log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
@@ -193,7 +193,7 @@ class TicketRunner:
         )
         return EpisodeSpec(session, task, limits.timeout_s)
 
-    async def _finish(self, ref: TicketRef, sessions: list[str]) -> None:
+    async def _keep_sessions(self, ref: TicketRef, sessions: list[str]) -> None:
         """Have the proxy keep these sessions of a training ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)

@@ -14,7 +14,7 @@ from pathlib import Path
 from areal_hpc.errors import ArealError, RecipeError
 
 
-def run_script(argv: Sequence[str]) -> int:
+def run_as_main(argv: Sequence[str]) -> int:
     """Run `script.py arguments...`, or `-m module arguments...`, as Python would.
 
     Returns:
@@ -45,4 +45,4 @@ def _run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(sys.argv[1:]))
+    sys.exit(run_as_main(sys.argv[1:]))

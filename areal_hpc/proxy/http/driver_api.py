@@ -13,7 +13,7 @@ from areal_hpc.errors import InvalidRewardError, RequestError
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
-from areal_hpc.proxy.sessions.sealing import Sealer
+from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import plan_all_rows, to_batch
@@ -53,7 +53,7 @@ class DriverApi:
         self,
         recorder: JournaledRecorder,
         router: Router,
-        sealer: Sealer | None,
+        sealer: TicketSealer | None,
         max_sessions: int,
         *,
         online: bool = False,
@@ -235,7 +235,7 @@ class DriverApi:
         """Seal and settle what is finished."""
         return wire.SealReply(await self._of_run().seal_now())
 
-    def _of_run(self) -> Sealer:
+    def _of_run(self) -> TicketSealer:
         if self._sealer is None:
             raise RequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer

@@ -44,7 +44,7 @@ BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
 
 
-class Sealer:
+class TicketSealer:
     """Seals by bytes, by age, or when asked; settles until the ledger acknowledges."""
 
     def __init__(

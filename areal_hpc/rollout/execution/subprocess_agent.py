@@ -42,7 +42,9 @@ class SubprocessAgent:
     async def place(self) -> AsyncIterator[Agent]:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
         async with self._pool.process() as process:
-            yield _WorkerAgent(partial(process.call, _run_episode, self._workflow, self._kwargs))
+            yield _WorkerAgent(
+                partial(process.call, _run_episode_in_child, self._workflow, self._kwargs)
+            )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Like `Agent.run`, including the wait for a process."""
@@ -105,7 +107,7 @@ def _check(workflow: Any, kwargs: Mapping[str, Any]) -> None:
     _agent(workflow, kwargs)
 
 
-def _run_episode(
+def _run_episode_in_child(
     workflow: Any, kwargs: Mapping[str, Any], data: dict[str, Any], variables: Mapping[str, str]
 ) -> Any:
     os.environ.update(variables)

@@ -44,7 +44,7 @@ def start_cluster(
     with host.reserve_resources(), _lock_state(paths):
         began = time.monotonic()
         deadline = began + within_s
-        made = _made(paths, asked)
+        made = _load_or_create_plan(paths, asked)
         nodes.ensure_bridge(made)
         for daemon in made.daemons:
             daemons.start(made, daemon, deadline)
@@ -82,7 +82,7 @@ def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
         yield
 
 
-def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
+def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
     """The cluster that exists, or a new one whose files are written."""
     if paths.made_of.exists():
         settings, facts = parse_plan(paths.made_of.read_text())

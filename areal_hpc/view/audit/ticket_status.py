@@ -121,7 +121,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     again = {ticket_id for ticket_id, _ in evidence.requeued}
     given_up = {**evidence.drops, **evidence.filtered}
     position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
-    doubtful = _doubtful_manifests(evidence)
+    doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRows(evidence)
@@ -174,7 +174,7 @@ def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_Use]], dict[
     return uses, shared
 
 
-def _doubtful_manifests(evidence: TicketRecords) -> dict[int, str]:
+def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
     """Steps behind the checkpoint, or between manifests, whose manifest cannot tell who trained."""
     doubts = {}
     for step in range(1, 1 + max((evidence.checkpoint.step, *evidence.manifests))):

@@ -103,6 +103,8 @@ def test_weights_whose_replies_the_proxy_passed_on_are_known(
     assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
     body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
     assert stage.post("/rl/record", body, key).status_code == 200
+    stage.kill_proxy()  # forgets it, for the other tests
+    stage.start_proxy()
 
 
 def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:

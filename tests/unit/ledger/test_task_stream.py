@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.task_stream import (
     TaskSource,
     TaskStream,
-    compute_shares,
+    compute_block_counts,
     derive_seed,
     get_mixed_task,
     get_task,
@@ -86,7 +86,7 @@ def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
 def test_every_block_holds_each_source_in_its_share_and_in_passes(
     sources: tuple[TaskSource, ...], seed: int
 ) -> None:
-    shares = compute_shares(sources)
+    shares = compute_block_counts(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)
     tasks = [get_mixed_task(ticket, sources, seed) for ticket in range(3 * block)]
@@ -105,10 +105,10 @@ def test_every_block_holds_each_source_in_its_share_and_in_passes(
 
 
 def test_equal_sources_take_turns_and_unequal_ones_come_in_short_blocks() -> None:
-    assert compute_shares((TaskSource(100), TaskSource(7))) == (1, 1)
-    assert compute_shares((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
-    assert compute_shares((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
-    assert compute_shares((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
+    assert compute_block_counts((TaskSource(100), TaskSource(7))) == (1, 1)
+    assert compute_block_counts((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
+    assert compute_block_counts((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
+    assert compute_block_counts((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
 
 
 def test_the_mixed_order_never_changes_between_versions_of_the_package() -> None:
