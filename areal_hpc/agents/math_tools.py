@@ -34,7 +34,7 @@ def calculate(expression: str) -> str:
 
 
 def call_calculator(arguments: str) -> str:
-    """The same for a call's arguments as the model wrote them: JSON, if all is well."""
+    """The calculator's reply to a tool call whose arguments, hopefully JSON, the model wrote."""
     try:
         given = json.loads(arguments)["expression"]
     except (ValueError, TypeError, KeyError):

@@ -1,6 +1,6 @@
 """The node-local journal: what a process must not lose if it dies before the next seal.
 
-A file of records, each one `write()`:
+A file of records, each one `writev()`:
 
 | field   | bytes  | meaning                                   |
 |---------|--------|-------------------------------------------|

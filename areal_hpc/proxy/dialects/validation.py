@@ -142,7 +142,7 @@ def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> 
 def effort_variables(
     effort: object, model: ServedModel, key: str, ignored: list[str]
 ) -> dict[str, Any]:
-    """How the chat template is told how hard to think. `ignored` gets the key if it cannot be."""
+    """Chat-template variables for a reasoning effort; one that has none is added to `ignored`."""
     if effort == "none" and model.reasoning_parser is not None:
         return {"enable_thinking": False, "thinking": False}
     if model.reasoning_parser == "gpt-oss" and effort in ("low", "medium", "high"):

@@ -27,6 +27,7 @@ weights that it judges, training goes on, and the reward gets a row of its own.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -91,22 +92,23 @@ PublishState = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
 
 
-class BatchSource:
+class BatchSource(ABC):
     """Source of rank 0's batches, and sink of the weights that come of them.
 
     A source overrides what applies to it: by itself it serves nobody.
     """
 
+    @abstractmethod
     def next_batch(self, step: int) -> BatchManifest | None:
         """The batch that leads to `step`; None when it is not there yet.
 
         Raises:
             ArealError: There will be none.
         """
-        raise NotImplementedError
 
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
+        return  # a source may leave it out
 
     def get_publish_state(self) -> PublishState:
         """What the weights need before anything else is done with them."""
@@ -114,6 +116,7 @@ class BatchSource:
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
+        return  # a source may leave it out
 
     def is_evaluated(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
@@ -129,9 +132,11 @@ class BatchSource:
 
     def finish(self) -> None:
         """The run is complete."""
+        return  # a source may leave it out
 
     def close(self) -> None:
         """Leave whoever was served."""
+        return  # a source may leave it out
 
 
 def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopRequest) -> bool:
