@@ -8,10 +8,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, VerifierLostError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answer_extraction import extract_boxed
-from areal_hpc.reward.verifier_pool import ProcessDiedError, VerifierPool
+from areal_hpc.reward.verifier_pool import VerifierPool
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def math_reward(
         return 0.0
     try:
         verdict = _COMPARISONS.ask(json.dumps([answer, said]).encode() + b"\n")
-    except (TimeoutError, ProcessDiedError) as error:
-        how = "ended its process" if isinstance(error, ProcessDiedError) else "took too long"
+    except (TimeoutError, VerifierLostError) as error:
+        how = "ended its process" if isinstance(error, VerifierLostError) else "took too long"
         log.warning(
             "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
             answer,

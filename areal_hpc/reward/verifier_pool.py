@@ -16,14 +16,10 @@ import threading
 import time
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, VerifierLostError
 
 START_TIMEOUT_S = 60.0
 """Time a process may take to import its packages, which may lie on a slow file system."""
-
-
-class ProcessDiedError(Exception):
-    """The process ended during a question: a crash, or more memory than it may have."""
 
 
 class VerifierPool:
@@ -59,7 +55,7 @@ class VerifierPool:
 
         Raises:
             TimeoutError: There was none within `timeout_s`.
-            ProcessDiedError: There will be none.
+            VerifierLostError: There will be none.
             ClusterError: No process could be started.
         """
         with self._places:
@@ -126,7 +122,7 @@ class _Process:
         if not self._is_ready:
             try:
                 self._exchange(b"", START_TIMEOUT_S)
-            except (TimeoutError, ProcessDiedError) as error:
+            except (TimeoutError, VerifierLostError) as error:
                 what = "gone before it was ready"
                 if isinstance(error, TimeoutError):
                     what = f"not ready after {START_TIMEOUT_S:g} s"
@@ -144,9 +140,9 @@ class _Process:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             answer = self._socket.recv(1)
         except ConnectionError as error:
-            raise ProcessDiedError from error
+            raise VerifierLostError from error
         if not answer:
-            raise ProcessDiedError
+            raise VerifierLostError
         return answer
 
     def is_alive(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import RequestError, UnsoundCallError
 from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.failover import ReplyFailover
@@ -21,7 +21,7 @@ from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.tree import ABORTED, encode_ids, join_ids_json

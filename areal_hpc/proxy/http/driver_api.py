@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, RequestError
+from areal_hpc.errors import InvalidRewardError, RequestError, UnsoundCallError
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.session.credit import assign_credit, find_retry_orphans

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, UnsoundCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
@@ -27,10 +27,6 @@ _REMOVING = (
     events.TicketFinished,
     events.TicketsSealed,
 )
-
-
-class UnsoundCallError(ValueError):
-    """A model call that could never be trained on: it was neither journaled nor applied."""
 
 
 @dataclass(frozen=True, slots=True)
