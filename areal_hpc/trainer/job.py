@@ -32,7 +32,7 @@ from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 

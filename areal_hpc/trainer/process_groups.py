@@ -1,4 +1,4 @@
-"""The trainer's ranks: how they find one another and how they are grouped."""
+"""One rank of a training job: how it finds the others, joins their groups and leaves them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,53 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.gpus import visible_gpus
-from areal_hpc.jobs.topology import TaskPosition, get_advertised_host
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import TaskPosition, get_advertised_host, get_task_position
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.collectives import report_first_failure
+from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
+from areal_hpc.trainer.model.cpu import megatron_cpu
+
+JobT = TypeVar("JobT", bound=RankJobConfig)
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 logger = logging.getLogger(__name__)
+
+
+def run_rank(
+    job: JobT,
+    sizes: TrainerConfig | SftJobConfig,
+    stop: StopRequest,
+    train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
+) -> None:
+    """Join the other ranks, take this one's part in the work, and leave.
+
+    `train` is the work; it says whether that came to its end. A stop ends the waiting for other
+    ranks, too.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
+            rank failed.
+    """
+    megatron_cpu.patch_megatron_for_cpu()
+    paths = RunPaths(job.run_dir)
+    device = init_process_groups(
+        get_task_position(),
+        sizes.parallel,
+        sizes.device,
+        paths.rendezvous_dir,
+        is_cancelled=lambda: stop.requested,
+    )
+    with report_first_failure():
+        finished = train(job, paths, device, stop)
+    destroy_process_groups()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def init_process_groups(

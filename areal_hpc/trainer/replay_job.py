@@ -21,7 +21,7 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork
 

@@ -22,7 +22,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import compute_learning_rate
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft_data import (
     ConversationTokenizer,
     get_batch_indices,
