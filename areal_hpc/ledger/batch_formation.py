@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef

@@ -20,9 +20,8 @@ from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
-from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.generations import read_newest_number
-from areal_hpc.rundir.manifests import LedgerState
+from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as wire
 

@@ -29,7 +29,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000

@@ -11,8 +11,7 @@ import yaml
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
-from areal_hpc.rundir.drops import read_drops
-from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest

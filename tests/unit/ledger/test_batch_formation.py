@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, BatchManifest, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import rebuilt, settled

@@ -10,7 +10,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from tests.unit.ledger.ticket_world import rebuilt, settled
 

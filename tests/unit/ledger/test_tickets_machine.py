@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketState, TicketTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit.ticket_status import TicketStatus
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
