@@ -9,10 +9,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
-
-UNHEALTHY_EXIT_CODE = 1
 
 
 def add_commands(commands: CommandGroup) -> None:

@@ -7,14 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 
 if TYPE_CHECKING:
     from areal_hpc.launch.doctor.checks import CheckResult
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
-
-FAILED_CHECK_EXIT_CODE = 1
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -64,7 +62,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         checks += _recipe_checks(recipe)
     print("\n".join(format_checks(checks)))
     has_failed = any(check.verdict is CheckStatus.FAIL for check in checks)
-    return FAILED_CHECK_EXIT_CODE if has_failed else 0
+    return UNHEALTHY_EXIT_CODE if has_failed else 0
 
 
 def _site(path: Path) -> tuple[SlurmConfig, Path | None]:

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_run_dir
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.rundir.checkpoints import UntrainedRecord
 
-UNHEALTHY_EXIT_CODE = 1
 MAX_NAMED_TICKETS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
 COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)

@@ -19,6 +19,7 @@ import psutil
 
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.topology import LOOPBACK
+from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.wire.http import responds_ok
 
 STOP_GRACE_S = 1.0
@@ -151,10 +152,7 @@ class SGLangServer:
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
-        with self.log_path.open("rb") as log_file:
-            size = log_file.seek(0, os.SEEK_END)
-            log_file.seek(max(0, size - _LOG_TAIL_BYTES))
-            text = log_file.read().decode(errors="replace")
+        text = read_tail(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def request_stop(self) -> None:
