@@ -224,13 +224,13 @@ class LocalLauncher:
     def _failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""
         handle = job.handle
-        is_done = handle.done()  # asked first: the outcome is written before a job is done
-        outcomes = handle.outcomes()
-        if (crash := find_crash(handle.name, outcomes)) is not None or not is_done:
+        is_done = handle.done()  # asked first: exits are written before a job is done
+        task_exits = handle.read_task_exits()
+        if (crash := find_crash(handle.name, task_exits)) is not None or not is_done:
             return crash
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
-        if not outcomes:
+        if not task_exits:
             what, key = "without an exit status", self._paths.job(handle.name).submitit_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code

@@ -168,7 +168,7 @@ class LedgerService:
                     self._work.spread()
                 if await patience.wait_for(self._progress, until_s):
                     continue
-            return wire.BatchReply(manifest, self._tickets.settled, trouble)
+            return wire.BatchReply(manifest, self._tickets.n_settled, trouble)
 
     async def publish(self, request: wire.PublishRequest, patience: LongPoll) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
@@ -203,10 +203,10 @@ class LedgerService:
         return wire.LedgerStatus(
             generation=self._state.generation,
             version_step=tickets.version_step,
-            leased=tickets.leased,
-            finished=tickets.finished,
-            settled=tickets.settled,
-            trained=tickets.trained,
+            leased=tickets.n_leased,
+            finished=tickets.n_finished,
+            settled=tickets.n_settled,
+            trained=tickets.n_trained,
             dropped=tickets.drop_stats.count("failed", "stale"),
             filtered=tickets.drop_stats.count("filtered"),
             requeued=tickets.drop_stats.count("requeued"),
@@ -263,7 +263,7 @@ class LedgerService:
         for drop in self._ages.too_old(tickets, generation, forks):
             self._check_newest_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.set_aside(drop)
+            tickets.drop_settled(drop)
             self._notify()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.

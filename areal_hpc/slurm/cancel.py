@@ -49,7 +49,7 @@ def cancel_jobs(
     while True:
         ids = job_ids()
         snapshot = queue.poll(ids).of(ids, label)
-        if snapshot.silence:
+        if snapshot.outage:
             _wait_for_slurm(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
@@ -85,12 +85,12 @@ def cancel_jobs(
 
 def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
     """Wait for Slurm to answer."""
-    if snapshot.silent_s > SLURM_TIMEOUT_S:
+    if snapshot.outage_s > SLURM_TIMEOUT_S:
         raise ClusterError(
-            f"Slurm has not responded for {snapshot.silent_s:.0f} s: {snapshot.silence}",
+            f"Slurm has not responded for {snapshot.outage_s:.0f} s: {snapshot.outage}",
             hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
         )
-    say(f"slurmctld has not responded for {snapshot.silent_s:.0f} s; next try in {pause_s:.0f} s")
+    say(f"slurmctld has not responded for {snapshot.outage_s:.0f} s; next try in {pause_s:.0f} s")
     time.sleep(pause_s)
 
 

@@ -42,7 +42,7 @@ class JobHandle:
         """True once no task of the job runs any more."""
         return bool(self._job.done())
 
-    def outcomes(self) -> list[TaskExit]:
+    def read_task_exits(self) -> list[TaskExit]:
         """Exit statuses of the tasks that have ended, lowest rank first."""
         return list(read_task_exits(self._launch.paths).values())
 

@@ -44,7 +44,7 @@ def _states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     snapshot = (
         queue.poll(ids)
         if has_slurm()
-        else QueueSnapshot(silence="there is no Slurm on this machine")
+        else QueueSnapshot(outage="there is no Slurm on this machine")
     )
     return [get_run_state(build_run_jobs(paths, snapshot)) for paths in runs]
 

@@ -70,7 +70,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        headline = f"Slurm does not respond: {evidence.run.snapshot.silence}"
+        headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
     waiting = _waiting(evidence, chain)
     if state == "waiting" and waiting is not None:

@@ -97,7 +97,7 @@ def _launched_at(paths: RunPaths) -> float:
 
 def _task_exits(run: RunJobs) -> Iterator[TaskExitRecord]:
     for job in run.jobs:
-        for rank, outcome in job.outcomes.items():
+        for rank, outcome in job.task_exits.items():
             path = run.paths.job(job.name).task_exit(rank)
             yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 

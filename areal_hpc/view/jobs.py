@@ -32,7 +32,7 @@ class JobView:
     """None for a job of a foreground run."""
     queued: QueuedJob | None
     """None if Slurm does not know it, or does not answer."""
-    outcomes: dict[int, TaskExit]
+    task_exits: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
     gave_nodes_back: bool = False
     """It holds itself until there is a trainer again."""
@@ -47,7 +47,7 @@ class JobView:
         """True if it is over and should not be."""
         if self.queued is not None and self.queued.state.phase is not JobPhase.UNKNOWN:
             return self.queued.state.is_failure
-        return any(outcome.is_crash for outcome in self.outcomes.values())
+        return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
     def waits_for(self) -> PendingReason | None:
@@ -139,7 +139,7 @@ def get_run_state(run: RunJobs) -> str:
         phases = {job.queued.state.phase for job in alive if job.queued}
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
-    return "unknown" if run.snapshot.silence else _ended(run)
+    return "unknown" if run.snapshot.outage else _ended(run)
 
 
 def _ended(run: RunJobs) -> str:
@@ -160,10 +160,10 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
-    if run.snapshot.silence:
+    if run.snapshot.outage:
         lines.append(
-            f"Slurm has not responded for {format_duration(run.snapshot.silent_s)} "
-            f"({run.snapshot.silence}); running jobs are not affected"
+            f"Slurm has not responded for {format_duration(run.snapshot.outage_s)} "
+            f"({run.snapshot.outage}); running jobs are not affected"
         )
     return lines
 
@@ -193,9 +193,9 @@ def format_state(queued: QueuedJob) -> str:
 
 
 def _unknown(job: JobView, snapshot: QueueSnapshot) -> str:
-    if snapshot.silence:
+    if snapshot.outage:
         return "? (Slurm does not answer)"
-    codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
+    codes = sorted({outcome.exit_code for outcome in job.task_exits.values()})
     if codes:
         return f"ended (exit code {', '.join(map(str, codes))})"
     return "unknown (no longer in Slurm's records)"

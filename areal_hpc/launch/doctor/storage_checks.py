@@ -217,7 +217,7 @@ def _await_answer(folder: Path, job_id: str, token: str, patience_s: float) -> C
             )
         if found and found.reason:
             waits_for = explain_reason(found.reason).meaning
-        time.sleep(max(POLL_S, queue.pause_s if look.silence else 0.0))
+        time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
     run_slurm_command("scancel", job_id)
     hint = "try again when nodes are free"
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)

@@ -42,7 +42,7 @@ class Route:
     """Also for a session that has ended."""
 
     @property
-    def names(self) -> str:
+    def path_parameter(self) -> str:
         """What the last part of the path names; empty if it is a part like any other."""
         last = self.path.rpartition("/")[2]
         return last[1:-1] if last.startswith("{") else ""
@@ -56,7 +56,7 @@ class Routes:
         self._named: dict[str, dict[str, Route]] = {}
         """By what comes before the name."""
         for route in routes:
-            if route.names:
+            if route.path_parameter:
                 head = route.path.rpartition("/")[0]
                 self._named.setdefault(head, {})[route.method] = route
             else:
@@ -139,8 +139,8 @@ def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
     }
     if route.opened_by != "anyone":
         operation["security"] = [{name: []} for name in _KEYS]
-    if route.names:
-        place = {"name": route.names, "in": "path", "required": True, "schema": {"type": "string"}}
+    if name := route.path_parameter:
+        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]
     if body is not None:
         content = {"application/json": {"schema": body}}

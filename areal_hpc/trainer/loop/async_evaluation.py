@@ -22,7 +22,7 @@ class AsyncEvaluation:
         self.under_way: WeightVersion | None = None
         """The version whose episodes are being played, or wait for its weights."""
 
-    def is_pending(self, step: int) -> bool:
+    def has_unjudged_up_to(self, step: int) -> bool:
         """Weights up to `step` remain to be judged."""
         due = self._schedule.evaluated_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)

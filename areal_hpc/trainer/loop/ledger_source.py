@@ -210,7 +210,7 @@ class LedgerSource(BatchSource):
     def is_settled(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
-        if evaluation is None or not evaluation.is_pending(self._record.version.step):
+        if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
             return True
         if time.monotonic() - self._logged_at > LOG_REPEAT_S:
             self._logged_at = time.monotonic()
