@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import devcluster, develop, doctor, inspect, operate, prepare, run
+from areal_hpc.cli import develop, doctor, inspect, operate, prepare, proxy, run
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, doctor, prepare),
+    "run": (run, doctor, prepare, proxy),
     "inspect": (inspect,),
     "operate": (operate,),
-    "develop": (devcluster, develop),
+    "develop": (develop,),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
 LIST_ARGUMENTS = ("overrides", "names")
