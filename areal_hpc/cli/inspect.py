@@ -85,7 +85,7 @@ def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import JobQueue
     from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
-    from areal_hpc.view.progress_summary import format_run_progress, read_run_progress
+    from areal_hpc.view.summary import format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
     run, advance = read_jobs(paths, JobQueue()), read_run_progress(paths)

@@ -85,7 +85,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
     from areal_hpc.view.jobs import get_job_label, list_job_ids
-    from areal_hpc.view.progress_summary import read_run_progress
+    from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
     grace_s = 0.0

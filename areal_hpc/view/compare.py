@@ -11,7 +11,7 @@ from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import JobQueue, QueueSnapshot
 from areal_hpc.view.jobs import build_run_jobs, get_run_state, list_job_ids
 from areal_hpc.view.live_progress import format_metric
-from areal_hpc.view.progress_summary import RunProgress, read_run_progress
+from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 
 NAME_KEYS = ("experiment_name", "trial_name")
