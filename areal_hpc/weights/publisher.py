@@ -13,11 +13,10 @@ import torch
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery
-from areal_hpc.weights.report import ReplicaKey, UpdateReport
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastTransport
 from areal_hpc.weights.transports.disk import DiskTransport
-from areal_hpc.weights.transports.transport import Transport, UpdateOrder
+from areal_hpc.weights.transports.transport import Transport, UpdateOrder, UpdateReport
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import UpdatePause
 from areal_hpc.wire.weight_version import WeightVersion

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     GENERATION_HEADER,

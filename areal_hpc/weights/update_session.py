@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.checksum import Digests, compare_checksums
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import FenceRequest, ServeRequest
 from areal_hpc.wire.weight_version import WeightVersion
 

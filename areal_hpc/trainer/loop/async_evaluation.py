@@ -7,9 +7,8 @@ evaluation is due and the cell is free, or has lost the weights that it was judg
 from __future__ import annotations
 
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import DiscoveredReplicas
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.weights.publisher import find_outdated
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 
 

@@ -22,8 +22,8 @@ from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher, UpdateBackoff
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 

@@ -15,8 +15,8 @@ from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
 from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log

@@ -5,18 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 import torch
 
+from areal_hpc.errors import WeightSyncError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient, get_step_deadline_s
-from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.update_session import GroupUpdate, SessionT
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -34,6 +35,21 @@ class UpdateOrder:
     buckets: Sequence[BucketPlan]
     arrivals: Iterator[tuple[str, torch.Tensor]]
     replicas: Sequence[ReplicaKey]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The outcome of one `Publisher.publish`."""
+
+    version: WeightVersion
+    ok: tuple[ReplicaKey, ...]
+    """Verified and open to agents."""
+    failed: dict[ReplicaKey, WeightSyncError]
+    """Left out of service; `Publisher.outdated` names them again for a full resend."""
+    size_bytes: int
+    """Bytes of all parameters (sent once to each group)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
 
 
 class Transport(ABC, Generic[SessionT]):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import DiscoveredReplicas
-from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
