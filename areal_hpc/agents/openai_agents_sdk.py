@@ -1,7 +1,5 @@
 """Agents built with the OpenAI Agents SDK, and a math team."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, handoff

@@ -1,7 +1,5 @@
 """AReaL's `get_custom_dataset`: the rows that a script hands to the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A file of AReaL's and its overrides, as a tree and as a configuration object."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`PPOTrainer`, the entry point of AReaL training scripts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`areal-hpc devcluster` and `bench`: a local Slurm cluster, and the benchmarks of a checkout."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Entry point of `areal-hpc`: parser and error printing."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`areal-hpc cancel`, `resume`, `export` and `replay`: what is done with a run that exists."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`areal-hpc make-tiny-model`, `prefetch` and `migrate`: models, data and recipes for a run."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`areal-hpc proxy`: the recording proxy without a run."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from functools import partial

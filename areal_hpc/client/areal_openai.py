@@ -5,8 +5,6 @@ proxy serves (dialects, tools, token reuse) behaves the same here. For agents th
 rather than an address; what they recorded is exported from the client. Streams arrive whole.
 """
 
-from __future__ import annotations
-
 import importlib
 import secrets
 from typing import Any, Literal

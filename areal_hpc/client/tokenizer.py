@@ -1,7 +1,5 @@
 """A tokenizer as a client is given it -> the template and the encoder that sessions use."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

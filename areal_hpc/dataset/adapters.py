@@ -5,8 +5,6 @@ its reward function asks for: `answer` (`math_reward`), `target` and `numbers` (
 `tests` (`code_reward`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

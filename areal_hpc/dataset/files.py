@@ -1,7 +1,5 @@
 """Files of rows: JSON lines, Parquet, and folders that `datasets` saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

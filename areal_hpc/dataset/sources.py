@@ -1,7 +1,5 @@
 """Rows of a task source: files, hub cache, generator or reasoning-gym."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ SGLang listens on loopback without passwords. It listens on the advertised host,
 the run's admin key, and lets through the routes of `wire.replicas` and no others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

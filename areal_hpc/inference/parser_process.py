@@ -9,8 +9,6 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 - A call that does not parse, or names an unknown tool, is returned as the text it is.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

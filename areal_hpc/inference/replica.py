@@ -5,8 +5,6 @@ starting -> ready -> serving
    +----------+---------+        death, silence, or a change of weights that nobody ends
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

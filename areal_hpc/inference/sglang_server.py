@@ -1,7 +1,5 @@
 """One SGLang server process: ports, readiness, liveness, death, log tail."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -7,8 +7,6 @@ published after it means that tokens come again: at once where prompts are compu
 batches late where the old cache stays in use.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ The first node decides; this one asks its control proxy what to run, starts it, 
 it. It keeps nothing: when the first node is silent for long, or restarts, the part ends.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ What it finds is either the node's fault, and then the job goes elsewhere, or co
 alike, and then going elsewhere would not help.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

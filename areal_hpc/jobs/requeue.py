@@ -4,8 +4,6 @@ A job that ends at a preemption's warning has failed in Slurm's eyes, and is not
 must ask for that itself, or outlast the warning.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -4,8 +4,6 @@ The first task speaks for the job: it numbers the start, watches the clock, and 
 another start. The others follow notes in the job's folder.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -4,8 +4,6 @@ Nothing it starts outlives it: children die with it (kernel death signal), and e
 session of its own, so that stopping a child stops whatever that child started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

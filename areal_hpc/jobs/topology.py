@@ -1,7 +1,5 @@
 """Position of a process in its job: rank, node, reachable address."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -3,8 +3,6 @@
 Under Slurm this is Slurm's to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Checks of what a recipe refers to: files, models, interpreters, user code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Local launcher: run a plan's jobs on this machine and restart those that fail."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_E
 and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

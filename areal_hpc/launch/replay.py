@@ -4,8 +4,6 @@ A replay has a directory of its own in the form of a run's. Its manifests, shard
 links to the recorded ones, as is the checkpoint it starts from; it writes nothing outside.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal

@@ -1,7 +1,5 @@
 """Set-up of a run directory: task sets, model, recipe, provenance."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

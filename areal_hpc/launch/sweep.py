@@ -1,7 +1,5 @@
 """One recipe with several values of a key: a run for each, and a job array for each job."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ episode that is overtaken by others, a ticket that was issued again, or a traine
 can still bring tokens that are older.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from areal_hpc.ledger.tickets import TicketTable

@@ -4,8 +4,6 @@ Tasks are drawn for a batch's worth of tickets at a time, from what is known whe
 them is issued, and written down before one is: a ticket stands for the same task ever after.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts of dropped tickets; detects that no batch can form."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

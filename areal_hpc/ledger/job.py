@@ -1,7 +1,5 @@
 """The ledger's process: rebuild from the run directory, serve until told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

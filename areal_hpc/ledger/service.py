@@ -4,8 +4,6 @@ Handlers change state between two awaits only, so each is atomic on the event lo
 be durable is written before it is answered, by blocking writes: a few per training step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Writer of step metrics to JSON lines and TensorBoard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The proxy process of a cell: replay, listen, publish, serve until told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Prometheus metrics of the proxy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """Proxy service: composition of the application, and its serve and drain loop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """Standalone proxy in front of given SGLang servers, without a run."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generated reference table of recipe keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Answers that are programs, judged by running tests."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward for mathematics, by `math-verify`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -4,8 +4,6 @@ Stands alone: it is started by its path, by `areal_hpc/reward/verifier_pool.py`.
 `["the right answer", "what the model said"]` from a socket, its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The agent contract, and how the user's agent is found by its dotted path."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

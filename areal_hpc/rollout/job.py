@@ -1,7 +1,5 @@
 """The rollout driver's process: find ledger and proxy, build the agent, run episodes, stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

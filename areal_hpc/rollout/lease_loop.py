@@ -1,7 +1,5 @@
 """Lease loop of a cell's driver: takes tickets from the ledger until the run is over."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """`RolloutWorkflow`: an agent that records its own model calls."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any

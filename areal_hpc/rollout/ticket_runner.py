@@ -1,7 +1,5 @@
 """Runner of a cell's tickets: their groups of episodes, and the reports of how they ended."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping

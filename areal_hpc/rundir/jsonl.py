@@ -4,8 +4,6 @@ A crash or a full disk leaves a fragment without a newline at the end of a file.
 ends that line first, so that it costs one line and not two; readers leave the fragment out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -5,8 +5,6 @@ kernel allows namespaces (`ProgramResult.is_apart` says so). Not limited: readin
 user may read. A cluster that wants more runs the agents' role in a container of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The model reads such a prompt as it is. It continues an interaction if it begins
 one's tokens, or with the text of all of them: then the tokens are used again, as for messages.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -14,8 +14,6 @@ reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
 On a conversation of one turn after the other they agree.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Sequence

@@ -12,8 +12,6 @@ earned (`session.credit`), so earlier turns may have smaller ones.
 An interaction that no reward reaches teaches nothing and is no row; it may be context in others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Message normalization and comparison."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@
 counts as sealed when its line is there; the line is written last.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -15,8 +15,6 @@ returns, and from the death of the node one sync interval later. Whatever follow
 whole record is the trace of a crash.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import mmap

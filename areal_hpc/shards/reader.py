@@ -5,8 +5,6 @@ that touches it, while a failed read is an error that can be tried again. Nor wo
 faster, since a batch is read once: setting up and taking down its pages costs what a copy costs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

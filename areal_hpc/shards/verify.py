@@ -1,7 +1,5 @@
 """Every sealed shard is what its index line says, byte for byte; what a crash left is repaired."""
 
-from __future__ import annotations
-
 import logging
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Cancellation of Slurm jobs: signal, wait for the grace period, scancel."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The reasons are those of squeue(1), "JOB REASON CODES". There are some two hundr
 of limits share a sentence.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Submission of jobs through submitit; the only module that imports it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence

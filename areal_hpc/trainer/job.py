@@ -1,7 +1,5 @@
 """The trainer as a process: `areal_hpc.trainer.job:run`, once per rank."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Learner: the policy of one rank, its updates, checkpoints and exports."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ Megatron 0.16 loses or spoils parts of AdamW's state on the way through a checkp
 Transformer Engine or Apex is installed. The fixes are here and in `optimizer.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

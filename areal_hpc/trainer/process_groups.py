@@ -1,7 +1,5 @@
 """One rank of a training job: how it finds the others, joins their groups and leaves them."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

@@ -3,8 +3,6 @@
 Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

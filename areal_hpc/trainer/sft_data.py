@@ -1,7 +1,5 @@
 """Supervised fine-tuning on demonstrations: which tokens are learnt, in which order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervised fine-tuning process, one per rank: `areal_hpc.trainer.sft_job:run`."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

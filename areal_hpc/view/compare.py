@@ -1,7 +1,5 @@
 """Comparison of several runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Diagnosis of a failed or waiting run (`areal-hpc why`)."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Dry run of a submission: scripts and maximum cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areal_hpc.rundir.paths import RunPaths

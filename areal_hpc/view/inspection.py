@@ -1,7 +1,5 @@
 """Collection of a run's logs, events and exit statuses for diagnosis."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The jobs of a run: what was submitted, what Slurm says of it, what the jobs said themselves."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

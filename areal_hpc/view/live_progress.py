@@ -1,7 +1,5 @@
 """Live progress: a terminal panel or plain lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

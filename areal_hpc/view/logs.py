@@ -1,7 +1,5 @@
 """The logs of a run as one stream: every process of every job, in the order of time."""
 
-from __future__ import annotations
-
 import heapq
 import re
 import time

@@ -1,7 +1,5 @@
 """Progress of a run, and the summary of a finished one on one screen."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ received, also catches a loader that puts right bytes in the wrong place.
 Experts of mixtures are not compared: their layout after loading depends on the kernel chosen.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 

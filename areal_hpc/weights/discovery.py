@@ -1,7 +1,5 @@
 """Discovery of replicas through the cells' control proxies, and the keys of those found."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass

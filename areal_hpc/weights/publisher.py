@@ -1,7 +1,5 @@
 """New weights to many replicas: the face that the trainer's first rank sees, and its backoff."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

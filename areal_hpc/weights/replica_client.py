@@ -3,8 +3,6 @@
 All deadlines follow from `weights.update_timeout_s`: the longest wait for weights on their way.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import httpx

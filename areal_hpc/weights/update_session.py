@@ -10,8 +10,6 @@ replicas are out of service. If no sender comes back in time, the cell restarts 
 weights were begun to change and lets the others go on.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

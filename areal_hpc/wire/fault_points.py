@@ -16,8 +16,6 @@ first comes to any. The variable holds faults, separated by spaces:
 Example: `AREAL_HPC_FAULTS="checkpoint.before_rename@2=kill journal.before_append=hold:/tmp/gate"`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """One JSON call over HTTP: msgspec in, msgspec out, errors with a name."""
 
-from __future__ import annotations
-
 import time
 from typing import TypeVar
 

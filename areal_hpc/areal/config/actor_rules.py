@@ -1,7 +1,5 @@
 """Translation rules for AReaL's `actor`, `ref` and `critic` keys."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parser of AReaL's allocation modes (`sglang:d4t2+megatron:d4`)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Translation rules for AReaL's `rollout`, `gconfig` and `sglang` keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_engine_backend

@@ -1,7 +1,5 @@
 """Translation rules for AReaL's names, paths, data and schedule keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Translation of an AReaL configuration into a recipe, with reasons for what is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ AReaL's launcher starts servers, and then the script beside them. Here the scrip
 `PPOTrainer` starts all jobs of a run, so this runs the script and nothing else.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks of each role's Python: interpreter and packages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Checks of Slurm: commands, controller, partitions, accounts."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Checks of the file root: POSIX semantics, space, quota; shared, by a short job on a node."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Prompts: token reuse, tokenization, length and grammar limits."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Completion service: one model call from prompt to recorded interaction."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """A reply as a sequence of blocks: what Anthropic calls content blocks, OpenAI output items."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ changes neither how the model samples nor what is said, so it is accepted whatev
 counted. A dialect declares each as a field of type `Hint`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, get_type_hints

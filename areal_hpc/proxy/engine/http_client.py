@@ -5,8 +5,6 @@ every kind. That is most of what a call to SGLang would cost here, and nothing o
 send bytes to a server of our own and to wake up once, when all of its answer has come.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

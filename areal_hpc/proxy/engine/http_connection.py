@@ -4,8 +4,6 @@ Answers must say where they end (SGLang's do): one that lasts until the server h
 broken off.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

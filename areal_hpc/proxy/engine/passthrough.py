@@ -1,7 +1,5 @@
 """`/generate` passthrough for clients that record their own calls."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Replica list of the cell's control proxy, or of the command line."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

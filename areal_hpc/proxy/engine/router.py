@@ -1,7 +1,5 @@
 """Router: a verified replica for each session, sticky by session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

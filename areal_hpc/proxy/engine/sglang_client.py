@@ -1,7 +1,5 @@
 """Client of SGLang's `/generate`: token ids in, token ids out."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

@@ -1,7 +1,5 @@
 """ASGI application of the proxy: routes, keys, size limits, errors."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import inspect

@@ -1,7 +1,5 @@
 """Routes for rollout drivers: sessions, rewards, finished tickets."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Route table of the proxy and its OpenAPI description."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

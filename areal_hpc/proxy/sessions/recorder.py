@@ -1,7 +1,5 @@
 """Write-ahead journal of session events, replayed at restart."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -8,8 +8,6 @@ A ticket that cannot become sound rows is dropped with the reason, in the journa
 ledger, which issues another one in its place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

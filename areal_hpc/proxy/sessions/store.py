@@ -1,7 +1,5 @@
 """Session store: sessions, keys, tickets; changed by events only."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time

@@ -1,7 +1,5 @@
 """One episode: open a session, run the agent or wait for a program, record rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from dataclasses import dataclass

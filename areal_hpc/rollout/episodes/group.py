@@ -1,7 +1,5 @@
 """Group of episodes of one ticket: run concurrently, then filtered."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ directory, as a pickle beside a module of its own: from there it is named by a d
 any other agent. Whoever can write there could put any code there; nothing else is unpickled.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence

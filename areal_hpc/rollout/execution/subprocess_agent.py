@@ -4,8 +4,6 @@ An agent in a process learns from the environment whom to call, as any program d
 has its process to itself; one that hangs or crashes is replaced and costs that episode alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import traceback

@@ -1,7 +1,5 @@
 """Lifecycle of a devcluster: up, down, kill and restore nodes, health."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

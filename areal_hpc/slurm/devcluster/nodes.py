@@ -1,7 +1,5 @@
 """Power, cables and Slurm states of nodes, and the bridge between them."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

@@ -3,8 +3,6 @@
 `templates/` holds the files' templates. Why single settings are as they are stands there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Background processes identified by pid and start time."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

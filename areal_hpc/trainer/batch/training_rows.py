@@ -1,7 +1,5 @@
 """From a batch manifest to rows to train on."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

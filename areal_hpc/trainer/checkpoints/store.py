@@ -10,8 +10,6 @@ Random state needs no file: nothing draws random numbers but the order of data, 
 function of `seed` and `step`.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import uuid

@@ -6,8 +6,6 @@ PyTorch's checkpoint reader finds the pieces that a part of it needs, so any lay
 be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The checkpoint writer as its rank sees it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

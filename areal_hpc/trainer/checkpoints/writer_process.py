@@ -5,8 +5,6 @@ come in on standard input and replies go out on standard output, one JSON object
 lives as long as its rank, hears none of the signals meant for that one, and imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

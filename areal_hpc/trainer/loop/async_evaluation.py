@@ -4,8 +4,6 @@ One version at a time, and always the trainer's present one, because it has no o
 evaluation is due and the cell is free, or has lost the weights that it was judging.
 """
 
-from __future__ import annotations
-
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.weights.publisher import find_outdated

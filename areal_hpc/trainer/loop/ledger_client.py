@@ -1,7 +1,5 @@
 """Trainer's client of the ledger, followed across restarts."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

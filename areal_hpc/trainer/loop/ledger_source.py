@@ -1,7 +1,5 @@
 """Batches from the ledger of a run, and the replicas that get the weights trained on them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable

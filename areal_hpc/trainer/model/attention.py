@@ -6,8 +6,6 @@ embeddings are applied here too, from one table per pack: Megatron's packed path
 into its sequences.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

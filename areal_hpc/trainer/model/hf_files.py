@@ -1,7 +1,5 @@
 """A model directory in Hugging Face's form, written tensor by tensor and put in place whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

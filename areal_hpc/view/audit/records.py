@@ -1,7 +1,5 @@
 """Reader of the files that tell what happened to each ticket."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Broadcast transport: weight buckets through process groups."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence, Set

@@ -3,8 +3,6 @@
 Each bucket becomes one safetensors file. A folder gets its name when it is complete.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -7,8 +7,6 @@ SGLang, every wait here ends: an operation that does not finish in time, or that
 pointless because a receiver refused, is given up and the group is void.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Anthropic Messages replies, whole or streamed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 

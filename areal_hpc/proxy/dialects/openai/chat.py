@@ -1,7 +1,5 @@
 """OpenAI Chat Completions. SGLang uses `seed` when it runs deterministically."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ The prompt is text or token ids and is read as it is; one prompt a request. With
 session's own limit holds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """OpenAI reply format: errors, choices, usage, log-probabilities, model list."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any

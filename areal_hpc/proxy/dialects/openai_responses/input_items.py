@@ -4,8 +4,6 @@ The items of one reply (reasoning, a message, calls) come back one by one; toget
 message of the assistant, as it was when the model said it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """OpenAI Responses replies, whole or streamed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 

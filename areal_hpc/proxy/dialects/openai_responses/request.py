@@ -4,8 +4,6 @@
 the open, and taken back from there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal

@@ -5,8 +5,6 @@ one call. That is exact (a causal query never sees the padding behind it) and fa
 call per sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Architecture of a network, from a model directory's `config.json`. Pure, no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The table is data: one `Parameter` per Megatron parameter, in export order. A ne
 rows (`_list_layer`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

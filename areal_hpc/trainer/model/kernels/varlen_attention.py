@@ -8,8 +8,6 @@ rank two segments, its zig-zag chunks, whose keys are picked from those gathered
 Memory is linear in the tokens, work in the sum of (queries x keys) of the segments.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
