@@ -22,7 +22,7 @@ def add_commands(commands: CommandGroup) -> None:
     _add_devcluster(commands)
     bench = commands.add(
         "bench",
-        _bench,
+        _run_benchmark,
         help="compare a component with its peer or its physical limit",
         description="Run a benchmark of this checkout; the last line of stdout is one JSON "
         "object. Without a name, list the benchmarks.",
@@ -56,11 +56,11 @@ def _add_devcluster(commands: CommandGroup) -> None:
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
     help_ = "start the cluster, or what is missing of it"
-    up = actions.add("up", _up, parents=[place, patience], help=help_)
+    up = actions.add("up", _start_devcluster, parents=[place, patience], help=help_)
     help_ = "stop the cluster and remove all of its files"
-    actions.add("down", _down, parents=[place], help=help_)
+    actions.add("down", _stop_devcluster, parents=[place], help=help_)
     help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
-    actions.add("env", _env, parents=[place], help=help_)
+    actions.add("env", _print_environment, parents=[place], help=help_)
     help_ = "disconnect a node and kill its processes"
     kill = actions.add("kill-node", _kill_node, parents=[place, named], help=help_)
     help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
@@ -68,7 +68,7 @@ def _add_devcluster(commands: CommandGroup) -> None:
     parents = [place, named, patience]
     actions.add("restore-node", _restore_node, parents=parents, help="start a node anew")
     help_ = "show the health of every daemon and node"
-    actions.add("status", _status, parents=[place], help=help_)
+    actions.add("status", _print_health, parents=[place], help=help_)
     # Absent when not given: a cluster that is up keeps the values it was started with.
     add = partial(up.add_argument, default=argparse.SUPPRESS)
     add("--nodes", type=int, metavar="N", help="4 when not given")
@@ -80,23 +80,23 @@ def _add_devcluster(commands: CommandGroup) -> None:
     add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
 
 
-def _up(arguments: argparse.Namespace) -> int:
+def _start_devcluster(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import start_cluster
 
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
-    start_cluster(_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
+    start_cluster(_get_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
     given = arguments.state_dir
     option = "" if given == _default_root() else f" --state-dir {shlex.quote(str(given))}"
     print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
 
-def _down(arguments: argparse.Namespace) -> int:
+def _stop_devcluster(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import stop_cluster
 
     began = time.monotonic()
-    paths = _paths(arguments)
+    paths = _get_paths(arguments)
     if stop_cluster(paths):
         print(f"removed {paths.root} after {time.monotonic() - began:.1f} s")
     else:
@@ -104,17 +104,19 @@ def _down(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _env(arguments: argparse.Namespace) -> int:
+def _print_environment(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import read_plan
 
-    print(f"export SLURM_CONF={shlex.quote(str(read_plan(_paths(arguments)).paths.slurm_conf))}")
+    print(
+        f"export SLURM_CONF={shlex.quote(str(read_plan(_get_paths(arguments)).paths.slurm_conf))}"
+    )
     return 0
 
 
 def _kill_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import kill_node
 
-    kill_node(_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
+    kill_node(_get_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
     what = "has no slurmd" if arguments.only_slurmd else "is off"
     print(f"{arguments.node} {what}; slurmctld notices within half a minute")
     return 0
@@ -123,15 +125,15 @@ def _kill_node(arguments: argparse.Namespace) -> int:
 def _restore_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import restore_node
 
-    restore_node(_paths(arguments), arguments.node, arguments.timeout_s)
+    restore_node(_get_paths(arguments), arguments.node, arguments.timeout_s)
     print(f"{arguments.node} is up")
     return 0
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def _print_health(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
 
-    made = read_plan(_paths(arguments))
+    made = read_plan(_get_paths(arguments))
     found = check_health(made)
     for part in found:
         print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
@@ -152,11 +154,11 @@ def _default_root() -> Path:
     return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
 
 
-def _paths(arguments: argparse.Namespace) -> DevclusterPaths:
+def _get_paths(arguments: argparse.Namespace) -> DevclusterPaths:
     return DevclusterPaths(arguments.state_dir.absolute())
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def _run_benchmark(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.environment import get_interpreter
 
     names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))

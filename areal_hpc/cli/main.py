@@ -22,7 +22,7 @@ LIST_ARGUMENTS = ("overrides", "names")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
-    arguments = _arguments(argv)
+    arguments = _parse_arguments(argv)
     command: Command = arguments.command
     try:
         sys.exit(command(arguments))
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)  # the reader (head, less) has seen enough
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
-    parser = _parser()
+    parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
     taking = next((name for name in LIST_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
@@ -47,7 +47,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal-hpc",
         description="Reinforcement learning of LLM agents on Slurm clusters.",

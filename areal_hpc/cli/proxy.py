@@ -13,7 +13,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     proxy = commands.add(
         "proxy",
-        _proxy,
+        _run_proxy,
         help="run the recording proxy without training",
         description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
         "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
@@ -38,7 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
 
 
-def _proxy(arguments: argparse.Namespace) -> int:
+def _run_proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from areal_hpc.jobs.environment import get_interpreter

@@ -153,9 +153,11 @@ class ReachabilityServer:
 
     def answer(self, for_s: float) -> None:
         """Answer in the background."""
-        threading.Thread(target=self._answer, args=(for_s,), name="greeter", daemon=True).start()
+        threading.Thread(
+            target=self._answer_probes, args=(for_s,), name="greeter", daemon=True
+        ).start()
 
-    def _answer(self, for_s: float) -> None:
+    def _answer_probes(self, for_s: float) -> None:
         give_up_at = time.monotonic() + for_s
         with self._listener:
             while (left_s := give_up_at - time.monotonic()) > 0:

@@ -104,7 +104,7 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
     Raises:
         ShardError: The file is gone or damaged.
     """
-    manifest = _read(paths.manifest(step), BatchManifest)
+    manifest = _read_record(paths.manifest(step), BatchManifest)
     if manifest is None:
         raise ShardError(
             f"the batch of step {step} was handed out, but its manifest is gone",
@@ -137,7 +137,7 @@ def write_state(paths: RunPaths, state: LedgerState) -> None:
 
 def read_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
-    return _read(paths.ledger_state, LedgerState) or LedgerState()
+    return _read_record(paths.ledger_state, LedgerState) or LedgerState()
 
 
 def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
@@ -147,7 +147,7 @@ def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
 
 def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
-    return _read(paths.evaluation(step), EvaluationResult)
+    return _read_record(paths.evaluation(step), EvaluationResult)
 
 
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
@@ -164,7 +164,7 @@ def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     return read_lines(paths.drops, DroppedTicket)
 
 
-def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
+def _read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

@@ -64,9 +64,9 @@ def cancel_jobs(
             )
         try:
             if waited_s >= grace_s:
-                _scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
+                _call_scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
             else:
-                _scancel([key for key in alive if phases[key] is JobPhase.WAITING])
+                _call_scancel([key for key in alive if phases[key] is JobPhase.WAITING])
                 running = {key for key in alive if phases[key] is JobPhase.RUNNING}
                 fresh = sorted(running - asked)
                 if fresh:
@@ -74,7 +74,7 @@ def cancel_jobs(
                         f"sent SIGTERM to {len(fresh)} jobs; "
                         f"waiting {grace_s:.0f} s for their checkpoints"
                     )
-                _scancel(fresh, "--signal=TERM")
+                _call_scancel(fresh, "--signal=TERM")
                 asked |= set(fresh)
         except SlurmTimeoutError:
             continue  # the next look says so
@@ -92,7 +92,7 @@ def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str]
     time.sleep(pause_s)
 
 
-def _scancel(job_ids: Sequence[str], *options: str) -> None:
+def _call_scancel(job_ids: Sequence[str], *options: str) -> None:
     """Call scancel. Jobs that ended a moment ago are no error.
 
     With `--signal` it reaches the steps, and not the batch script, which would end the job before

@@ -175,7 +175,7 @@ class JobQueue:
         outage, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
-            found = {job.job_id: job for job in _squeue(wanted)}
+            found = {job.job_id: job for job in _call_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
             outage = error.problems[0].message
@@ -217,10 +217,10 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    return [job.job_id for job in _squeue(sorted(set(job_ids))) if is_alive(job.state)]
+    return [job.job_id for job in _call_squeue(sorted(set(job_ids))) if is_alive(job.state)]
 
 
-def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+def _call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Jobs that slurmctld remembers."""
     columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
     jobs: list[QueuedJob] = []

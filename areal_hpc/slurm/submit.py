@@ -97,7 +97,7 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         return 2
 
 
-def _executor(request: JobRequest) -> _SlurmExecutor:
+def _build_executor(request: JobRequest) -> _SlurmExecutor:
     executor = _SlurmExecutor(folder=request.folder, python=request.python)
     executor.update_parameters(**request.parameters)
     return executor
@@ -105,7 +105,7 @@ def _executor(request: JobRequest) -> _SlurmExecutor:
 
 def render_script(request: JobRequest, members: int | None = None) -> str:
     """The sbatch script of a job, or of an array of `members` jobs, to the letter."""
-    executor = _executor(request)
+    executor = _build_executor(request)
     if members is not None:
         executor.parameters["map_count"] = members
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -135,7 +135,7 @@ def submit_slurm(request: JobRequest, launch: LaunchFile, entry: Entry) -> str:
     """
     job = write_job_files(request, launch, entry)
     with _explain_sbatch_errors(request.job):
-        return str(_executor(request).submit(entry, str(job.launch)).job_id)
+        return str(_build_executor(request).submit(entry, str(job.launch)).job_id)
 
 
 def submit_array(
@@ -157,7 +157,7 @@ def submit_array(
     array.folder.mkdir(parents=True, exist_ok=True)
     JobPaths(array.folder.parent).script.write_text(render_script(array, len(paths)))
     with _explain_sbatch_errors(array.job):
-        return [str(job.job_id) for job in _executor(array).map_array(entry, paths)]
+        return [str(job.job_id) for job in _build_executor(array).map_array(entry, paths)]
 
 
 @contextmanager

@@ -45,10 +45,12 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
-    run_rank(job, job.trainer, stop, _train)
+    run_rank(job, job.trainer, stop, _run_training)
 
 
-def _train(job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _run_training(
+    job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
+) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None

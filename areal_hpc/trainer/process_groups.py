@@ -87,7 +87,7 @@ def init_process_groups(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    own = _device(device, task.local_rank)
+    own = _choose_device(device, task.local_rank)
     store = _join_store(task, rendezvous_dir, is_cancelled)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
@@ -115,7 +115,7 @@ def destroy_process_groups() -> None:
     dist.destroy_process_group()
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def _choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -140,7 +140,7 @@ def _join_store(
         return dist.HashStore()  # type: ignore[attr-defined]
     if task.is_first:
         host = get_advertised_host()
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=_find_address_family(host))
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so it listens on this address only.
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def _join_store(
     return _find_store(task, rendezvous_dir, is_cancelled)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _find_address_family(host: str) -> socket.AddressFamily:
     return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 

@@ -27,10 +27,12 @@ from areal_hpc.wire.weight_version import GenerationFork
 def run(config: dict[str, Any]) -> None:
     """Train the steps asked for, from the newest checkpoint or the starting model."""
     job = ReplayJobConfig.model_validate(config)
-    run_rank(job, job.trainer, StopRequest.install(), _train)
+    run_rank(job, job.trainer, StopRequest.install(), _run_replay)
 
 
-def _train(job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _run_replay(
+    job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
+) -> bool:
     forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
         job.trainer, paths, job.model_path, device, generation=forks[-1].generation, seed=job.seed

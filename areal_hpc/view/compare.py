@@ -19,7 +19,7 @@ NAME_KEYS = ("experiment_name", "trial_name")
 def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
     advances = [read_run_progress(paths) for paths in runs]
-    states = _states(runs, queue)
+    states = _read_states(runs, queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
@@ -27,8 +27,8 @@ def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
             f"{paths.root.parent.name}/{paths.root.name}",
             state,
             f"{advance.step}/{advance.total_steps}",
-            _last(advance, "reward/mean"),
-            _last(advance, "eval/reward"),
+            _format_last_value(advance, "reward/mean"),
+            _format_last_value(advance, "eval/reward"),
             *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
         for paths, advance, state in zip(runs, advances, states, strict=True)
@@ -36,7 +36,7 @@ def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     return format_table([head, *rows])
 
 
-def _states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+def _read_states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
     snapshot = (
@@ -47,7 +47,7 @@ def _states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     return [get_run_state(build_run_jobs(paths, snapshot)) for paths in runs]
 
 
-def _last(advance: RunProgress, name: str) -> str:
+def _format_last_value(advance: RunProgress, name: str) -> str:
     values = [row[name] for row in advance.snapshot.steps if name in row]
     return format_metric(values[-1], ".3f") if values else "-"
 

@@ -79,7 +79,7 @@ def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
         past=tuple(queue.history(submissions)),
         events=events,
         task_exits=task_exits,
-        stacks=tuple(_stacks(paths, events, task_exits)),
+        stacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
     )
@@ -100,7 +100,7 @@ def _task_exits(run: RunJobs) -> Iterator[TaskExitRecord]:
             yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 
 
-def _stacks(
+def _find_tracebacks(
     paths: RunPaths, events: Sequence[dict[str, Any]], task_exits: Sequence[TaskExitRecord]
 ) -> list[LogTraceback]:
     """The last traceback of every log whose process died, the oldest first.

@@ -86,7 +86,7 @@ def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
-    root = _nearby(paths.root)
+    root = _shorten_path(paths.root)
     shown_as = RunPaths(root)
     evaluations = snapshot.evaluations
     seconds = sum(row["time/step_s"] for row in trained)
@@ -129,7 +129,7 @@ def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
     return "\n".join(lines)
 
 
-def _nearby(path: Path) -> Path:
+def _shorten_path(path: Path) -> Path:
     """The path as seen from the working directory, if it lies below."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

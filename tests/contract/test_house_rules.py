@@ -14,7 +14,7 @@ PACKAGE = CHECKOUT / "areal_hpc"
 
 ALLOWED: dict[str, frozenset[str]] = {
     # The one place that unpickles: agents that a script handed over, from the run's own directory.
-    "nothing_is_unpickled": frozenset({"rollout/execution/agent_pickle.py:16"}),
+    "nothing_is_unpickled": frozenset({"rollout/execution/agent_pickle.py:14"}),
 }
 """Offences we live with, by rule. It may only shrink: one that is mended must be taken out."""
 

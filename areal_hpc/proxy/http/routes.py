@@ -107,7 +107,7 @@ def render_openapi(routes: Routes) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         body = bodies.get(route.request) if route.request else None
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, body)
+        paths.setdefault(route.path, {})[route.method.lower()] = _describe_operation(route, body)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -121,7 +121,7 @@ def render_openapi(routes: Routes) -> bytes:
     )
 
 
-def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
+def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
     kind = "object" if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:

@@ -112,10 +112,10 @@ class PickledFunction:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (cloudpickle.dumps(self._function),)
+        return _load_function, (cloudpickle.dumps(self._function),)
 
 
-def _arrived(data: bytes) -> PickledFunction:
+def _load_function(data: bytes) -> PickledFunction:
     return PickledFunction(cloudpickle.loads(data))
 
 

@@ -34,7 +34,7 @@ class SubprocessAgent:
         Raises:
             RecipeError: It cannot be built.
         """
-        await self._pool.call(_check, self._workflow, self._kwargs)
+        await self._pool.call(_check_agent, self._workflow, self._kwargs)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Agent]:
@@ -92,7 +92,7 @@ _agents: dict[str, Agent] = {}
 """Agents built from dotted paths: once per process."""
 
 
-def _agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
+def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     if not isinstance(workflow, str):
         return load_agent(workflow, kwargs, extra_kwargs=())
     key = f"{workflow} {kwargs!r}"
@@ -101,15 +101,15 @@ def _agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     return _agents[key]
 
 
-def _check(workflow: Any, kwargs: Mapping[str, Any]) -> None:
-    _agent(workflow, kwargs)
+def _check_agent(workflow: Any, kwargs: Mapping[str, Any]) -> None:
+    _get_agent(workflow, kwargs)
 
 
 def _run_episode_in_child(
     workflow: Any, kwargs: Mapping[str, Any], data: dict[str, Any], variables: Mapping[str, str]
 ) -> Any:
     os.environ.update(variables)
-    agent = _agent(workflow, kwargs)
+    agent = _get_agent(workflow, kwargs)
     try:
         return asyncio.run(agent.run(data))
     except RecipeError:

@@ -69,7 +69,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     try:
         path = Path(request.path)
         fault_point("checkpoint.before_write")
-        _copy(memory, path, request.size_bytes)
+        _copy_to_file(memory, path, request.size_bytes)
         for name in request.neighbors:
             fsync_path(path.parent / name)
         fsync_path(path.parent)
@@ -78,7 +78,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     return WriteReply(time.perf_counter() - began)
 
 
-def _copy(memory: int, path: Path, size_bytes: int) -> None:
+def _copy_to_file(memory: int, path: Path, size_bytes: int) -> None:
     """Within the kernel: this process never holds the bytes itself."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

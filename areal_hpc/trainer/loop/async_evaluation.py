@@ -26,13 +26,15 @@ class AsyncEvaluation:
 
     def receivers(self, found: DiscoveredReplicas, current: WeightVersion) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
-        return find_outdated(found, current) if self._wanted(found, current) == current else []
+        return (
+            find_outdated(found, current) if self._choose_version(found, current) == current else []
+        )
 
     def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:
         """The current version's episodes can be granted: no replica would play them on another."""
-        if self.under_way == current or self._wanted(found, current) != current:
+        if self.under_way == current or self._choose_version(found, current) != current:
             return False
-        held = _held(found)
+        held = _list_held_versions(found)
         return bool(held) and all(version in ("", str(current)) for version in held)
 
     def begin(self, current: WeightVersion) -> list[int]:
@@ -49,7 +51,9 @@ class AsyncEvaluation:
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None
 
-    def _wanted(self, found: DiscoveredReplicas, current: WeightVersion) -> WeightVersion | None:
+    def _choose_version(
+        self, found: DiscoveredReplicas, current: WeightVersion
+    ) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._is_lost(found):
             return self.under_way
@@ -57,10 +61,10 @@ class AsyncEvaluation:
 
     def _is_lost(self, found: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""
-        held = _held(found)
+        held = _list_held_versions(found)
         return bool(held) and str(self.under_way) not in held
 
 
-def _held(found: DiscoveredReplicas) -> list[str]:
+def _list_held_versions(found: DiscoveredReplicas) -> list[str]:
     """The versions that replicas serve; empty for one that is up and serves none."""
     return [view.version for _, view in found if view.state in ("ready", "serving")]

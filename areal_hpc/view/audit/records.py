@@ -58,7 +58,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
             reasons = filtered if drop.kind == "filtered" else drops
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(paths.index_dir)
-    batch_size, offpolicyness, total_steps = _limits(paths)
+    batch_size, offpolicyness, total_steps = _read_limits(paths)
     return TicketRecords(
         checkpoint,
         manifests,
@@ -66,7 +66,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
         filtered,
         requeued,
         shards,
-        dict(_sizes(paths.shards_dir)),
+        dict(_list_sizes(paths.shards_dir)),
         is_finished,
         total_steps,
         batch_size,
@@ -75,7 +75,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     )
 
 
-def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
+def _list_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     for path in directory.iterdir() if directory.is_dir() else ():
         with suppress(FileNotFoundError):  # got its final name just now; the index has it by then
             yield path.name, path.stat().st_size
@@ -109,7 +109,7 @@ def _whole_manifests(
         yield step, manifest
 
 
-def _limits(paths: RunPaths) -> tuple[int, int, int]:
+def _read_limits(paths: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.

@@ -79,7 +79,7 @@ class Transport(ABC, Generic[SessionT]):
                 digests.update(compute_rank_digests(full.tensors, rank, tp, self._replica_device))
 
         try:
-            self._carry(update, order, timer, watch)
+            self._transfer(update, order, timer, watch)
             digests = expected if compares else None
             with timer.phase("verify"):
                 update.each("verify", lambda session: session.verify(order.version, digests))
@@ -90,7 +90,7 @@ class Transport(ABC, Generic[SessionT]):
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.give_up()
             raise
-        self._keep(update)
+        self._keep_sessions(update)
         return UpdateReport(
             order.version,
             ok=tuple(key for session in update.live for key in session.keys),
@@ -100,7 +100,7 @@ class Transport(ABC, Generic[SessionT]):
         )
 
     @abstractmethod
-    def _carry(
+    def _transfer(
         self,
         update: GroupUpdate[SessionT],
         order: UpdateOrder,
@@ -110,10 +110,10 @@ class Transport(ABC, Generic[SessionT]):
         """Pause the replicas and load the weights there; `watch` sees every full bucket."""
 
     @abstractmethod
-    def _keep(self, update: GroupUpdate[SessionT]) -> None:
+    def _keep_sessions(self, update: GroupUpdate[SessionT]) -> None:
         """Keep what later updates can use, and nothing else."""
 
-    def _connect(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
+    def _connect_replica(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
             key, self._admin_key, version.generation, self._config.update_timeout_s
         )
