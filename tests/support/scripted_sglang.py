@@ -298,7 +298,7 @@ class LoopThread:
 
 
 async def _listen(app: web.Application, port: int = 0) -> tuple[web.AppRunner, str]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.proxy_stage import Stage
 
 KEY = "sk-chosen-by-the-client"
@@ -20,10 +21,8 @@ def start(stage: Stage, **more: Any) -> httpx.Response:
 
 def two_turns(stage: Stage, key: str) -> tuple[str, str]:
     """Ids of the interactions."""
-    first = stage.ask(key, "hi").json()
-    message = first["choices"][0]["message"]
-    history = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "again"}]
-    return first["id"], stage.chat(key, history).json()["id"]
+    first = stage.chat(key, QUESTION).json()["id"]
+    return first, stage.chat(key, [*QUESTION, *turn("hello world")]).json()["id"]
 
 
 def export(stage: Stage, session_id: str, **more: Any) -> httpx.Response:
@@ -72,11 +71,11 @@ def test_an_export_waits_until_the_session_has_ended(stage: Stage) -> None:
 
 def test_a_session_without_calls_or_rewards_is_exported_too(stage: Stage) -> None:
     empty = start(stage).json()
-    stage.post("/rl/end_session", {}, empty["api_key"])
+    stage.end_session(empty["api_key"])
     assert export(stage, empty["session_id"]).json() == {"interactions": {}}
     unjudged = start(stage).json()
     stage.ask(unjudged["api_key"], "hi")
-    stage.post("/rl/end_session", {}, unjudged["api_key"])
+    stage.end_session(unjudged["api_key"])
     (one,) = export(stage, unjudged["session_id"]).json()["interactions"].values()
     assert (one["reward"], one["tensor_dict"]["rewards"]) == (None, [0.0])
 
@@ -92,7 +91,7 @@ def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage
     assert second["session_id"] != first["session_id"]
     assert len(export(stage, first["session_id"]).json()["interactions"]) == 1
     assert stage.ask(KEY, "hi").status_code == 200
-    stage.post("/rl/end_session", {}, KEY)
+    stage.end_session(KEY)
     export(stage, second["session_id"])
     assert start(stage, api_key="short").status_code == 400
 
@@ -100,10 +99,8 @@ def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage
 def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(stage: Stage) -> None:
     opened = start(stage, api_key=KEY).json()
     first, second = two_turns(stage, KEY)
-    stage.kill_proxy()
-    (journal,) = stage.journal_dir.glob("*/journal")
-    assert KEY.encode() not in journal.read_bytes()
-    stage.start_proxy()
+    stage.restart_proxy()
+    assert KEY.encode() not in stage.journal.read_bytes()
     stage.finish_session(KEY, 1.0)
     assert list(export(stage, opened["session_id"]).json()["interactions"]) == [first, second]
 
@@ -112,22 +109,9 @@ def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:
     opened = start(stage).json()
     for route in ("/rl/start_session", "/export_trajectories", "/grant_capacity"):
         assert stage.post(route, {}, opened["api_key"]).status_code == 401
-    ref = TicketRef(900, 0)
-    session_id, _ = stage.open_session(ref)
+    session_id, _ = stage.open_session(TicketRef(900, 0))
     assert export(stage, session_id).status_code == 409
     assert export(stage, "outside-0").status_code == 404
-
-
-@pytest.mark.parametrize("own_stage", [{"proxy": {"max_sessions": 2}}], indirect=True)
-def test_sessions_are_limited_and_the_limit_can_be_raised(own_stage: Stage) -> None:
-    stage = own_stage
-    keys = [start(stage).json()["api_key"] for _ in range(2)]
-    assert start(stage).status_code == 429
-    stage.post("/rl/end_session", {}, keys[0])
-    assert start(stage).status_code == 200
-    assert start(stage).status_code == 429
-    assert stage.post("/grant_capacity", {}).json() == {"capacity": 3}
-    assert start(stage).status_code == 200
 
 
 @pytest.mark.parametrize("style", ["tree", 3])
