@@ -111,13 +111,9 @@ class Stage:
         assert endpoint is not None
         return endpoint.url
 
-    @property
-    def config(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads(self._config_path.read_text())
-        return loaded
-
     def configure(self, config: dict[str, Any]) -> None:
         """Takes effect at the next start."""
+        self.config = config
         self._config_path.write_text(json.dumps(config))
 
     def start_proxy(self) -> None:

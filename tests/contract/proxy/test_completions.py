@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import chunks_of, counted
+from tests.contract.proxy.talk import chunks_of, counted, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -33,7 +33,7 @@ def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:
 
 
 def test_token_ids_are_read_as_they_are(stage: Stage, key: str) -> None:
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    letters = stage.speak_in_letters("hello")
     for prompt in (letters, [letters], ["hello"], "hello"):
         assert ask(stage, key, prompt).status_code == 200
     sent = [request["input_ids"] for request in stage.sglang.requests]
@@ -46,14 +46,12 @@ def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
     stage: Stage, key: str, stop: str | None, as_ids: bool
 ) -> None:
     said = "Think.\nObservation:" if stop else "Think."
-    letters = [i for c in said for i in stage.tokenizer.encode(c).ids]
-    finish = f"stop:{stop}" if stop else "length"
-    stage.sglang.script = lambda request: Script(said, finish=finish, output_ids=letters)
+    letters = stage.speak_in_letters(said, f"stop:{stop}" if stop else "length")
     before = counted(stage, REUSED)
     prompt = PROMPT
-    for turn in range(3):
-        asked = stage.tokenizer.encode(PROMPT).ids if turn == 0 else None
-        if as_ids and turn:
+    for number in range(3):
+        asked = stage.tokenizer.encode(PROMPT).ids if number == 0 else None
+        if as_ids and number:
             last = stage.sglang.requests[-1]["input_ids"]
             asked = [*last, *letters, *stage.tokenizer.encode(" 42\n").ids]
         text = ask(stage, key, asked if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
@@ -80,14 +78,12 @@ def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage: Stag
 def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
     stage.ask(key, PROMPT)
-    reply = {"role": "assistant", "content": "hello"}
-    messages = [{"role": "user", "content": PROMPT}, reply, {"role": "user", "content": "and 1?"}]
+    messages = [{"role": "user", "content": PROMPT}, *turn("hello")]
     tokens = stage.post("/tokenize", {"messages": messages}, key).json()
     assert tokens["count"] == len(tokens["tokens"])
     assert ask(stage, key, tokens["tokens"]).status_code == 200
-    before, after = (request["input_ids"] for request in stage.sglang.requests)
-    assert after == tokens["tokens"]
-    assert after[: len(before) + len(letters)] == before + letters
+    assert stage.sglang.requests[1]["input_ids"] == tokens["tokens"]
+    stage.assert_continued(letters)
     first, second = stage.journaled(key)
     assert second.parent_id == first.interaction_id
 

@@ -80,34 +80,25 @@ def test_a_limit_beyond_the_context_is_the_room_that_is_left(
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-SCHEMA_JSON = '{"type":"object","properties":{"x":{"type":"integer"}}}'
 FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+CHAT_FORM = {"type": "json_schema", "json_schema": FORM}
+BY_SCHEMA = {"json_schema": '{"type":"object","properties":{"x":{"type":"integer"}}}'}
+JSON = {"type": "json_object"}
+ANY_JSON = {"json_schema": '{"type":"object"}'}
 
 
 @pytest.mark.parametrize(
     ("route", "asked", "sent"),
     [
-        (
-            "/chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": FORM}},
-            {"json_schema": SCHEMA_JSON},
-        ),
-        (
-            "/chat/completions",
-            {"response_format": {"type": "json_object"}},
-            {"json_schema": '{"type":"object"}'},
-        ),
+        ("/chat/completions", {"response_format": CHAT_FORM}, BY_SCHEMA),
+        ("/chat/completions", {"response_format": JSON}, ANY_JSON),
         ("/chat/completions", {"response_format": {"type": "text"}}, {}),
         ("/chat/completions", {"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ("/chat/completions", {"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
         ("/chat/completions", {"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
-        ("/messages", {"output_config": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
-        ("/responses", {"text": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
-        (
-            "/responses",
-            {"text": {"format": {"type": "json_object"}}},
-            {"json_schema": '{"type":"object"}'},
-        ),
+        ("/messages", {"output_config": {"format": FORM}}, BY_SCHEMA),
+        ("/responses", {"text": {"format": FORM}}, BY_SCHEMA),
+        ("/responses", {"text": {"format": JSON}}, ANY_JSON),
         ("/responses", {"text": {"format": {"type": "text"}}}, {}),
     ],
 )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
@@ -42,7 +42,6 @@ def one_after_another(
     return tree
 
 
-@settings(deadline=None)
 @given(st.lists(rewards, max_size=5), st.floats(-10, 10), discounts)
 def test_all_rules_agree_on_turns_that_follow_one_another(
     earlier: list[float | None], last: float, discount: float
