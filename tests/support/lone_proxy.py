@@ -1,6 +1,5 @@
 """`areal-hpc proxy` as a process of its own."""
 
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,16 +40,12 @@ class LoneProxy:
         assert self.process.stdout is not None
         return self.process.stdout
 
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0, self.log.read_text()
-        self.stdout.close()
-
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()  # nothing, if it has ended
         self.process.wait()
         self.stdout.close()
+
+    close = kill
 
     def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
         key = key or self.key_file.read_text()

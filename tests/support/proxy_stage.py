@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+from anthropic import Anthropic
 from openai import OpenAI
 
 from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
@@ -21,10 +22,19 @@ from areal_hpc.proxy.sessions.store import hash_key
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
+from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import read_journal
+from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
+from areal_hpc.wire.proxy import (
+    ExportSettings,
+    FinishTicketRequest,
+    SamplingDefaults,
+    SessionLimits,
+    StartSessionRequest,
+)
 from areal_hpc.wire.replicas import ReplicaState
+from areal_hpc.wire.trajectory import Trajectory
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.process_commands import start_job_process
 from tests.support.scripted_sglang import (
@@ -101,13 +111,9 @@ class Stage:
         assert endpoint is not None
         return endpoint.url
 
-    @property
-    def config(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads(self._config_path.read_text())
-        return loaded
-
     def configure(self, config: dict[str, Any]) -> None:
         """Takes effect at the next start."""
+        self.config = config
         self._config_path.write_text(json.dumps(config))
 
     def start_proxy(self) -> None:
@@ -138,6 +144,11 @@ class Stage:
         self._process.kill()
         self._process.wait()
 
+    def restart_proxy(self) -> None:
+        """kill -9, and another proxy."""
+        self.kill_proxy()
+        self.start_proxy()
+
     def stop_proxy(self) -> None:
         """SIGTERM."""
         assert self._process is not None
@@ -152,10 +163,14 @@ class Stage:
             self.loop.run(part.stop())
         self.loop.stop()
 
+    @property
+    def journal(self) -> Path:
+        (journal,) = self.journal_dir.glob("*/journal")
+        return journal
+
     def journaled(self, key: str) -> list[Interaction]:
         """The interactions of a session that are in the journal by now."""
-        (journal,) = self.journal_dir.glob("*/journal")
-        events = [decode_event(record.payload) for record in read_journal(journal)]
+        events = [decode_event(record.payload) for record in read_journal(self.journal)]
         digest = hash_key(key)
         (session_id,) = (
             one.session_id
@@ -173,10 +188,19 @@ class Stage:
         wait_for(lambda: len(self.journaled(key)) >= count, PATIENCE_S, lambda: self.log)
         return self.journaled(key)
 
-    def speak_in_letters(self, text: str = "hello") -> list[int]:
+    def sealed_rows(self, ref: TicketRef) -> list[Trajectory]:
+        """Rows of the only shard that holds the ticket."""
+        (shard,) = (
+            one
+            for one in read_index(self.paths.index_dir)
+            if ref in [TicketRef(ticket.ticket_id, ticket.attempt) for ticket in one.tickets]
+        )
+        return ShardReader(self.paths.shards_dir / shard.file).read_rows([*range(shard.rows)])
+
+    def speak_in_letters(self, text: str = "hello", finish: str = "length") -> list[int]:
         """Let the model say a text in tokens that no tokenizer would choose; the tokens."""
         letters = [token for letter in text for token in self.tokenizer.encode(letter).ids]
-        self.sglang.script = lambda request: Script(text, finish="length", output_ids=letters)
+        self.sglang.script = lambda request: Script(text, finish, output_ids=letters)
         return letters
 
     def assert_continued(self, said: list[int]) -> None:
@@ -207,11 +231,11 @@ class Stage:
             headers={"authorization": f"Bearer {key or self.admin_key}"},
         )
 
-    def begin(self, route: str, body: Any) -> http.client.HTTPConnection:
+    def begin(self, route: str, body: Any, key: str | None = None) -> http.client.HTTPConnection:
         """A call that waits at the proxy on return; its answer comes by this connection."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)
-        headers = {"authorization": f"Bearer {self.admin_key}"}
+        headers = {"authorization": f"Bearer {key or self.admin_key}"}
         connection.request("POST", route, msgspec.json.encode(body), headers)
         self.catch_up()
         return connection
@@ -222,12 +246,18 @@ class Stage:
         *,
         episode: int = 0,
         export: ExportSettings | None = None,
+        limits: SessionLimits | None = None,
         **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
-        defaults = SamplingDefaults(**sampling)
-        exports = export or ExportSettings()
-        request = StartSessionRequest("task", ref, episode, defaults, export=exports)
+        request = StartSessionRequest(
+            "task",
+            ref,
+            episode,
+            SamplingDefaults(**sampling),
+            export=export or ExportSettings(),
+            limits=limits or SessionLimits(),
+        )
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text
         return reply.json()["session_id"], reply.json()["api_key"]
@@ -243,6 +273,27 @@ class Stage:
     def client(self, key: str) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=8)
 
+    def anthropic(self, key: str) -> Anthropic:
+        return Anthropic(base_url=self.url, api_key=key, max_retries=0)
+
     def finish_session(self, key: str, reward: float) -> None:
         assert self.post("/rl/set_reward", {"reward": reward}, key).status_code == 200
-        assert self.post("/rl/end_session", {}, key).status_code == 200
+        self.end_session(key)
+
+    def end_session(self, key: str) -> int:
+        """How many interactions it has."""
+        reply = self.post("/rl/end_session", {}, key)
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["interaction_count"])
+
+    def finish_ticket(self, ref: TicketRef, *session_ids: str) -> int:
+        """How many rows it has."""
+        reply = self.post("/rl/finish_ticket", FinishTicketRequest(ref, [*session_ids]))
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["rows"])
+
+    def seal(self) -> int:
+        """How many tickets were sealed."""
+        reply = self.post("/rl/seal", {})
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["tickets"])

@@ -209,8 +209,10 @@ class StandIn:
     """An endpoint of a run: published while it is there."""
 
     endpoint: str
-    _directory: Path
     _runner: web.AppRunner
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def routes(self) -> list[web.RouteDef]:
         """What it answers."""
@@ -232,7 +234,7 @@ class StandInRelay(StandIn):
     endpoint = f"control-{CELL}"
 
     def __init__(self, directory: Path, admin_key: str) -> None:
-        self._directory = directory
+        super().__init__(directory)
         self._admin_key = admin_key
         self.replicas: list[ReplicaView] = []
         self.polls = 0
@@ -256,24 +258,22 @@ class StandInLedger(StandIn):
     endpoint = "ledger"
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        super().__init__(directory)
         self.settled: list[SettledTicket] = []
         self.dropped: list[DropRequest] = []
         self.away = False
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/settle", self._settle), web.post("/drop", self._drop)]
+        return [web.post(route, self._acknowledge) for route in ("/settle", "/drop")]
 
-    async def _settle(self, request: web.Request) -> web.Response:
+    async def _acknowledge(self, request: web.Request) -> web.Response:
         if self.away:
             return web.Response(status=503)
-        self.settled += msgspec.json.decode(await request.read(), type=SettleRequest).tickets
-        return web.Response(body=msgspec.json.encode(Acknowledged()))
-
-    async def _drop(self, request: web.Request) -> web.Response:
-        if self.away:
-            return web.Response(status=503)
-        self.dropped.append(msgspec.json.decode(await request.read(), type=DropRequest))
+        body = await request.read()
+        if request.path == "/settle":
+            self.settled += msgspec.json.decode(body, type=SettleRequest).tickets
+        else:
+            self.dropped.append(msgspec.json.decode(body, type=DropRequest))
         return web.Response(body=msgspec.json.encode(Acknowledged()))
 
 
@@ -298,7 +298,7 @@ class LoopThread:
 
 
 async def _listen(app: web.Application, port: int = 0) -> tuple[web.AppRunner, str]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"

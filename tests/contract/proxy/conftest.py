@@ -1,12 +1,17 @@
 """One proxy process for all tests that do not kill it."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.session.chat_template import Message
+from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
+
+_ticket_ids = itertools.count(1000)
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +34,60 @@ def stage(shared_stage: Stage) -> Stage:
     shared_stage.relay.show(shared_stage.sglang.url)
     shared_stage.ledger.away = False
     return shared_stage
+
+
+def without_clock(message: Message) -> Message:
+    """A normalizer for a client that writes the time into its system prompt."""
+    return {**message, "content": message["content"].split(" It is ")[0]}
+
+
+@pytest.fixture(scope="session")
+def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """One that allows little. A session outlives the second that the SDK waits before a repeat."""
+    stage = Stage(
+        tmp_path_factory.mktemp("small"),
+        proxy={
+            "max_concurrent_calls": 2,
+            "max_messages": 5,
+            "max_sessions": 3,
+            "session_timeout_s": 4.0,
+            "message_normalizer": f"{__name__}:{without_clock.__name__}",
+        },
+        shards={"seal_after_s": 0.3},
+    )
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def small_key(small_stage: Stage) -> Iterator[str]:
+    """Of a session of the small stage."""
+    small_stage.sglang.script = lambda request: Script()
+    small_stage.sglang.requests.clear()
+    _, key = small_stage.open_session()
+    yield key
+    small_stage.end_session(key)
+
+
+@pytest.fixture
+def key(stage: Stage) -> str:
+    """Of a session of a ticket that is not finished."""
+    return stage.open_session(TicketRef(1, 0))[1]
+
+
+@pytest.fixture(params=["cumulative", "incremental"])
+def pieces(stage: Stage, request: pytest.FixtureRequest) -> None:
+    """What the pieces of a stream hold: all that was said so far, or only what is new."""
+    stage.sglang.incremental = request.param == "incremental"
+
+
+@pytest.fixture
+def ref(stage: Stage) -> TicketRef:
+    """A ticket that no other test has; what they finished is sealed and settled."""
+    stage.seal()
+    stage.ledger.settled.clear()
+    stage.ledger.dropped.clear()
+    return TicketRef(next(_ticket_ids), 2)
 
 
 @pytest.fixture

@@ -17,6 +17,18 @@ LEAST: dict[str, dict[str, Any]] = {
 """What a request must have, by its route."""
 
 
+def ask_least(stage: Stage, key: str, route: str, **more: Any) -> httpx.Response:
+    """The answer to the least request, with more."""
+    answer = stage.post(f"/v1{route}", {**LEAST[route], **more}, key)
+    assert answer.status_code == 200, (more, answer.text)
+    return answer
+
+
+def turn(reply: str, question: str = "and 1?") -> list[Any]:
+    """What a conversation goes on with."""
+    return [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+
+
 def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The decoded chunks of a streamed (chat) completion."""
     assert answer.status_code == 200, answer.text

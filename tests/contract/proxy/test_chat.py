@@ -1,17 +1,15 @@
 """What agents see of the chat dialect: the openai SDK and raw HTTP against a real proxy."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionMessageParam
-
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import QUESTION, counted
+from tests.contract.proxy.talk import LEAST, QUESTION, counted, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
+from tests.support.waiting import wait_for
 
 
 def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
@@ -32,19 +30,17 @@ def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
     assert [model.id for model in models] == ["tiny"]
 
 
-def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage: Stage) -> None:
+def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
-    _, key = stage.open_session()
-    first = stage.chat(key, QUESTION).json()["choices"][0]["message"]
-    stage.chat(key, [*QUESTION, first, {"role": "user", "content": "and 1?"}])
+    said = stage.chat(key, QUESTION).json()["choices"][0]["message"]["content"]
+    stage.chat(key, [*QUESTION, *turn(said)])
     stage.assert_continued(letters)
     before, after = (request["input_ids"] for request in stage.sglang.requests)
     rest = stage.tokenizer.decode(after[len(before) + len(letters) :], skip_special_tokens=False)
     assert rest == "<|im_end|>\n<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_sampling_parameters_reach_the_model(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_sampling_parameters_reach_the_model(stage: Stage, key: str) -> None:
     asked: dict[str, Any] = {
         "temperature": 0.25,
         "top_p": 0.5,
@@ -82,38 +78,29 @@ def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(
     assert len({*seeds(0), *seeds(1)}) == 4
 
 
-def test_n_choices_are_n_interactions_that_can_each_be_continued(stage: Stage) -> None:
+def test_n_choices_are_n_interactions_that_can_each_be_continued(stage: Stage, key: str) -> None:
     texts = iter(["one", "two", "three"])
     stage.sglang.script = lambda request: Script(next(texts))
-    _, key = stage.open_session()
     answer = stage.chat(key, QUESTION, n=3).json()
     said = [choice["message"]["content"] for choice in answer["choices"]]
     assert sorted(said) == ["one", "three", "two"]
     assert len({r["sampling_params"]["sampling_seed"] for r in stage.sglang.requests}) == 3
     stage.sglang.script = lambda request: Script()
     for text in said:
-        stage.chat(
-            key,
-            [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "b"}],
-        )
-        sent = stage.tokenizer.decode(stage.sglang.requests[-1]["input_ids"])
-        assert text in sent
-    ended = stage.post("/rl/end_session", {}, key).json()
-    assert ended["interaction_count"] == 6
+        stage.chat(key, [*QUESTION, *turn(text)])
+        assert text in stage.prompt_of(stage.sglang.requests[-1])
+    assert stage.end_session(key) == 6
 
 
-def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage) -> None:
-    _, key = stage.open_session()
-    stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
-    choice = stage.chat(key, QUESTION, stop=["STOP"]).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("3 + 4 ", "stop")
-    stage.sglang.script = lambda request: Script("")
-    choice = stage.chat(key, QUESTION).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage, key: str) -> None:
+    scripts = iter([Script("3 + 4 STOP", finish="stop:STOP"), Script("")])
+    stage.sglang.script = lambda request: next(scripts)
+    for shown in ("3 + 4 ", ""):
+        choice = stage.chat(key, QUESTION, stop=["STOP"]).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (shown, "stop")
 
 
-def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage, key: str) -> None:
     assert stage.ask(key, "x" * 200_000).status_code == 413
 
     def chunks() -> Iterator[bytes]:
@@ -126,8 +113,7 @@ def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage) -> None:
     assert answer.status_code == 413
 
 
-def test_wrong_keys_open_nothing(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_wrong_keys_open_nothing(stage: Stage, key: str) -> None:
     for wrong in ("sk-", "sk-guess", key + "x", stage.admin_key):
         answer = stage.http.post(
             f"{stage.url}/v1/chat/completions",
@@ -166,68 +152,43 @@ def test_the_routes_describe_themselves(stage: Stage) -> None:
 
 
 def test_concurrent_sessions_never_mix(stage: Stage) -> None:
-    async def talk(number: int) -> tuple[str, list[str | None]]:
-        session_id, key = stage.open_session(TicketRef(1000 + number, 0))
-        said = []
-        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-            messages: list[ChatCompletionMessageParam]
-            messages = [{"role": "user", "content": f"session {number} "}]
-            for turn in range(4):
-                completion = await client.chat.completions.create(model="m", messages=messages)
-                said.append(completion.choices[0].message.content)
-                messages += [
-                    {"role": "assistant", "content": said[-1]},
-                    {"role": "user", "content": f"turn {turn}"},
-                ]
-        return session_id, said
-
     def script(request: dict[str, Any]) -> Script:
-        text = stage.tokenizer.decode(request["input_ids"])
-        number = text.split("session ")[1].split(" ")[0]
+        number = stage.prompt_of(request).split("session ")[1].split(" ")[0]
         return Script(f"to {number}", delay_s=0.002 * (int(number) % 3))
 
-    async def everyone() -> list[tuple[str, list[str | None]]]:
-        return await asyncio.gather(*(talk(number) for number in range(12)))
+    def talk(number: int) -> list[str]:
+        _, key = stage.open_session(TicketRef(1000 + number, 0))
+        messages, said = [{"role": "user", "content": f"session {number} "}], []
+        for _ in range(4):
+            said.append(stage.chat(key, messages).json()["choices"][0]["message"]["content"])
+            messages += turn(said[-1])
+        return said
 
     stage.sglang.script = script
-    for number, (_, said) in enumerate(asyncio.run(everyone())):
-        assert said == [f"to {number}"] * 4
+    with ThreadPoolExecutor(12) as agents:
+        assert [*agents.map(talk, range(12))] == [[f"to {number}"] * 4 for number in range(12)]
     for request in stage.sglang.requests:
-        text = stage.tokenizer.decode(request["input_ids"])
-        assert text.count("session ") == 1
+        assert stage.prompt_of(request).count("session ") == 1
 
 
-def test_a_hung_up_client_frees_the_engine(stage: Stage) -> None:
+def test_a_hung_up_client_frees_the_engine(stage: Stage, key: str) -> None:
     gate = threading.Event()
     stage.sglang.script = lambda request: Script(gate=gate)
-    _, key = stage.open_session()
-
-    async def ask_and_leave() -> None:
-        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-            asked = asyncio.ensure_future(
-                client.chat.completions.create(model="m", messages=QUESTION)
-            )
-            while not stage.sglang.requests:
-                await asyncio.sleep(0.01)
-            asked.cancel()
-            await asyncio.wait({asked})
-            while not stage.sglang.aborted:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(ask_and_leave(), 60))
+    call = stage.begin("/v1/chat/completions", LEAST["/chat/completions"], key)
+    wait_for(lambda: stage.sglang.requests)
+    call.close()
+    wait_for(lambda: stage.sglang.aborted)
     gate.set()
     assert stage.sglang.aborted == [stage.sglang.requests[0]["rid"]]
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+    assert stage.end_session(key) == 0
 
 
-def test_what_a_client_does_to_its_history_is_counted(stage: Stage) -> None:
+def test_what_a_client_does_to_its_history_is_counted(stage: Stage, key: str) -> None:
     names = ['prompts_total{reuse="none"}', 'prompts_total{reuse="reused"}']
     names += ['rewritten_histories_total{reason="content"}', 'prompts_total{reuse="retokenized"}']
     before = [counted(stage, name) for name in names]
-    _, key = stage.open_session()
-    first = stage.chat(key, QUESTION).json()["choices"][0]["message"]
-    then = {"role": "user", "content": "and 1?"}
-    stage.chat(key, [*QUESTION, first, then])
-    stage.chat(key, [*QUESTION, {**first, "content": "something else"}, then])
+    stage.chat(key, QUESTION)
+    stage.chat(key, [*QUESTION, *turn("hello world")])
+    stage.chat(key, [*QUESTION, *turn("something else")])
     more = [counted(stage, name) - count for name, count in zip(names, before, strict=True)]
     assert more == [2, 1, 1, 0]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import chunks_of, counted
+from tests.contract.proxy.talk import chunks_of, counted, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -32,9 +32,8 @@ def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:
     assert completion.usage.prompt_tokens == len(request["input_ids"])
 
 
-def test_token_ids_are_read_as_they_are(stage: Stage) -> None:
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
-    _, key = stage.open_session()
+def test_token_ids_are_read_as_they_are(stage: Stage, key: str) -> None:
+    letters = stage.speak_in_letters("hello")
     for prompt in (letters, [letters], ["hello"], "hello"):
         assert ask(stage, key, prompt).status_code == 200
     sent = [request["input_ids"] for request in stage.sglang.requests]
@@ -44,18 +43,15 @@ def test_token_ids_are_read_as_they_are(stage: Stage) -> None:
 @pytest.mark.parametrize("stop", [None, "\nObservation:"])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
-    stage: Stage, stop: str | None, as_ids: bool
+    stage: Stage, key: str, stop: str | None, as_ids: bool
 ) -> None:
     said = "Think.\nObservation:" if stop else "Think."
-    letters = [i for c in said for i in stage.tokenizer.encode(c).ids]
-    finish = f"stop:{stop}" if stop else "length"
-    stage.sglang.script = lambda request: Script(said, finish=finish, output_ids=letters)
+    letters = stage.speak_in_letters(said, f"stop:{stop}" if stop else "length")
     before = counted(stage, REUSED)
-    _, key = stage.open_session(TicketRef(1, 0))
     prompt = PROMPT
-    for turn in range(3):
-        asked = stage.tokenizer.encode(PROMPT).ids if turn == 0 else None
-        if as_ids and turn:
+    for number in range(3):
+        asked = stage.tokenizer.encode(PROMPT).ids if number == 0 else None
+        if as_ids and number:
             last = stage.sglang.requests[-1]["input_ids"]
             asked = [*last, *letters, *stage.tokenizer.encode(" 42\n").ids]
         text = ask(stage, key, asked if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
@@ -79,39 +75,31 @@ def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage: Stag
     assert [one.parent_id for one in stage.journaled(key)] == [None, None]
 
 
-def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage) -> None:
+def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
-    _, key = stage.open_session(TicketRef(1, 0))
     stage.ask(key, PROMPT)
-    reply = {"role": "assistant", "content": "hello"}
-    messages = [{"role": "user", "content": PROMPT}, reply, {"role": "user", "content": "and 1?"}]
+    messages = [{"role": "user", "content": PROMPT}, *turn("hello")]
     tokens = stage.post("/tokenize", {"messages": messages}, key).json()
     assert tokens["count"] == len(tokens["tokens"])
     assert ask(stage, key, tokens["tokens"]).status_code == 200
-    before, after = (request["input_ids"] for request in stage.sglang.requests)
-    assert after == tokens["tokens"]
-    assert after[: len(before) + len(letters)] == before + letters
+    assert stage.sglang.requests[1]["input_ids"] == tokens["tokens"]
+    stage.assert_continued(letters)
     first, second = stage.journaled(key)
     assert second.parent_id == first.interaction_id
 
 
-def test_a_text_is_tokenized_and_put_together_again(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_a_text_is_tokenized_and_put_together_again(stage: Stage, key: str) -> None:
     text = "hello <|im_end|> wörld"
     reply = stage.post("/tokenize", {"prompt": text}, key).json()
     assert reply["tokens"] == stage.tokenizer.encode(text).ids
     assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 2048)
     body = {"tokens": reply["tokens"], "skip_special_tokens": False}
     assert stage.post("/detokenize", body, key).json() == {"text": text}
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+    assert stage.end_session(key) == 0
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_tells_the_same_completion_as_a_whole_reply(
-    stage: Stage, incremental: bool
-) -> None:
-    stage.sglang.incremental = incremental
-    _, key = stage.open_session(TicketRef(1, 0))
+@pytest.mark.usefixtures("pieces")
+def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage: Stage, key: str) -> None:
     whole = ask(stage, key, logprobs=2).json()
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = chunks_of(ask(stage, key, logprobs=2, **options))
@@ -129,10 +117,9 @@ def test_a_stream_tells_the_same_completion_as_a_whole_reply(
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
-def test_n_choices_are_n_interactions(stage: Stage) -> None:
+def test_n_choices_are_n_interactions(stage: Stage, key: str) -> None:
     texts = iter(["one", "two", "three"])
     stage.sglang.script = lambda request: Script(next(texts))
-    _, key = stage.open_session()
     choices = ask(stage, key, n=3, best_of=3).json()["choices"]
     assert sorted(choice["text"] for choice in choices) == ["one", "three", "two"]
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
+    assert stage.end_session(key) == 3

@@ -6,35 +6,28 @@ from typing import Any
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import FinishTicketRequest, SessionLimits, StartSessionRequest
+from areal_hpc.wire.proxy import SessionLimits
 from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
-
-
-def open_limited(stage: Stage, ref: TicketRef | None = None, **limits: int) -> tuple[str, str]:
-    """(session id, key)."""
-    request = StartSessionRequest("task", ref, limits=SessionLimits(**limits))
-    reply = stage.post("/rl/start_session", request).json()
-    return reply["session_id"], reply["api_key"]
 
 
 @pytest.mark.parametrize("route", LEAST)
 def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(
     stage: Stage, route: str
 ) -> None:
-    _, key = open_limited(stage, max_turns=2)
+    _, key = stage.open_session(limits=SessionLimits(max_turns=2))
     answers = [stage.post(route, LEAST[route], key) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 400]
     error = answers[-1].json()["error"]
     assert error["type"] == "invalid_request_error"
     assert "2 turns, 2 were taken" in error["message"]
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 200
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 2
+    assert stage.end_session(key) == 2
 
 
 def test_every_choice_of_a_call_is_a_turn(stage: Stage) -> None:
-    _, key = open_limited(stage, max_turns=3)
+    _, key = stage.open_session(limits=SessionLimits(max_turns=3))
     assert stage.chat(key, QUESTION, n=4).status_code == 400
     assert stage.chat(key, QUESTION, n=3).status_code == 200
     refused = stage.chat(key, QUESTION)
@@ -43,7 +36,7 @@ def test_every_choice_of_a_call_is_a_turn(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_that_are_under_way_count(stage: Stage, stream: bool) -> None:
-    _, key = open_limited(stage, max_turns=4)
+    _, key = stage.open_session(limits=SessionLimits(max_turns=4))
     stage.sglang.script = lambda request: Script(delay_s=0.5)
 
     def ask(_: int) -> int:
@@ -63,9 +56,8 @@ def wordy(request: dict[str, Any]) -> Script:
 def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(
     stage: Stage, stream: bool
 ) -> None:
-    _, key = open_limited(stage, max_tokens=20)
+    _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
     stage.sglang.script = wordy
-    stage.sglang.requests.clear()
     assert stage.chat(key, QUESTION, stream=stream).status_code == 200
     assert stage.chat(key, QUESTION, stream=stream, max_tokens=100).status_code == 200
     asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
@@ -76,14 +68,10 @@ def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(
     assert "may sample 20 tokens" in refused.json()["error"]["message"]
 
 
-def test_limits_outlive_the_proxy(stage: Stage) -> None:
-    ref = TicketRef(71, 1)
-    session_id, key = open_limited(stage, ref, max_turns=2)
+def test_limits_outlive_the_proxy(stage: Stage, ref: TicketRef) -> None:
+    session_id, key = stage.open_session(ref, limits=SessionLimits(max_turns=2))
     assert stage.chat(key, QUESTION).status_code == 200
-    stage.kill_proxy()
-    stage.start_proxy()
-    answers = [stage.chat(key, QUESTION).status_code for _ in range(2)]
-    assert answers == [200, 400]
+    stage.restart_proxy()
+    assert [stage.chat(key, QUESTION).status_code for _ in range(2)] == [200, 400]
     stage.finish_session(key, 1.0)
-    finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, [session_id]))
-    assert finished.status_code == 200
+    assert stage.finish_ticket(ref, session_id) == 1

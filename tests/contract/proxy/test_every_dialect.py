@@ -1,19 +1,20 @@
 """What holds in every dialect, and when a conversation changes from one to another."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import pytest
-from anthropic import APIStatusError, AsyncAnthropic
-from openai import APIError, AsyncOpenAI
+from anthropic import APIStatusError
+from openai import APIError
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import LEAST, QUESTION
+from tests.contract.proxy.talk import LEAST, QUESTION, ask_least
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
-Reader = Callable[[Stage, str], AsyncIterator[str]]
+Texts = Generator[str, None, None]
+Reader = Callable[[Stage, str], Texts]
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
@@ -31,9 +32,8 @@ Reader = Callable[[Stage, str], AsyncIterator[str]]
     ],
 )
 def test_both_prefixes_and_both_kinds_of_key_open_a_session(
-    stage: Stage, prefix: str, header: str, route: str, body: dict[str, Any]
+    stage: Stage, key: str, prefix: str, header: str, route: str, body: dict[str, Any]
 ) -> None:
-    _, key = stage.open_session()
     headers = {header: f"Bearer {key}" if header == "authorization" else key}
     headers["anthropic-version"] = "2023-06-01"
     answer = stage.http.post(f"{stage.url}{prefix}{route}", json=body, headers=headers)
@@ -41,9 +41,8 @@ def test_both_prefixes_and_both_kinds_of_key_open_a_session(
 
 
 @pytest.mark.parametrize("middle", ["messages", "responses"])
-def test_a_conversation_may_change_its_dialect(stage: Stage, middle: str) -> None:
+def test_a_conversation_may_change_its_dialect(stage: Stage, key: str, middle: str) -> None:
     letters = stage.speak_in_letters()
-    _, key = stage.open_session()
     first = stage.chat(key, QUESTION).json()
     history = [*QUESTION, {"role": "assistant", "content": "hello"}]
     history.append({"role": "user", "content": "and 1?"})
@@ -75,50 +74,38 @@ def test_a_limit_beyond_the_context_is_the_room_that_is_left(
     stage: Stage, route: str, limit: dict[str, Any]
 ) -> None:
     _, key = stage.open_session(max_new_tokens=2048)
-    answer = stage.post(f"/v1{route}", {**LEAST[route], **limit}, key)
-    assert answer.status_code == 200, answer.text
+    ask_least(stage, key, route, **limit)
     (request,) = stage.sglang.requests
     assert request["sampling_params"]["max_new_tokens"] == 2048 - len(request["input_ids"])
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-SCHEMA_JSON = '{"type":"object","properties":{"x":{"type":"integer"}}}'
 FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+CHAT_FORM = {"type": "json_schema", "json_schema": FORM}
+BY_SCHEMA = {"json_schema": '{"type":"object","properties":{"x":{"type":"integer"}}}'}
+JSON = {"type": "json_object"}
+ANY_JSON = {"json_schema": '{"type":"object"}'}
 
 
 @pytest.mark.parametrize(
     ("route", "asked", "sent"),
     [
-        (
-            "/chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": FORM}},
-            {"json_schema": SCHEMA_JSON},
-        ),
-        (
-            "/chat/completions",
-            {"response_format": {"type": "json_object"}},
-            {"json_schema": '{"type":"object"}'},
-        ),
+        ("/chat/completions", {"response_format": CHAT_FORM}, BY_SCHEMA),
+        ("/chat/completions", {"response_format": JSON}, ANY_JSON),
         ("/chat/completions", {"response_format": {"type": "text"}}, {}),
         ("/chat/completions", {"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ("/chat/completions", {"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
         ("/chat/completions", {"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
-        ("/messages", {"output_config": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
-        ("/responses", {"text": {"format": FORM}}, {"json_schema": SCHEMA_JSON}),
-        (
-            "/responses",
-            {"text": {"format": {"type": "json_object"}}},
-            {"json_schema": '{"type":"object"}'},
-        ),
+        ("/messages", {"output_config": {"format": FORM}}, BY_SCHEMA),
+        ("/responses", {"text": {"format": FORM}}, BY_SCHEMA),
+        ("/responses", {"text": {"format": JSON}}, ANY_JSON),
         ("/responses", {"text": {"format": {"type": "text"}}}, {}),
     ],
 )
 def test_grammars_and_biases_reach_the_engine(
-    stage: Stage, route: str, asked: dict[str, Any], sent: dict[str, Any]
+    stage: Stage, key: str, route: str, asked: dict[str, Any], sent: dict[str, Any]
 ) -> None:
-    _, key = stage.open_session()
-    answer = stage.post(f"/v1{route}", {**LEAST[route], **asked}, key)
-    assert answer.status_code == 200, answer.text
+    ask_least(stage, key, route, **asked)
     params = stage.sglang.requests[-1]["sampling_params"]
     names = {"json_schema", "regex", "ebnf", "logit_bias"}
     assert {name: params[name] for name in names & params.keys()} == sent
@@ -127,42 +114,46 @@ def test_grammars_and_biases_reach_the_engine(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", LEAST)
 def test_what_the_server_refuses_is_the_requests_fault(
-    stage: Stage, route: str, stream: bool
+    stage: Stage, key: str, route: str, stream: bool
 ) -> None:
     stage.sglang.script = lambda request: Script(fault="400")
-    _, key = stage.open_session(TicketRef(1, 0))
     answer = stage.post(f"/v1{route}", {**LEAST[route], "stream": stream}, key)
     assert answer.status_code == 400
     assert "too warm" in answer.json()["error"]["message"]
 
 
-async def read_chat(stage: Stage, key: str) -> AsyncIterator[str]:
-    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
-        async for chunk in stream:
+def read_chat(stage: Stage, key: str) -> Texts:
+    with (
+        stage.client(key) as client,
+        client.chat.completions.create(model="m", messages=QUESTION, stream=True) as stream,
+    ):
+        for chunk in stream:
             yield chunk.choices[0].delta.content or ""
 
 
-async def read_completion(stage: Stage, key: str) -> AsyncIterator[str]:
-    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-        stream = await client.completions.create(model="m", prompt="hi", stream=True)
-        async for chunk in stream:
+def read_completion(stage: Stage, key: str) -> Texts:
+    with (
+        stage.client(key) as client,
+        client.completions.create(model="m", prompt="hi", stream=True) as stream,
+    ):
+        for chunk in stream:
             yield chunk.choices[0].text
 
 
-async def read_messages(stage: Stage, key: str) -> AsyncIterator[str]:
-    async with (
-        AsyncAnthropic(base_url=stage.url, api_key=key) as client,
+def read_messages(stage: Stage, key: str) -> Texts:
+    with (
+        stage.anthropic(key) as client,
         client.messages.stream(model="m", max_tokens=900, messages=QUESTION) as stream,
     ):
-        async for text in stream.text_stream:
-            yield text
+        yield from stream.text_stream
 
 
-async def read_response(stage: Stage, key: str) -> AsyncIterator[str]:
-    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-        stream = await client.responses.create(model="m", input="hi", stream=True)
-        async for event in stream:
+def read_response(stage: Stage, key: str) -> Texts:
+    with (
+        stage.client(key) as client,
+        client.responses.create(model="m", input="hi", stream=True) as stream,
+    ):
+        for event in stream:
             yield event.delta if event.type == "response.output_text.delta" else ""
 
 
@@ -171,30 +162,20 @@ READERS = pytest.mark.parametrize(
 )
 
 
-async def text_of(read: AsyncIterator[str], least_chars: int = MUCH_CHARS) -> str:
-    """What was shown when so much had been, or at the end of the stream."""
-    shown = ""
-    async for text in read:
-        shown += text
-        if len(shown) > least_chars:
-            break
-    await read.aclose()  # type: ignore[attr-defined]
-    return shown
-
-
 @READERS
-def test_the_sdk_reads_a_stream(stage: Stage, read: Reader) -> None:
-    _, key = stage.open_session()
-    assert asyncio.run(text_of(read(stage, key))) == "hello world"
+def test_the_sdk_reads_a_stream(stage: Stage, key: str, read: Reader) -> None:
+    assert "".join(read(stage, key)) == "hello world"
 
 
 @READERS
 def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
-    stage: Stage, read: Reader
+    stage: Stage, key: str, read: Reader
 ) -> None:
     stage.sglang.script = lambda request: TALKATIVE
-    _, key = stage.open_session(TicketRef(1, 0))
-    shown = asyncio.run(text_of(read(stage, key), least_chars=20))
+    shown = ""
+    with closing(read(stage, key)) as texts:
+        while len(shown) < 20:
+            shown += next(texts)
     (request,) = stage.sglang.requests
     (interaction,) = stage.await_journaled(key)
     assert stage.sglang.aborted == [request["rid"]]
@@ -210,5 +191,5 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, read: Re
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
     _, key = stage.open_session(TicketRef(1, 0))
     with pytest.raises((APIError, APIStatusError), match="lost"):
-        asyncio.run(text_of(read(stage, key)))
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+        [*read(stage, key)]
+    assert stage.end_session(key) == 0

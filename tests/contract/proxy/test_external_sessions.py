@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.proxy_stage import Stage
 
 KEY = "sk-chosen-by-the-client"
@@ -20,10 +21,8 @@ def start(stage: Stage, **more: Any) -> httpx.Response:
 
 def two_turns(stage: Stage, key: str) -> tuple[str, str]:
     """Ids of the interactions."""
-    first = stage.ask(key, "hi").json()
-    message = first["choices"][0]["message"]
-    history = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "again"}]
-    return first["id"], stage.chat(key, history).json()["id"]
+    first = stage.chat(key, QUESTION).json()["id"]
+    return first, stage.chat(key, [*QUESTION, *turn("hello world")]).json()["id"]
 
 
 def export(stage: Stage, session_id: str, **more: Any) -> httpx.Response:
@@ -31,12 +30,11 @@ def export(stage: Stage, session_id: str, **more: Any) -> httpx.Response:
 
 
 def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Stage) -> None:
-    opened = start(stage).json()
-    assert opened["session_id"].startswith("outside-")
-    key = opened["api_key"]
+    session_id, key = stage.open_session()
+    assert session_id.startswith("task-")
     first, second = two_turns(stage, key)
     stage.finish_session(key, 1)
-    interactions = export(stage, opened["session_id"], discount=0.5).json()["interactions"]
+    interactions = export(stage, session_id, discount=0.5).json()["interactions"]
     assert {name: one["reward"] for name, one in interactions.items()} == {first: 0.5, second: 1.0}
     for name, one in interactions.items():
         assert one["interaction_id"] == name
@@ -46,38 +44,38 @@ def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Sta
         assert {row[name].shape for name in per_token} == {row["input_ids"].shape}
         assert row["loss_mask"].sum() == 5
         assert row["rewards"].tolist() == [one["reward"]]
-    assert export(stage, opened["session_id"]).status_code == 404
+    assert export(stage, session_id).status_code == 404
     assert stage.ask(key, "hi").status_code == 401
 
 
 def test_concat_exports_a_row_per_leaf(stage: Stage) -> None:
-    opened = start(stage).json()
-    _, second = two_turns(stage, opened["api_key"])
-    stage.finish_session(opened["api_key"], True)
-    interactions = export(stage, opened["session_id"], style="concat").json()["interactions"]
+    session_id, key = stage.open_session()
+    _, second = two_turns(stage, key)
+    stage.finish_session(key, True)
+    interactions = export(stage, session_id, style="concat").json()["interactions"]
     assert list(interactions) == [second]
     assert np.sum(interactions[second]["tensor_dict"]["loss_mask"]) == 10
 
 
 def test_an_export_waits_until_the_session_has_ended(stage: Stage) -> None:
-    opened = start(stage).json()
-    stage.ask(opened["api_key"], "hi")
+    session_id, key = stage.open_session()
+    stage.ask(key, "hi")
     with ThreadPoolExecutor(1) as pool:
-        exporting = pool.submit(export, stage, opened["session_id"])
+        exporting = pool.submit(export, stage, session_id)
         time.sleep(0.3)
         assert not exporting.done()
-        stage.finish_session(opened["api_key"], 0.5)
+        stage.finish_session(key, 0.5)
         assert exporting.result(10).status_code == 200
 
 
 def test_a_session_without_calls_or_rewards_is_exported_too(stage: Stage) -> None:
-    empty = start(stage).json()
-    stage.post("/rl/end_session", {}, empty["api_key"])
-    assert export(stage, empty["session_id"]).json() == {"interactions": {}}
-    unjudged = start(stage).json()
-    stage.ask(unjudged["api_key"], "hi")
-    stage.post("/rl/end_session", {}, unjudged["api_key"])
-    (one,) = export(stage, unjudged["session_id"]).json()["interactions"].values()
+    session_id, key = stage.open_session()
+    stage.end_session(key)
+    assert export(stage, session_id).json() == {"interactions": {}}
+    session_id, key = stage.open_session()
+    stage.ask(key, "hi")
+    stage.end_session(key)
+    (one,) = export(stage, session_id).json()["interactions"].values()
     assert (one["reward"], one["tensor_dict"]["rewards"]) == (None, [0.0])
 
 
@@ -92,48 +90,33 @@ def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage
     assert second["session_id"] != first["session_id"]
     assert len(export(stage, first["session_id"]).json()["interactions"]) == 1
     assert stage.ask(KEY, "hi").status_code == 200
-    stage.post("/rl/end_session", {}, KEY)
+    stage.end_session(KEY)
     export(stage, second["session_id"])
     assert start(stage, api_key="short").status_code == 400
 
 
 def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(stage: Stage) -> None:
-    opened = start(stage, api_key=KEY).json()
+    session_id = start(stage, api_key=KEY).json()["session_id"]
     first, second = two_turns(stage, KEY)
-    stage.kill_proxy()
-    (journal,) = stage.journal_dir.glob("*/journal")
-    assert KEY.encode() not in journal.read_bytes()
-    stage.start_proxy()
+    stage.restart_proxy()
+    assert KEY.encode() not in stage.journal.read_bytes()
     stage.finish_session(KEY, 1.0)
-    assert list(export(stage, opened["session_id"]).json()["interactions"]) == [first, second]
+    assert list(export(stage, session_id).json()["interactions"]) == [first, second]
 
 
 def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:
-    opened = start(stage).json()
+    session_id, key = stage.open_session()
     for route in ("/rl/start_session", "/export_trajectories", "/grant_capacity"):
-        assert stage.post(route, {}, opened["api_key"]).status_code == 401
-    ref = TicketRef(900, 0)
-    session_id, _ = stage.open_session(ref)
+        assert stage.post(route, {}, key).status_code == 401
+    session_id, _ = stage.open_session(TicketRef(900, 0))
     assert export(stage, session_id).status_code == 409
     assert export(stage, "outside-0").status_code == 404
 
 
-@pytest.mark.parametrize("own_stage", [{"proxy": {"max_sessions": 2}}], indirect=True)
-def test_sessions_are_limited_and_the_limit_can_be_raised(own_stage: Stage) -> None:
-    stage = own_stage
-    keys = [start(stage).json()["api_key"] for _ in range(2)]
-    assert start(stage).status_code == 429
-    stage.post("/rl/end_session", {}, keys[0])
-    assert start(stage).status_code == 200
-    assert start(stage).status_code == 429
-    assert stage.post("/grant_capacity", {}).json() == {"capacity": 3}
-    assert start(stage).status_code == 200
-
-
 @pytest.mark.parametrize("style", ["tree", 3])
 def test_an_unknown_style_is_a_fault_of_the_request(stage: Stage, style: object) -> None:
-    opened = start(stage).json()
-    assert export(stage, opened["session_id"], style=style).status_code == 400
+    session_id, _ = stage.open_session()
+    assert export(stage, session_id, style=style).status_code == 400
 
 
 @pytest.mark.parametrize("field", ["seed", "episode"])

@@ -4,19 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.wire.replicas import ReplicaView
-from tests.contract.proxy.talk import counted
+from tests.contract.proxy.talk import QUESTION, counted
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 from tests.support.waiting import wait_for
 
 FAILOVERS = "failovers_total"
 BEGINNING, END = "hello world the quick", " brown fox jumps"
-ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
-Pair = tuple[ScriptedSGLang, ScriptedSGLang]
 
 
 def serve_both(stage: Stage, other: ScriptedSGLang, version: str = "1.0") -> None:
@@ -44,7 +41,7 @@ def other(shared_stage: Stage) -> Iterator[ScriptedSGLang]:
 
 @pytest.fixture
 def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
-    """The shared stage, where both servers are asked from the beginning."""
+    """The shared stage, where its own server has every session until it dies."""
     for server in (shared_stage.sglang, other):
         server.script = lambda request: Script()
         server.requests.clear()
@@ -54,18 +51,12 @@ def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
     return shared_stage
 
 
-@pytest.fixture
-def pair(stage: Stage, other: ScriptedSGLang) -> Pair:
-    """The server that has every session, and the other one."""
-    return stage.sglang, other
-
-
 def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, list[float]]:
     """The text that came, whether it ended well, and the log-probabilities."""
     text, error = "", None
     logprobs: list[float] = []
     with stage.client(key).with_options(max_retries=0) as client:
-        stream = client.chat.completions.create(model="m", messages=ASK, stream=True, **more)
+        stream = client.chat.completions.create(model="m", messages=QUESTION, stream=True, **more)
         try:
             for chunk in stream:
                 for choice in chunk.choices:
@@ -86,19 +77,17 @@ def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
 
 
 def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
-    stage: Stage, pair: Pair
+    stage: Stage, key: str, other: ScriptedSGLang
 ) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    assert stage.chat(key, ASK).status_code == 200
-    home.script = dies_after(3)
+    assert stage.chat(key, QUESTION).status_code == 200
+    stage.sglang.script = dies_after(3)
     other.script = lambda request: Script(END, piece_tokens=2)
-    home.requests.clear()
+    stage.sglang.requests.clear()
     before = counted(stage, FAILOVERS)
     text, error, logprobs = speak(stage, key, logprobs=True, max_tokens=50)
     assert error is None
     assert counted(stage, FAILOVERS) == before + 1
-    (first,), (second,) = home.requests, other.requests
+    (first,), (second,) = stage.sglang.requests, other.requests
     said = second["input_ids"][len(first["input_ids"]) :]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
     assert len(said) == 6
@@ -116,12 +105,10 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
 
 
 def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(
-    stage: Stage, pair: Pair
+    stage: Stage, key: str, other: ScriptedSGLang
 ) -> None:
-    home, other = pair
-    _, key = stage.open_session()
     versions = [("0.9", 0, 2), ("1.0", 2, 4)]
-    home.script = lambda request: Script(
+    stage.sglang.script = lambda request: Script(
         "hello world", fault="abort", finish="length", versions=versions
     )
     other.script = lambda request: Script(END)
@@ -133,21 +120,20 @@ def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named
     assert spans_of(recorded) == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
 
 
-def breaks_off(said: str) -> Callable[[dict[str, Any]], Script]:
-    return lambda request: Script(said, fault="abort", finish="length")
+def breaks_off(request: dict[str, Any]) -> Script:
+    return Script("hello world", fault="abort", finish="length")
 
 
 def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
-    stage: Stage, pair: Pair
+    stage: Stage, key: str, other: ScriptedSGLang
 ) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
+    stage.sglang.script = breaks_off
+    other.script = lambda request: Script(END)
     before = counted(stage, FAILOVERS)
-    answer = stage.chat(key, ASK, max_tokens=50)
+    answer = stage.chat(key, QUESTION, max_tokens=50)
     assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
     assert counted(stage, FAILOVERS) == before + 1
-    (first,), (second,) = home.requests, other.requests
+    (first,), (second,) = stage.sglang.requests, other.requests
     said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
     assert second["input_ids"] == first["input_ids"] + said
     (recorded,) = stage.journaled(key)
@@ -157,13 +143,14 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     ]
 
 
-def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair: Pair) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
-    answer = stage.chat(key, ASK, frequency_penalty=0.5)
+def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(
+    stage: Stage, key: str, other: ScriptedSGLang
+) -> None:
+    stage.sglang.script = breaks_off
+    other.script = lambda request: Script(END)
+    answer = stage.chat(key, QUESTION, frequency_penalty=0.5)
     assert answer.json()["choices"][0]["message"]["content"] == END
-    assert [one["input_ids"] for one in home.requests] == [
+    assert [one["input_ids"] for one in stage.sglang.requests] == [
         one["input_ids"] for one in other.requests
     ]
 
@@ -177,23 +164,21 @@ def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair
     ],
 )
 def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
-    stage: Stage, pair: Pair, more: dict[str, Any]
+    stage: Stage, key: str, other: ScriptedSGLang, more: dict[str, Any]
 ) -> None:
-    home, other = pair
-    _, key = stage.open_session()
     count = len(stage.tokenizer.encode(BEGINNING, add_special_tokens=False).ids)
-    home.script = dies_after((count + 1) // 2)
+    stage.sglang.script = dies_after((count + 1) // 2)
     text, error, _ = speak(stage, key, **more)
     assert text
     assert "was lost" in str(error)
     assert other.requests == []
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+    assert stage.end_session(key) == 0
 
 
-def test_tokens_of_an_unknown_version_are_not_gone_on_with(stage: Stage, pair: Pair) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    home.script = dies_after(2)
+def test_tokens_of_an_unknown_version_are_not_gone_on_with(
+    stage: Stage, key: str, other: ScriptedSGLang
+) -> None:
+    stage.sglang.script = dies_after(2)
     serve_both(stage, other, version="0.9")  # the server says 1.0 by now
     text, error, _ = speak(stage, key)
     serve_both(stage, other)

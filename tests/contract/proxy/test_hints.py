@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.http.app import DIALECT_BY_ROUTE
-from tests.contract.proxy.talk import LEAST
+from tests.contract.proxy.talk import LEAST, ask_least
 from tests.support.proxy_stage import Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
@@ -92,11 +92,9 @@ def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: s
     before, note = ignored(stage), f" {route}: {name} has no effect here"
     noted = stage.log.count(note)
     sent = []
-    for body in (LEAST[route], body_with(route, name, HINTS[route][name])):
-        _, key = stage.open_session()
+    for body in ({}, body_with(route, name, HINTS[route][name])):
         stage.sglang.requests.clear()
-        answer = stage.post(f"/v1{route}", body, key)
-        assert answer.status_code == 200, answer.text
+        ask_least(stage, stage.open_session()[1], route, **body)
         (request,) = stage.sglang.requests
         sent.append({part: request[part] for part in ("input_ids", "sampling_params")})
     assert sent[0] == sent[1]
@@ -118,8 +116,7 @@ def test_null_is_absence_whatever_is_null(stage: Stage, route: str) -> None:
     known = {*dialect.request.__struct_fields__} - {*LEAST[route]}
     for name in ("sparkle", *sorted(known)):
         _, key = stage.open_session()
-        answer = stage.post(route, {**LEAST[route], name: None}, key)
-        assert answer.status_code == 200, (name, answer.text)
+        ask_least(stage, key, route, **{name: None})
 
 
 @pytest.mark.parametrize(
@@ -140,12 +137,10 @@ def test_null_is_absence_whatever_is_null(stage: Stage, route: str) -> None:
     ],
 )
 def test_what_asks_for_nothing_is_neither_refused_nor_counted(
-    stage: Stage, route: str, body: Mapping[str, Any]
+    stage: Stage, key: str, route: str, body: Mapping[str, Any]
 ) -> None:
     before = ignored(stage)
-    _, key = stage.open_session()
-    answer = stage.post(route, {**LEAST[route], **body}, key)
-    assert answer.status_code == 200, answer.text
+    ask_least(stage, key, route, **body)
     assert ignored(stage).keys() <= {*before, ("/messages", "thinking")}
 
 

@@ -41,10 +41,9 @@ def test_a_connection_is_kept_after_an_answer_without_a_body(client: socket.sock
 
 
 def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(
-    stage: Stage, client: socket.socket
+    stage: Stage, key: str, client: socket.socket
 ) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
-    _, key = stage.open_session()
     headers = (
         f"authorization: Bearer {key}",
         "expect: 100-continue",

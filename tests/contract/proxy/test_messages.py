@@ -5,12 +5,9 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 from anthropic.types import TextBlock
 
-from areal_hpc.session.chat_template import Message
-from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import QUESTION
+from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -21,13 +18,9 @@ def ask(
     return stage.post("/v1/messages", {"messages": messages, "max_tokens": 64, **more}, key)
 
 
-def sdk(stage: Stage, key: str) -> Anthropic:
-    return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
-
-
 def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5)
-    with sdk(stage, key) as client:
+    with stage.anthropic(key) as client:
         message = client.messages.create(
             model="any",
             max_tokens=33,
@@ -52,7 +45,7 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     )
 
 
-@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(
     ("script", "end", "stop"),
     [
@@ -63,14 +56,12 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     ids=["end of turn", "stop sequence", "full"],
 )
 def test_a_stream_tells_the_same_message_as_a_whole_reply(
-    stage: Stage, script: Script, end: str, stop: str | None, incremental: bool
+    stage: Stage, key: str, script: Script, end: str, stop: str | None
 ) -> None:
-    stage.sglang.incremental = incremental
     stage.sglang.script = lambda request: script
-    _, key = stage.open_session(TicketRef(1, 0))
     asked: Any = {"model": "m", "max_tokens": 64, "messages": QUESTION}
     asked["stop_sequences"] = ["STOP", "HALT"]
-    with sdk(stage, key) as client:
+    with stage.anthropic(key) as client:
         whole = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
             assert sum(event.type == "content_block_delta" for event in stream) > 3
@@ -85,16 +76,15 @@ def test_a_stream_tells_the_same_message_as_a_whole_reply(
 
 
 def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
-    stage: Stage,
+    stage: Stage, key: str
 ) -> None:
     letters = stage.speak_in_letters()
-    _, key = stage.open_session()
     hints: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
     header = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
-    for turn in range(3):
+    for number in range(3):
         system = [
-            {"type": "text", "text": header.format(turn, turn)},
-            {"type": "text", "text": "You help.", **(hints if turn == 1 else {})},
+            {"type": "text", "text": header.format(number, number)},
+            {"type": "text", "text": "You help.", **(hints if number == 1 else {})},
         ]
         history: list[dict[str, Any]] = [
             {"role": "user", "content": [{"type": "text", "text": "one", **hints}]},
@@ -103,49 +93,37 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
             {"role": "assistant", "content": "hello"},
             {"role": "user", "content": [{"type": "text", "text": "three"}]},
         ]
-        messages = history[: 2 * turn + 1]
-        answer = ask(stage, key, messages, system=system, metadata={"user_id": f"u{turn}"})
+        messages = history[: 2 * number + 1]
+        answer = ask(stage, key, messages, system=system, metadata={"user_id": f"u{number}"})
         assert answer.status_code == 200, answer.text
     stage.assert_continued(letters)
     assert "billing" not in stage.prompt_of(stage.sglang.requests[0])
 
 
-def without_clock(message: Message) -> Message:
-    """A normalizer for a client that writes the time into its system prompt."""
-    return {**message, "content": message["content"].split(" It is ")[0]}
-
-
-NORMALIZER = f"{without_clock.__module__}:{without_clock.__name__}"
-
-
-@pytest.mark.parametrize(
-    "own_stage", [{"proxy": {"message_normalizer": NORMALIZER}}], indirect=True
-)
-def test_a_users_own_normalizer_lets_conversations_go_on(own_stage: Stage) -> None:
-    _, key = own_stage.open_session()
-    reply = {"role": "assistant", "content": "hello world"}
-    messages: list[Mapping[str, object]] = [*QUESTION, reply, {"role": "user", "content": "and 1?"}]
-    for turn in (1, 3):
-        ask(own_stage, key, messages[:turn], system=f"You help. It is {turn} o'clock.")
-    before, after = (request["input_ids"] for request in own_stage.sglang.requests)
+def test_a_users_own_normalizer_lets_conversations_go_on(
+    small_stage: Stage, small_key: str
+) -> None:
+    messages = [*QUESTION, *turn("hello world")]
+    for count in (1, 3):
+        system = f"You help. It is {count} o'clock."
+        assert ask(small_stage, small_key, messages[:count], system=system).status_code == 200
+    before, after = (request["input_ids"] for request in small_stage.sglang.requests)
     assert after[: len(before)] == before
-    assert "o'clock" not in own_stage.prompt_of(own_stage.sglang.requests[1])
+    assert "o'clock" not in small_stage.prompt_of(small_stage.sglang.requests[1])
 
 
-def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage, key: str) -> None:
     body = {"messages": QUESTION, "model": "m", "system": "Be brief."}
     counted = stage.post("/v1/messages/count_tokens", body, key).json()["input_tokens"]
     ask(stage, key, system="Be brief.")
     assert counted == len(stage.sglang.requests[0]["input_ids"])
-    with sdk(stage, key) as client:
+    with stage.anthropic(key) as client:
         again = client.messages.count_tokens(model="m", messages=QUESTION, system="Be brief.")
     assert again.input_tokens == counted
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 1
+    assert stage.end_session(key) == 1
 
 
-def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_results_of_tools_are_messages_of_their_own(stage: Stage, key: str) -> None:
     results = [
         {"type": "tool_result", "tool_use_id": "t1", "content": "7"},
         {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
@@ -166,19 +144,18 @@ def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/messages/count_tokens"])
-def test_every_error_has_anthropics_shape(stage: Stage, route: str) -> None:
+def test_every_error_has_anthropics_shape(stage: Stage, key: str, route: str) -> None:
     def refused(expected: int, **request: Any) -> str:
         answer = stage.http.request(**{"method": "POST", "url": f"{stage.url}{route}", **request})
         assert answer.status_code == expected, answer.text
         assert answer.json()["type"] == "error"
         return str(answer.json()["error"]["type"])
 
-    _, key = stage.open_session()
     keyed: dict[str, Any] = {"headers": {"x-api-key": key}}
     assert refused(401, headers={"x-api-key": "sk-guess"}) == "authentication_error"
     assert refused(400, content=b"{", **keyed) == "invalid_request_error"
     assert refused(413, content=b" " * 200_000, **keyed) == "request_too_large"
     assert refused(405, method="GET") == "invalid_request_error"
-    stage.post("/rl/end_session", {}, key)
+    stage.end_session(key)
     body = {"messages": QUESTION}
     assert refused(403, json=body, **keyed) == "permission_error"

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic import Anthropic
 from anthropic import BadRequestError as AnthropicBadRequest
 from openai import BadRequestError
 
@@ -44,9 +43,14 @@ def tokens_of(stage: Stage, key: str, body: dict[str, Any]) -> int:
     ],
 )
 def test_an_overflow_is_told_to_the_byte(
-    stage: Stage, route: str, body: dict[str, Any], expected: str, param: str, streams: bool
+    stage: Stage,
+    key: str,
+    route: str,
+    body: dict[str, Any],
+    expected: str,
+    param: str,
+    streams: bool,
 ) -> None:
-    _, key = stage.open_session()
     tokens = tokens_of(stage, key, body)
     answer = stage.post(f"/v1{route}", {**body, "stream": streams}, key)
     assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
@@ -56,8 +60,8 @@ def test_an_overflow_is_told_to_the_byte(
 
 def test_a_prompt_that_leaves_no_token_for_a_reply_is_too_long_by_true_numbers(
     stage: Stage,
+    key: str,
 ) -> None:
-    _, key = stage.open_session()
 
     def ask(words: int) -> Any:
         body = {"messages": [{"role": "user", "content": "x" * words}]}
@@ -69,8 +73,7 @@ def test_a_prompt_that_leaves_no_token_for_a_reply_is_too_long_by_true_numbers(
     assert message == "prompt is too long: 2048 tokens > 2047 maximum"
 
 
-def test_openais_sdk_names_the_overflow(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_openais_sdk_names_the_overflow(stage: Stage, key: str) -> None:
     with stage.client(key) as client:
         for ask in (
             lambda: client.chat.completions.create(model="m", messages=MESSAGES),
@@ -82,12 +85,8 @@ def test_openais_sdk_names_the_overflow(stage: Stage) -> None:
             assert caught.value.code == "context_length_exceeded"
 
 
-def test_anthropics_sdk_names_the_overflow(stage: Stage) -> None:
-    _, key = stage.open_session()
-    with (
-        Anthropic(base_url=stage.url, api_key=key, max_retries=0) as client,
-        pytest.raises(AnthropicBadRequest) as caught,
-    ):
+def test_anthropics_sdk_names_the_overflow(stage: Stage, key: str) -> None:
+    with stage.anthropic(key) as client, pytest.raises(AnthropicBadRequest) as caught:
         client.messages.create(model="m", max_tokens=9, messages=MESSAGES)
     assert caught.value.type == "invalid_request_error"
     body = msgspec.convert(caught.value.body, dict[str, Any])

@@ -3,15 +3,13 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
-from areal_hpc.shards.index import read_index
-from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
+from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -19,50 +17,32 @@ from tests.support.waiting import wait_for
 REF = TicketRef(7, 2)
 
 
-def finish(stage: Stage, *session_ids: str, ref: TicketRef = REF) -> int:
-    """Rows of the ticket."""
-    reply = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, list(session_ids)))
-    assert reply.status_code == 200, reply.text
-    return int(reply.json()["rows"])
-
-
-def finish_ticket(stage: Stage, *texts: str, ref: TicketRef = REF) -> None:
+def finish_ticket(stage: Stage, ref: TicketRef, *texts: str) -> None:
     """A ticket of one session, that says something."""
     session_id, key = stage.open_session(ref)
     for text in texts or ("hi",):
         assert stage.ask(key, text, logprobs=True).status_code == 200
     stage.finish_session(key, 1.0)
-    finish(stage, session_id, ref=ref)
+    stage.finish_ticket(ref, session_id)
 
 
-def restart(stage: Stage) -> None:
-    """kill -9, and another proxy."""
-    stage.kill_proxy()
-    stage.start_proxy()
-
-
-def seal(stage: Stage) -> int:
-    """Tickets that were sealed."""
-    reply = stage.post("/rl/seal", {})
-    assert reply.status_code == 200, reply.text
-    return int(reply.json()["tickets"])
-
-
-def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage: Stage) -> None:
-    stage = own_stage
+def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(
+    stage: Stage, ref: TicketRef
+) -> None:
     stage.sglang.script = lambda request: Script(
         "hello world", versions=[("3.1", 0, 2), ("3.2", 2, 5)]
     )
-    sessions = [stage.open_session(REF, episode=episode) for episode in range(2)]
-    stray, _ = stage.open_session(REF, episode=1)
+    sessions = [stage.open_session(ref, episode=episode) for episode in range(2)]
+    _, stray = stage.open_session(ref, episode=1)
     for reward, (_, key) in enumerate(sessions):
         assert stage.ask(key, "hi", temperature=0.5).status_code == 200
         stage.finish_session(key, float(reward))
-    assert finish(stage, *(session_id for session_id, _ in sessions)) == 2
-    assert seal(stage) == 1
+    assert stage.finish_ticket(ref, *(session_id for session_id, _ in sessions)) == 2
+    assert stage.ask(stray, "hi").status_code == 401
+    assert stage.seal() == 1
     (settled,) = stage.ledger.settled
-    assert (settled.ref, settled.rows, settled.rewards) == (REF, [0, 1], [0.0, 1.0])
-    rows = ShardReader(stage.paths.shards_dir / settled.shard).read_rows(settled.rows)
+    assert (settled.ref, settled.rows, settled.rewards) == (ref, [0, 1], [0.0, 1.0])
+    rows = stage.sealed_rows(ref)
     prompt = stage.sglang.requests[0]["input_ids"]
     for episode, row in enumerate(rows):
         assert row.input_ids_T.tolist()[: len(prompt)] == prompt
@@ -71,20 +51,19 @@ def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage: Stage
         assert row.versions_T.tolist() == versions
         logprobs = [-0.5 - 0.001 * i for i in range(5)]
         assert np.allclose(row.logprobs_T[len(prompt) :], logprobs)
-        assert (row.ticket_id, row.attempt, row.episode) == (7, 2, episode)
+        assert (row.ticket_id, row.attempt, row.episode) == (ref.ticket_id, 2, episode)
         assert row.temperature == 0.5
-    assert stray not in stage.http.get(f"{stage.url}/healthz").text
 
 
-def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage: Stage) -> None:
-    stage = own_stage
-    session_id, key = stage.open_session(REF)
+def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(
+    stage: Stage, ref: TicketRef
+) -> None:
+    session_id, key = stage.open_session(ref)
     with stage.client(key) as client:
-        messages: list[Any] = [{"role": "user", "content": "hi"}]
-        first = client.chat.completions.create(model="m", messages=messages)
+        client.chat.completions.create(model="m", messages=QUESTION)
         before = stage.url
         stage.kill_proxy()
-        messages += [first.choices[0].message, {"role": "user", "content": "again"}]
+        messages = [*QUESTION, *turn("hello world")]
         with ThreadPoolExecutor(1) as agent:
             second = agent.submit(client.chat.completions.create, model="m", messages=messages)
             time.sleep(0.3)
@@ -94,64 +73,61 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage: Stag
     first_ids, second_ids = (request["input_ids"] for request in stage.sglang.requests)
     assert second_ids[: len(first_ids)] == first_ids
     stage.finish_session(key, 1.0)
-    assert finish(stage, session_id) == 1
-    restart(stage)
-    assert finish(stage, session_id) == 1
-    assert seal(stage) == 1
-    assert seal(stage) == 0
-    restart(stage)
-    assert seal(stage) == 0
-    (settled,) = stage.ledger.settled
-    (shard,) = read_index(stage.paths.index_dir)
-    assert (shard.rows, settled.rewards) == (1, [1.0])
-    (row,) = ShardReader(stage.paths.shards_dir / shard.file).read_rows([0])
+    assert stage.finish_ticket(ref, session_id) == 1
+    stage.restart_proxy()
+    assert stage.finish_ticket(ref, session_id) == 1
+    assert [stage.seal(), stage.seal()] == [1, 0]
+    stage.restart_proxy()
+    assert stage.seal() == 0
+    assert [one.rewards for one in stage.ledger.settled] == [[1.0]]
+    (row,) = stage.sealed_rows(ref)
     assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
     assert row.loss_mask_T.sum() == 10
 
 
-def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage: Stage) -> None:
-    stage = own_stage
+def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(
+    stage: Stage, ref: TicketRef
+) -> None:
     export = ExportSettings("individual", turn_discount=0.5)
-    session_id, key = stage.open_session(REF, export=export)
-    first = stage.ask(key, "hi").json()["choices"][0]["message"]
-    history = [{"role": "user", "content": "hi"}, first, {"role": "user", "content": "again"}]
-    stage.chat(key, history)
+    session_id, key = stage.open_session(ref, export=export)
+    stage.chat(key, QUESTION)
+    stage.chat(key, [*QUESTION, *turn("hello world")])
     stage.ask(key, "I am another agent")
     stage.finish_session(key, 1.0)
-    restart(stage)
-    assert finish(stage, session_id) == 3
-    assert seal(stage) == 1
-    assert stage.ledger.settled[0].rewards == [0.25, 0.5, 1.0]
-    (shard,) = read_index(stage.paths.index_dir)
-    rows = ShardReader(stage.paths.shards_dir / shard.file).read_rows([0, 1, 2])
+    stage.restart_proxy()
+    assert stage.finish_ticket(ref, session_id) == 3
+    assert stage.seal() == 1
+    assert [one.rewards for one in stage.ledger.settled] == [[0.25, 0.5, 1.0]]
+    rows = stage.sealed_rows(ref)
     assert [row.loss_mask_T.sum() for row in rows] == [5, 5, 5]
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
 
 
-def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage: Stage) -> None:
-    stage = own_stage
-    finish_ticket(stage)
-    (journal,) = stage.journal_dir.glob("*/journal")
-    unsealed = journal.read_bytes()
-    assert seal(stage) == 1
+def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(
+    stage: Stage, ref: TicketRef
+) -> None:
+    finish_ticket(stage, ref)
+    unsealed = stage.journal.read_bytes()
+    assert stage.seal() == 1
     stage.kill_proxy()
-    journal.write_bytes(unsealed)  # as if it died before it could note the shard
+    stage.journal.write_bytes(unsealed)  # as if it died before it could note the shard
     stage.start_proxy()
     wait_for(lambda: len(stage.ledger.settled) == 2)
     assert stage.ledger.settled[0] == stage.ledger.settled[1]
-    assert len(read_index(stage.paths.index_dir)) == 1
+    assert len(stage.sealed_rows(ref)) == 1
 
 
 def test_sigterm_seals_what_is_finished_waits_for_no_reply_and_keeps_an_unfinished_runs_journal(
     own_stage: Stage,
 ) -> None:
     stage = own_stage
-    finish_ticket(stage)
+    finish_ticket(stage, REF)
     stage.sglang.script = lambda request: Script(gate=threading.Event())
     _, busy = stage.open_session(TicketRef(8, 0))
-    threading.Thread(target=_ask_in_vain, args=(stage, busy), daemon=True).start()
+    call = stage.begin("/v1/chat/completions", {"messages": QUESTION}, busy)
     wait_for(lambda: len(stage.sglang.requests) == 2)
     stage.stop_proxy()  # the reply would never come
+    call.close()
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
     assert list(stage.journal_dir.glob("*/journal"))
     stage.start_proxy()
@@ -160,40 +136,31 @@ def test_sigterm_seals_what_is_finished_waits_for_no_reply_and_keeps_an_unfinish
     assert list(stage.journal_dir.iterdir()) == []
 
 
-def _ask_in_vain(stage: Stage, key: str) -> None:
-    try:
-        stage.ask(key, "hi")
-    except Exception:
-        return
+def test_a_small_ticket_is_sealed_by_its_age(small_stage: Stage) -> None:
+    finish_ticket(small_stage, REF)
+    wait_for(lambda: small_stage.ledger.settled)
 
 
-@pytest.mark.parametrize(
-    "own_stage",
-    [{"shards": {"seal_after_s": 0.3}}, {"shards": {"target_bytes": 4096}}],
-    indirect=True,
-    ids=["by age", "by bytes"],
-)
-def test_tickets_are_sealed_without_being_asked(own_stage: Stage) -> None:
-    finish_ticket(own_stage, "hello world " * 100)
-    wait_for(lambda: own_stage.ledger.settled)
-
-
-def test_the_journal_forgets_what_is_settled(own_stage: Stage) -> None:
+@pytest.mark.parametrize("own_stage", [{"shards": {"target_bytes": 4096}}], indirect=True)
+def test_large_tickets_are_sealed_by_their_bytes_and_the_journal_forgets_what_is_settled(
+    own_stage: Stage,
+) -> None:
     stage = own_stage
-    open_id, open_key = stage.open_session(TicketRef(99, 0))
+    open_id, open_key = stage.open_session(REF)
     stage.ask(open_key, "remember me")
-    (journal,) = stage.journal_dir.glob("*/journal")
     largest = 0
     for number in range(45):
         texts = ["x " * 990 + str(number), "é" * 900] * 4
-        finish_ticket(stage, *texts, ref=TicketRef(number, 0))
-        seal(stage)
-        largest = max(largest, journal.stat().st_size)
+        finish_ticket(stage, TicketRef(number, 0), *texts)
+        wait_for(lambda: stage.ledger.settled)
+        stage.ledger.settled.clear()
+        stage.seal()  # returns when the journal has been rotated, if that was due
+        largest = max(largest, stage.journal.stat().st_size)
     assert largest > 900_000
-    assert journal.stat().st_size < 500_000
-    restart(stage)
+    assert stage.journal.stat().st_size < 500_000
+    stage.restart_proxy()
     stage.finish_session(open_key, 1.0)
-    assert finish(stage, open_id, ref=TicketRef(99, 0)) == 1
+    assert stage.finish_ticket(REF, open_id) == 1
 
 
 def test_evaluation_sessions_are_not_journaled(stage: Stage) -> None:
@@ -202,47 +169,48 @@ def test_evaluation_sessions_are_not_journaled(stage: Stage) -> None:
     assert stage.post("/rl/set_reward", {"reward": 0.5}, key).status_code == 200
     ended = stage.post("/rl/end_session", {}, key).json()
     assert (ended["reward"], ended["interaction_count"]) == (0.5, 1)
-    (journal,) = stage.journal_dir.glob("*/journal")
-    assert session_id.encode() not in journal.read_bytes()
+    assert session_id.encode() not in stage.journal.read_bytes()
 
 
-def test_tickets_are_finished_only_when_they_can_be_trained_on(stage: Stage) -> None:
-    first, key = stage.open_session(REF)
-    other, _ = stage.open_session(TicketRef(8, 0))
+def test_tickets_are_finished_only_when_they_can_be_trained_on(
+    stage: Stage, ref: TicketRef
+) -> None:
+    first, key = stage.open_session(ref)
+    other, _ = stage.open_session(REF)
 
     def status(*ids: str) -> int:
-        return stage.post("/rl/finish_ticket", FinishTicketRequest(REF, list(ids))).status_code
+        return stage.post("/rl/finish_ticket", FinishTicketRequest(ref, [*ids])).status_code
 
     stage.ask(key, "hi")
     assert [status(), status("nobody"), status(other), status(first)] == [400, 404, 409, 409]
-    assert stage.post("/rl/end_session", {}, key).status_code == 200
+    stage.end_session(key)
     assert status(first) == 409  # no reward
-    again, key = stage.open_session(REF)
+    again, key = stage.open_session(ref)
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 400  # nothing said
     reply = stage.ask(key, "hi").json()
     body = {"reward": 2.0, "interaction_id": reply["id"]}
     assert stage.post("/rl/set_reward", {**body, "interaction_id": "no"}, key).status_code == 400
     assert stage.post("/rl/set_reward", body, key).json() == {"interaction_id": reply["id"]}
-    stage.post("/rl/end_session", {}, key)
+    stage.end_session(key)
     assert stage.ask(key, "more").status_code == 403
     assert stage.post("/rl/set_reward", body, key).status_code == 403
-    assert finish(stage, again) == 1
-    assert stage.post("/rl/end_session", {}, key).status_code == 200
+    assert stage.finish_ticket(ref, again) == 1
+    stage.end_session(key)
 
 
-def test_a_filtered_ticket_is_forgotten_and_never_sealed(stage: Stage) -> None:
-    filtered, kept = TicketRef(72, 0), TicketRef(73, 0)
+def test_a_filtered_ticket_is_forgotten_and_never_sealed(stage: Stage, ref: TicketRef) -> None:
+    filtered, kept = TicketRef(72, 0), ref
     _, key = stage.open_session(filtered)
-    stage.ask(key, "hi")
     other, other_key = stage.open_session(kept)
-    stage.ask(other_key, "hi")
+    for one in (key, other_key):
+        stage.ask(one, "hi")
     discard = FinishTicketRequest(filtered, [], discard=True)
     for _ in range(2):  # repeating it is harmless
         assert stage.post("/rl/finish_ticket", discard).json() == {"rows": 0}
     assert stage.ask(key, "more").status_code == 401
-    restart(stage)
+    stage.restart_proxy()
     assert stage.ask(key, "more").status_code == 401
     stage.finish_session(other_key, 1.0)
-    assert finish(stage, other, ref=kept) == 1
+    assert stage.finish_ticket(kept, other) == 1
     refused = stage.post("/rl/finish_ticket", FinishTicketRequest(kept, [], discard=True))
     assert refused.status_code == 409

@@ -7,7 +7,6 @@ import httpx
 import pytest
 from openai import BadRequestError, NotFoundError
 
-from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -60,14 +59,12 @@ def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
     )
 
 
-@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("finish", ["eos", "length"])
 def test_a_stream_tells_the_same_response_as_a_whole_reply(
-    stage: Stage, incremental: bool, finish: str
+    stage: Stage, key: str, finish: str
 ) -> None:
-    stage.sglang.incremental = incremental
     stage.sglang.script = lambda request: Script(finish=finish)
-    _, key = stage.open_session(TicketRef(1, 0))
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = ask(stage, key, **asked).json()
     events = events_of(ask(stage, key, stream=True, **asked))
@@ -124,8 +121,7 @@ def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage
     assert asked.endswith("and 2?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_items_of_one_reply_are_one_message(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_the_items_of_one_reply_are_one_message(stage: Stage, key: str) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
     eight = [{"type": "input_text", "text": "8"}]
     items = [
@@ -146,8 +142,7 @@ def test_the_items_of_one_reply_are_one_message(stage: Stage) -> None:
     )
 
 
-def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage) -> None:
-    _, key = stage.open_session()
+def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage, key: str) -> None:
     with stage.client(key) as client:
         whole = client.responses.create(model="m", input="hi", instructions="Add.")
         with client.responses.stream(model="m", input="hi") as stream:
@@ -170,9 +165,8 @@ def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage) -
 
 
 def test_only_what_is_stored_can_be_retrieved_and_only_its_own_session_knows_it(
-    stage: Stage,
+    stage: Stage, key: str
 ) -> None:
-    _, key = stage.open_session()
     _, other = stage.open_session()
     stored, hidden = (ask(stage, key, store=store).json()["id"] for store in (True, False))
 
@@ -187,5 +181,5 @@ def test_only_what_is_stored_can_be_retrieved_and_only_its_own_session_knows_it(
     refused = ask(stage, other, "and?", previous_response_id=stored)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
     assert stored in refused.json()["error"]["message"]
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 2
+    assert stage.end_session(key) == 2
     assert status_of(key, stored) == 403

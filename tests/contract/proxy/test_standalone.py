@@ -1,10 +1,10 @@
 """`areal-hpc proxy`: the recorder in front of any SGLang server, without a run."""
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -16,46 +16,60 @@ from areal_hpc.cli.main import main
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.lone_proxy import LoneProxy
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
+from tests.support.waiting import wait_for
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
 
 
-Lone = Callable[..., LoneProxy]
-
-
-@pytest.fixture
-def lone() -> Iterator[Lone]:
-    """Starts proxies, and leaves none behind."""
-    started: list[LoneProxy] = []
-
-    def start(folder: Path, *urls: str, arguments: Sequence[str] = ()) -> LoneProxy:
-        started.append(LoneProxy(folder, *urls, arguments=arguments))
-        return started[-1]
-
-    yield start
-    for proxy in started:
-        proxy.kill()
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loop() -> Iterator[LoopThread]:
     loop = LoopThread()
     yield loop
     loop.stop()
 
 
+@pytest.fixture(scope="module")
+def servers(loop: LoopThread) -> Iterator[list[ScriptedSGLang]]:
+    servers = [ScriptedSGLang(byte_level_tokenizer()) for _ in range(2)]
+    for server in servers:
+        loop.run(server.start())
+    yield servers
+    for server in servers:
+        loop.run(server.stop())
+
+
+@pytest.fixture(scope="module")
+def started(
+    servers: list[ScriptedSGLang], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LoneProxy]:
+    urls = [server.url for server in servers]
+    with closing(LoneProxy(tmp_path_factory.mktemp("lone"), *urls)) as proxy:
+        yield proxy
+
+
 @pytest.fixture
-def sglang(loop: LoopThread) -> Iterator[ScriptedSGLang]:
-    server = ScriptedSGLang(byte_level_tokenizer())
-    loop.run(server.start())
-    yield server
-    loop.run(server.stop())
+def proxy(started: LoneProxy, servers: list[ScriptedSGLang]) -> LoneProxy:
+    """One in front of two servers, which it knows."""
+    for server in servers:
+        server.script = lambda request: Script()
+        server.requests.clear()
+    wait_for(lambda: replicas_serving(started) == 2)
+    return started
+
+
+def replicas_serving(proxy: LoneProxy) -> int:
+    return int(httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"])
+
+
+def asked(servers: Sequence[ScriptedSGLang]) -> list[list[int]]:
+    """The prompts, of the first server before those of the second."""
+    return [request["input_ids"] for server in servers for request in server.requests]
 
 
 def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
-    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
+    proxy: LoneProxy, servers: list[ScriptedSGLang]
 ) -> None:
-    proxy = lone(tmp_path, sglang.url)
     assert proxy.key_file.stat().st_mode & 0o777 == 0o600
     assert f"{proxy.url}/rl/start_session" in proxy.welcome
     session_id, key = proxy.open_session()
@@ -67,91 +81,79 @@ def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
     exported = proxy.post("/export_trajectories", {"session_id": session_id}).json()
     row = exported["interactions"][reply.id]
     assert row["reward"] == 1.0
-    prompt = sglang.requests[0]["input_ids"]
+    (prompt,) = asked(servers)
     assert row["tensor_dict"]["input_ids"][0][: len(prompt)] == prompt
     ref = {"ticket_id": 1, "attempt": 0}
     opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
     finished = proxy.post("/rl/finish_ticket", {"ref": ref, "session_ids": ["x"]})
     assert [opened.status_code, finished.status_code] == [404, 404]
     assert "no tickets" in opened.text
-    proxy.stop()
-
-
-def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(
-    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
-) -> None:
-    for name, arguments, status in (
-        ("kept", ("--journal", str(tmp_path / "journal")), 200),
-        ("lost", (), 401),
-    ):
-        (tmp_path / name).mkdir()
-        proxy = lone(tmp_path / name, sglang.url, arguments=arguments)
-        _, key = proxy.open_session()
-        first = proxy.post("/v1/chat/completions", {"messages": HELLO}, key).json()
-        proxy.kill()
-        proxy.start()
-        turn = [*HELLO, first["choices"][0]["message"], *HELLO]
-        answer = proxy.post("/v1/chat/completions", {"messages": turn}, key)
-        assert answer.status_code == status, answer.text
-        proxy.stop()
-    first, again, _ = (request["input_ids"] for request in sglang.requests)
-    assert again[: len(first)] == first
-
-
-def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(
-    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
-) -> None:
-    proxy = lone(tmp_path, sglang.url)
-    _, key = proxy.open_session()
-    sglang.script = lambda request: Script(delay_s=1.0)
-    with ThreadPoolExecutor(1) as agent:
-        call = agent.submit(proxy.post, "/v1/chat/completions", {"messages": HELLO}, key)
-        while not sglang.requests:
-            time.sleep(0.01)
-        proxy.process.send_signal(signal.SIGTERM)
-        assert call.result(60).status_code == 200
-    assert proxy.process.wait(60) == 0
-    with pytest.raises(httpx.ConnectError):
-        proxy.post("/rl/start_session", {"task_id": "late"})
-    proxy.stdout.close()
-
-
-def test_it_waits_for_an_upstream_that_is_not_there_yet(
-    tmp_path: Path, lone: Lone, loop: LoopThread
-) -> None:
-    late = ScriptedSGLang(byte_level_tokenizer())
-    loop.run(late.start())
-    url = late.url
-    loop.run(late.stop())
-    proxy = lone(tmp_path, url)
-    assert httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] == 0
-    _, key = proxy.open_session()
-    port = int(url.rpartition(":")[2])
-    threading.Timer(0.5, lambda: loop.run(late.start(port))).start()
-    assert proxy.post("/v1/chat/completions", {"messages": HELLO}, key).status_code == 200
-    proxy.stop()
-    loop.run(late.stop())
 
 
 def test_a_stream_goes_on_at_another_upstream(
-    tmp_path: Path, lone: Lone, loop: LoopThread, sglang: ScriptedSGLang
+    proxy: LoneProxy, servers: list[ScriptedSGLang]
 ) -> None:
-    other = ScriptedSGLang(byte_level_tokenizer())
-    loop.run(other.start())
-    proxy = lone(tmp_path, sglang.url, other.url)
-    while httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] < 2:
-        time.sleep(0.02)
     scripts = iter([Script("hello world the quick", fault="late_hang_up:3"), Script(" brown fox")])
-    for server in (sglang, other):
+    for server in servers:
         server.script = lambda request: next(scripts)
     _, key = proxy.open_session()
     with OpenAI(base_url=f"{proxy.url}/v1", api_key=key) as agent:
         chunks = [*agent.chat.completions.create(model="any", messages=HELLO, stream=True)]
     assert chunks[-1].choices[0].finish_reason == "stop"
-    (first,), (second,) = sglang.requests, other.requests
-    assert len(second["input_ids"]) == len(first["input_ids"]) + 3
-    proxy.stop()
-    loop.run(other.stop())
+    assert [len(server.requests) for server in servers] == [1, 1]
+    first, second = sorted(asked(servers), key=len)
+    assert len(second) == len(first) + 3
+
+
+def status_after_kill_9(proxy: LoneProxy) -> int:
+    """Of a second turn, after a first one before it."""
+    _, key = proxy.open_session()
+    first = proxy.post(CHAT, {"messages": HELLO}, key).json()
+    proxy.kill()
+    proxy.start()
+    turn = [*HELLO, first["choices"][0]["message"], *HELLO]
+    return proxy.post(CHAT, {"messages": turn}, key).status_code
+
+
+def test_without_a_journal_sessions_end_with_the_process(proxy: LoneProxy) -> None:
+    assert status_after_kill_9(proxy) == 401
+
+
+def test_with_a_journal_sessions_go_on_after_kill_9(
+    tmp_path: Path, servers: list[ScriptedSGLang]
+) -> None:
+    servers[0].script = lambda request: Script()
+    servers[0].requests.clear()
+    journal = ("--journal", str(tmp_path / "journal"))
+    with closing(LoneProxy(tmp_path, servers[0].url, arguments=journal)) as proxy:
+        assert status_after_kill_9(proxy) == 200
+    first, again = asked(servers[:1])
+    assert again[: len(first)] == first
+
+
+def test_it_waits_for_an_upstream_that_is_not_there_yet_and_stops_when_open_calls_have_ended(
+    tmp_path: Path, loop: LoopThread
+) -> None:
+    late = ScriptedSGLang(byte_level_tokenizer())
+    loop.run(late.start())
+    port = int(late.url.rpartition(":")[2])
+    loop.run(late.stop())
+    with closing(LoneProxy(tmp_path, late.url)) as proxy, ThreadPoolExecutor(1) as agent:
+        assert replicas_serving(proxy) == 0
+        _, key = proxy.open_session()
+        call = agent.submit(proxy.post, CHAT, {"messages": HELLO}, key)
+        time.sleep(0.5)
+        loop.run(late.start(port))
+        assert call.result(60).status_code == 200
+        late.script = lambda request: Script(delay_s=1.0)
+        call = agent.submit(proxy.post, CHAT, {"messages": HELLO}, key)
+        wait_for(lambda: len(late.requests) == 2)
+        proxy.process.send_signal(signal.SIGTERM)
+        assert call.result(60).status_code == 200
+        assert proxy.process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            proxy.post("/rl/start_session", {"task_id": "late"})
+    loop.run(late.stop())
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import QUESTION, chunks_of
+from tests.contract.proxy.talk import QUESTION, chunks_of, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import TALKATIVE, Script
 
@@ -24,14 +23,10 @@ def text_of(chunks: list[dict[str, Any]], choice: int = 0) -> str:
     )
 
 
-@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("piece_tokens", [1, 3, 100])
-def test_the_parts_of_a_reply_make_the_whole(
-    stage: Stage, incremental: bool, piece_tokens: int
-) -> None:
-    stage.sglang.incremental = incremental
+def test_the_parts_of_a_reply_make_the_whole(stage: Stage, key: str, piece_tokens: int) -> None:
     stage.sglang.script = lambda request: Script("hello wörld 7", piece_tokens=piece_tokens)
-    _, key = stage.open_session(TicketRef(1, 0))
     chunks = events(stage, key)
     assert text_of(chunks) == "hello wörld 7"
     first, *_, last = (chunk["choices"][0] for chunk in chunks)
@@ -42,23 +37,16 @@ def test_the_parts_of_a_reply_make_the_whole(
     assert stage.sglang.requests[0]["stream"] is True
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_a_streamed_turn_is_continued_with_the_models_own_tokens(
-    stage: Stage, incremental: bool
-) -> None:
-    stage.sglang.incremental = incremental
+@pytest.mark.usefixtures("pieces")
+def test_a_streamed_turn_is_continued_with_the_models_own_tokens(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
-    _, key = stage.open_session(TicketRef(1, 0))
-    said = text_of(events(stage, key))
-    reply = {"role": "assistant", "content": said}
-    stage.chat(key, [*QUESTION, reply, {"role": "user", "content": "and 1?"}])
+    stage.chat(key, [*QUESTION, *turn(text_of(events(stage, key)))])
     stage.assert_continued(letters)
 
 
-def test_parts_leave_while_the_model_still_speaks(stage: Stage) -> None:
+def test_parts_leave_while_the_model_still_speaks(stage: Stage, key: str) -> None:
     gate = threading.Event()
     stage.sglang.script = lambda request: Script("one two three four", gate=gate)
-    _, key = stage.open_session(TicketRef(1, 0))
     text = ""
     with stage.client(key) as client:
         for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
@@ -69,8 +57,7 @@ def test_parts_leave_while_the_model_still_speaks(stage: Stage) -> None:
     assert text == "one two three four"
 
 
-def test_usage_comes_last_and_only_when_asked_for(stage: Stage) -> None:
-    _, key = stage.open_session(TicketRef(1, 0))
+def test_usage_comes_last_and_only_when_asked_for(stage: Stage, key: str) -> None:
     assert all("usage" not in chunk for chunk in events(stage, key))
     *others, last = events(stage, key, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in others)
@@ -80,21 +67,18 @@ def test_usage_comes_last_and_only_when_asked_for(stage: Stage) -> None:
     assert last["usage"]["total_tokens"] == prompt + last["usage"]["completion_tokens"]
 
 
-def test_streamed_choices_interleave_and_each_ends_once(stage: Stage) -> None:
+def test_streamed_choices_interleave_and_each_ends_once(stage: Stage, key: str) -> None:
     texts = iter(["one one one", "two two", "three"])
     stage.sglang.script = lambda request: Script(next(texts), piece_delay_s=0.01)
-    _, key = stage.open_session(TicketRef(1, 0))
     chunks = events(stage, key, n=3)
     assert sorted(text_of(chunks, i) for i in range(3)) == ["one one one", "three", "two two"]
     ends = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
+    assert stage.end_session(key) == 3
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_streamed_logprobs_are_those_of_every_token(stage: Stage, incremental: bool) -> None:
-    stage.sglang.incremental = incremental
-    _, key = stage.open_session(TicketRef(1, 0))
+@pytest.mark.usefixtures("pieces")
+def test_streamed_logprobs_are_those_of_every_token(stage: Stage, key: str) -> None:
     chunks = events(stage, key, logprobs=True, top_logprobs=2)
     parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     tokens = [token for part in parts for token in part["content"]]
@@ -102,20 +86,15 @@ def test_streamed_logprobs_are_those_of_every_token(stage: Stage, incremental: b
     assert tokens == whole["logprobs"]["content"]
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_a_stop_string_is_never_shown_not_even_its_beginning(
-    stage: Stage, incremental: bool
-) -> None:
-    stage.sglang.incremental = incremental
+@pytest.mark.usefixtures("pieces")
+def test_a_stop_string_is_never_shown_not_even_its_beginning(stage: Stage, key: str) -> None:
     stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
-    _, key = stage.open_session(TicketRef(1, 0))
     chunks = events(stage, key, stop=["STOP", "STRANGE"])
     assert text_of(chunks) == "3 + 4 "
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage) -> None:
-    _, key = stage.open_session(TicketRef(1, 0))
+def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage, key: str) -> None:
     first = stage.chat(key, QUESTION).json()["id"]
     stage.sglang.script = lambda request: TALKATIVE
     with (
@@ -128,9 +107,8 @@ def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage) -> Non
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).json()["interaction_id"] == first
 
 
-def test_the_end_of_a_reply_comes_after_its_journal_record(stage: Stage) -> None:
+def test_the_end_of_a_reply_comes_after_its_journal_record(stage: Stage, key: str) -> None:
     stage.sglang.script = lambda request: Script("one two", piece_delay_s=0.01)
-    _, key = stage.open_session(TicketRef(1, 0))
     with stage.client(key) as client:
         for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
             if chunk.choices[0].finish_reason:

@@ -15,10 +15,8 @@ from areal_hpc.proxy.sessions.events import (
 )
 from areal_hpc.proxy.sessions.recorder import EVENT_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
-from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import FinishTicketRequest
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -103,8 +101,7 @@ def test_weights_whose_replies_the_proxy_passed_on_are_known(
     assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
     body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
     assert stage.post("/rl/record", body, key).status_code == 200
-    stage.kill_proxy()  # forgets it, for the other tests
-    stage.start_proxy()
+    stage.restart_proxy()  # forgets it, for the other tests
 
 
 def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:
@@ -113,9 +110,8 @@ def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Sta
 
 
 def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
-    stage: Stage, sound: Interaction
+    stage: Stage, key: str, sound: Interaction
 ) -> None:
-    _, key = stage.open_session(TicketRef(1, 0))
     stage.kill_proxy()
     stage.relay.show(stage.sglang.url, state="starting")
     stage.start_proxy()
@@ -131,86 +127,72 @@ def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
     )
 
 
-def finish_sound_ticket(stage: Stage, ref: TicketRef) -> Interaction:
-    """A ticket of one session that makes one call."""
-    session_id, key = stage.open_session(ref)
+def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef, str]:
+    """Finish that ticket, and let the dead proxy's journal hold others with unsound calls.
+
+    It is what an earlier version of the proxy would have written. Returns their sessions.
+    """
+    refs = [TicketRef(good_ref.ticket_id, attempt) for attempt in range(10, 10 + len(unsound))]
+    sessions = {ref: stage.open_session(ref)[0] for ref in refs}
+    session_id, key = stage.open_session(good_ref)
     stage.ask(key, "hi")
     (sound,) = stage.await_journaled(key)
     stage.finish_session(key, 1.0)
-    stage.post("/rl/finish_ticket", FinishTicketRequest(ref, [session_id]))
-    return sound
-
-
-def poison(stage: Stage, session_id: str, bad: Interaction, ref: TicketRef) -> None:
-    """Let the dead proxy's journal hold a finished ticket with an unsound call.
-
-    It is what an earlier version of the proxy would have written.
-    """
-    (path,) = stage.journal_dir.glob("*/journal")
-    writer = JournalWriter(path, 60.0)
-    for event in (
-        InteractionAdded(session_id, bad),
-        RewardSet(session_id, bad.interaction_id, 1.0),
-        SessionEnded(session_id),
-        TicketFinished(ref, [session_id], time.time()),
-    ):
-        writer.append(EVENT_KIND, encode_event(event))
-    writer.close()
-
-
-UNSOUND_ONCE: dict[TicketRef, dict[str, Any]] = {
-    TicketRef(11, 2): {"output_ids": b"\x01\x00\x00\x00\x02"},
-    TicketRef(12, 2): {"prompt_tokens": 2**40},
-    TicketRef(13, 2): {"logprobs": pack_logprobs([NAN] * 5)},
-    TicketRef(14, 2): {"context": b"{"},
-    TicketRef(15, 2): {"spans": [VersionSpan(0, 0, 2**40)]},
-    TicketRef(16, 2): {"reply": {"role": "assistant", "content": ["a"], "tool_calls": ["x"]}},
-}
-
-
-def test_a_journal_that_holds_unsound_calls_costs_their_tickets_alone(own_stage: Stage) -> None:
-    stage, good_ref = own_stage, TicketRef(8, 0)
-    sessions = {ref: stage.open_session(ref)[0] for ref in UNSOUND_ONCE}
-    sound = finish_sound_ticket(stage, good_ref)
+    assert stage.finish_ticket(good_ref, session_id) == 1
     stage.kill_proxy()
-    for ref, change in UNSOUND_ONCE.items():
-        bad = msgspec.structs.replace(sound, interaction_id="bad", **change)
-        poison(stage, sessions[ref], bad, ref)
+    writer = JournalWriter(stage.journal, 60.0)
+    for (ref, session_id), (field, value) in zip(sessions.items(), unsound.items(), strict=True):
+        bad = msgspec.structs.replace(sound, interaction_id="bad", **{field: value})
+        for event in (
+            InteractionAdded(session_id, bad),
+            RewardSet(session_id, "bad", 1.0),
+            SessionEnded(session_id),
+            TicketFinished(ref, [session_id], time.time()),
+        ):
+            writer.append(EVENT_KIND, encode_event(event))
+    writer.close()
+    return sessions
+
+
+def test_a_journal_that_holds_unsound_calls_costs_their_tickets_alone(
+    stage: Stage, ref: TicketRef
+) -> None:
+    sessions = poison(
+        stage,
+        ref,
+        output_ids=b"\x01\x00\x00\x00\x02",
+        prompt_tokens=2**40,
+        logprobs=pack_logprobs([NAN] * 5),
+        context=b"{",
+        spans=[VersionSpan(0, 0, 2**40)],
+        reply={"role": "assistant", "content": ["a"], "tool_calls": ["x"]},
+    )
     stage.start_proxy()
-    assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
-    assert [one.ref for one in stage.ledger.settled] == [good_ref]
-    assert {one.ref for one in stage.ledger.dropped} == UNSOUND_ONCE.keys()
+    assert stage.seal() == 1
+    assert [one.ref for one in stage.ledger.settled] == [ref]
+    assert {one.ref for one in stage.ledger.dropped} == sessions.keys()
     for dropped in stage.ledger.dropped:
         reason = "cannot be sealed: its journal holds an unsound call: expected"
         assert reason in dropped.reason, dropped.ref
-        repeated = FinishTicketRequest(dropped.ref, [sessions[dropped.ref]])
-        assert stage.post("/rl/finish_ticket", repeated).json() == {"rows": 0}
-    stage.kill_proxy()
-    stage.start_proxy()
-    assert stage.post("/rl/seal", {}).json() == {"tickets": 0}
-    assert (len(stage.ledger.settled), len(stage.ledger.dropped)) == (1, len(UNSOUND_ONCE))
-    (shard,) = read_index(stage.paths.index_dir)
-    assert shard.rows == 1
+        assert stage.finish_ticket(dropped.ref, sessions[dropped.ref]) == 0
+    stage.restart_proxy()
+    assert stage.seal() == 0
+    assert (len(stage.ledger.settled), len(stage.ledger.dropped)) == (1, len(sessions))
+    assert len(stage.sealed_rows(ref)) == 1
 
 
 def test_sealed_and_dropped_tickets_are_told_once_the_ledger_answers_again(
-    own_stage: Stage,
+    stage: Stage, ref: TicketRef
 ) -> None:
-    stage, good_ref, bad_ref = own_stage, TicketRef(8, 0), TicketRef(7, 2)
-    session_id, _ = stage.open_session(bad_ref)
-    sound = finish_sound_ticket(stage, good_ref)
-    stage.kill_proxy()
-    bad = msgspec.structs.replace(sound, interaction_id="bad", prompt_tokens=-1)
-    poison(stage, session_id, bad, bad_ref)
+    unsound = poison(stage, ref, prompt_tokens=-1)
     stage.ledger.away = True
     stage.start_proxy()
-    assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
-    stage.kill_proxy()
-    stage.start_proxy()
+    assert stage.seal() == 1
+    stage.restart_proxy()
     time.sleep(0.5)
     assert (stage.ledger.settled, stage.ledger.dropped) == ([], [])
     stage.ledger.away = False
     wait_for(lambda: stage.ledger.dropped, why=lambda: stage.log)
-    assert [one.ref for one in stage.ledger.settled] == [good_ref]
-    assert [one.ref for one in stage.ledger.dropped] == [bad_ref]
-    assert len([*stage.paths.shards_dir.glob("*.h5")]) == 1
+    assert [one.ref for one in stage.ledger.settled] == [ref]
+    assert [one.ref for one in stage.ledger.dropped] == [*unsound]
+    assert len(stage.sealed_rows(ref)) == 1

@@ -34,20 +34,9 @@ def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def stage(
     model_dir: Path, sglang_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("stage"), model_dir=model_dir, context_tokens=1024)
+    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
+    folder = tmp_path_factory.mktemp("stage")
+    stage = Stage(folder, model_dir=model_dir, context_tokens=1024, **formats)
     stage.route_to(sglang_url)
-    yield stage
-    stage.close()
-
-
-@pytest.fixture(scope="module")
-def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A scripted model whose format is that of Qwen3, and the real parsers."""
-    stage = Stage(
-        tmp_path_factory.mktemp("parsing"),
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        serve_python=get_interpreter("serve", "auto"),
-    )
     yield stage
     stage.close()

@@ -15,11 +15,8 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import FinishTicketRequest
 from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -71,14 +68,12 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
     asyncio.run(everyone())
     for number, (_, key) in enumerate(sessions):
         stage.finish_session(key, float(number))
-    request = FinishTicketRequest(REF, [session_id for session_id, _ in sessions])
-    reply = stage.post("/rl/finish_ticket", request)
-    assert reply.json() == {"rows": EPISODES}, reply.text
-    assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
+    assert stage.finish_ticket(REF, *(session_id for session_id, _ in sessions)) == EPISODES
+    assert stage.seal() == 1
     (settled,) = stage.ledger.settled
     assert settled.rewards == [float(number) for number in range(EPISODES)]
     encoder = TokenEncoder.from_model_dir(stage.model_dir)
-    for row in ShardReader(stage.paths.shards_dir / settled.shard).read_rows(settled.rows):
+    for row in stage.sealed_rows(REF):
         assert len(row.meta["interaction_ids"]) == TURNS
         assert row.meta["prompt_reuse"] == ["none"] + ["reused"] * (TURNS - 1)
         assert set(row.versions_T[row.loss_mask_T == 1].tolist()) == {1 << 32}
@@ -143,22 +138,14 @@ def stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("fault", ["", "400"])
-def test_scripted_streams_are_those_of_the_real_server(
-    stage: Stage, sglang_url: str, fault: str
-) -> None:
+def test_scripted_streams_are_those_of_the_real_server(stage: Stage, sglang_url: str) -> None:
     body = {
         "input_ids": [5, 6, 7],
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True},
         "return_logprob": True,
         "top_logprobs_num": 2,
-        "rid": f"rid-stream-{fault}",
+        "rid": "rid-stream",
     }
-    if fault:
-        body["sampling_params"] = {"max_new_tokens": 4, "regex": "("}
-        (refusal,) = stream(sglang_url, body)
-        assert refusal["meta_info"]["finish_reason"]["status_code"] == 400
-        return
     stage.sglang.incremental = True
     script = Script("one two three four five", finish="length", piece_tokens=3)
     scripted = list(stage.sglang.pieces(body, script))
@@ -168,6 +155,9 @@ def test_scripted_streams_are_those_of_the_real_server(
     assert "weight_versions" not in real[0]["meta_info"]
     assert sum(len(piece["output_ids"]) for piece in real) == 12
     assert sum(len(piece["meta_info"]["output_token_logprobs"]) for piece in real) == 12
+    refused = {"max_new_tokens": 4, "regex": "("}
+    (refusal,) = stream(sglang_url, {**body, "rid": "refused", "sampling_params": refused})
+    assert refusal["meta_info"]["finish_reason"]["status_code"] == 400
 
 
 def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
@@ -188,11 +178,10 @@ def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
 
 def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
     _, key = stage.open_session(REF)
+    asked: Any = {"stream": True, "max_tokens": 900, "logit_bias": {"2": -100}}
     with (
         stage.client(key) as client,
-        client.chat.completions.create(
-            model="m", messages=QUESTION, stream=True, max_tokens=900, logit_bias={"2": -100}
-        ) as chunks,
+        client.chat.completions.create(model="m", messages=QUESTION, **asked) as chunks,
     ):
         for _ in range(5):
             next(iter(chunks))
@@ -250,24 +239,16 @@ def test_limits_are_the_requests_fault_or_bound_its_reply(stage: Stage) -> None:
     assert len(choices[0]["logprobs"]["content"][0]["top_logprobs"]) == 3
 
 
-def test_the_real_engine_calls_the_tool_it_must(
-    model_dir: Path, sglang_url: str, tmp_path: Path
-) -> None:
-    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
-    real = Stage(tmp_path, model_dir=model_dir, context_tokens=1024, **formats)
-    real.route_to(sglang_url)
+@pytest.mark.parametrize("asked", [{}, {"parallel_tool_calls": False}])
+def test_the_real_engine_calls_the_tool_it_must(stage: Stage, asked: dict[str, Any]) -> None:
     strict = {**CHAT_TOOL, "function": {**CHAT_TOOL["function"], "strict": True}}
-    _, key = real.open_session()
-    for asked in ({}, {"parallel_tool_calls": False}):
-        answer = real.chat(
-            key, QUESTION, tools=[strict], tool_choice="required", max_tokens=200,
-            logit_bias={"2": -5}, **asked,
-        )  # fmt: skip
-        assert answer.status_code == 200, answer.text
-        message = answer.json()["choices"][0]["message"]
-        assert message.get("tool_calls"), message
-        assert message["tool_calls"][0]["function"]["name"] == "add"
-    real.close()
+    asked = {**asked, "tool_choice": "required", "max_tokens": 200, "logit_bias": {"2": -5}}
+    _, key = stage.open_session()
+    answer = stage.chat(key, QUESTION, tools=[strict], **asked)
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert message.get("tool_calls"), message
+    assert message["tool_calls"][0]["function"]["name"] == "add"
 
 
 def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_dir: Path) -> None:

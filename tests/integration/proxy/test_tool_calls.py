@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from anthropic import Anthropic
+from anthropic.types import Message
 
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -40,6 +42,19 @@ UNKNOWN = '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
 
 
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A scripted model whose format is that of Qwen3, and the real parsers."""
+    stage = Stage(
+        tmp_path_factory.mktemp("parsing"),
+        tool_call_parser="qwen25",
+        reasoning_parser="qwen3",
+        serve_python=get_interpreter("serve", "auto"),
+    )
+    yield stage
+    stage.close()
+
+
 def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:
     """Let the model say `text`; the key of a new session."""
     stage.sglang.requests.clear()
@@ -48,12 +63,13 @@ def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:
     return stage.open_session(TicketRef(1, 0))[1]
 
 
-def assert_spliced(stage: Stage, said: str, tail: str) -> None:
-    """The last request reads what the model said before, token by token, and then `tail`."""
+def assert_spliced(stage: Stage, said: str, calls: int = 1) -> None:
+    """The last request reads what the model said, token by token, and then how it was answered."""
     before, after = (request["input_ids"] for request in stage.sglang.requests[-2:])
     own = stage.tokenizer.encode(said + "<|im_end|>").ids
     assert after[: len(before) + len(own)] == before + own
     rest = stage.tokenizer.decode(after[len(before) + len(own) :], skip_special_tokens=False)
+    tail = "<|im_start|>tool\n7<|im_end|>\n" * calls or "<|im_start|>user\nSure?<|im_end|>\n"
     assert rest == f"\n{tail}<|im_start|>assistant\n"
 
 
@@ -83,14 +99,13 @@ def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("piece_tokens", [0, 1, 5])
 def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
-    parsing_stage: Stage,
+    stage: Stage,
     said: str,
     content: str | None,
     reasoning: str | None,
     calls: int,
     piece_tokens: int,
 ) -> None:
-    stage = parsing_stage
     key = says(stage, said, piece_tokens or 1)
     if piece_tokens:
         message = streamed(stage, key, tools=[CHAT_TOOL])
@@ -103,19 +118,15 @@ def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
     assert (message.get("content") or "").strip() == (content or "")
     assert message.get("reasoning_content") == reasoning
     found = message.get("tool_calls") or []
-    assert [json.loads(call["function"]["arguments"]) for call in found] == [
-        {"x": 3, "y": 4}
-    ] * calls
+    arguments = [json.loads(call["function"]["arguments"]) for call in found]
+    assert arguments == [{"x": 3, "y": 4}] * calls
     assert len({call["id"] for call in found}) == calls
     (interaction,) = stage.journaled(key)
     raw = stage.tokenizer.decode([int(i) for i in memoryview(interaction.output_ids).cast("i")])
     assert raw.startswith(said)
 
 
-def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(
-    parsing_stage: Stage,
-) -> None:
-    stage = parsing_stage
+def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(stage: Stage) -> None:
     key = says(stage, THOUGHT + CALL)
     first = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     (call,) = first["tool_calls"]
@@ -128,12 +139,12 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(
         {"role": "tool", "tool_call_id": call["id"], "content": "7"},
     ]
     assert stage.chat(key, history, tools=[CHAT_TOOL]).status_code == 200
-    assert_spliced(stage, THOUGHT + CALL, "<|im_start|>tool\n7<|im_end|>\n")
+    assert_spliced(stage, THOUGHT + CALL)
 
 
-def test_a_stream_has_one_call_a_chunk(parsing_stage: Stage) -> None:
-    key = says(parsing_stage, f"I add. {CALL}\n{CALL}")
-    with parsing_stage.client(key) as client:
+def test_a_stream_has_one_call_a_chunk(stage: Stage) -> None:
+    key = says(stage, f"I add. {CALL}\n{CALL}")
+    with stage.client(key) as client:
         asked: Any = {"model": "m", "messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
         chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked)]
     calling = [delta.tool_calls for delta in chunks if delta.tool_calls]
@@ -149,13 +160,11 @@ def test_a_stream_has_one_call_a_chunk(parsing_stage: Stage) -> None:
     assert "".join(delta.content or "" for delta in chunks).strip() == "I add."
 
 
-def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(
-    parsing_stage: Stage,
-) -> None:
-    key = says(parsing_stage, CALL)
-    message = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL], tool_choice="none").json()
+def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(stage: Stage) -> None:
+    key = says(stage, CALL)
+    message = stage.chat(key, QUESTION, tools=[CHAT_TOOL], tool_choice="none").json()
     assert message["choices"][0]["message"]["content"] == CALL
-    prompt = parsing_stage.tokenizer.decode(parsing_stage.sglang.requests[0]["input_ids"])
+    prompt = stage.tokenizer.decode(stage.sglang.requests[0]["input_ids"])
     assert "add" not in prompt
 
 
@@ -167,29 +176,25 @@ def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(
     ],
 )
 def test_what_cannot_hold_together_is_refused(
-    parsing_stage: Stage, asked: dict[str, Any], param: str
+    stage: Stage, asked: dict[str, Any], param: str
 ) -> None:
-    key = says(parsing_stage, CALL)
-    answer = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL], **asked)
+    key = says(stage, CALL)
+    answer = stage.chat(key, QUESTION, tools=[CHAT_TOOL], **asked)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_parsers_that_die_are_started_again(parsing_stage: Stage) -> None:
-    key = says(parsing_stage, CALL)
-    assert parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
-    threads = Path(f"/proc/{parsing_stage.pid}/task").glob("*/children")
+def test_parsers_that_die_are_started_again(stage: Stage) -> None:
+    key = says(stage, CALL)
+    assert stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
+    threads = Path(f"/proc/{stage.pid}/task").glob("*/children")
     (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
     os.kill(parsers, signal.SIGKILL)
-    parsing_stage.http.timeout = 120.0  # they import SGLang again
-    message = parsing_stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
+    stage.http.timeout = 120.0  # they import SGLang again
+    message = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
 # In the other dialects ---------------------------------------------------------------------------
-
-
-def anthropic(stage: Stage, key: str) -> Anthropic:
-    return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
 
 
 SAID = pytest.mark.parametrize(
@@ -205,20 +210,22 @@ BLOCKS = {"tool_use": "call", "thinking": "reasoning", "text": "text"}
 ITEMS = {"function_call": "call", "reasoning": "reasoning", "message": "text"}
 
 
+def message_of(client: Anthropic, streams: bool, **asked: Any) -> Message:
+    if not streams:
+        return cast("Message", client.messages.create(**asked))
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @SAID
 def test_anthropics_blocks_come_back_as_the_models_own_tokens(
-    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
+    stage: Stage, said: str, kinds: list[str], streams: bool
 ) -> None:
-    stage = parsing_stage
     key = says(stage, said)
     asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
-    with anthropic(stage, key) as client:
-        if streams:
-            with client.messages.stream(messages=QUESTION, **asked) as stream:
-                message = stream.get_final_message()
-        else:
-            message = client.messages.create(messages=QUESTION, **asked)
+    with stage.anthropic(key) as client:
+        message = message_of(client, streams, messages=QUESTION, **asked)
         assert [BLOCKS[block.type] for block in message.content] == kinds
         calls = [block for block in message.content if block.type == "tool_use"]
         assert [call.input for call in calls] == [{"x": 3, "y": 4}] * len(calls)
@@ -228,16 +235,14 @@ def test_anthropics_blocks_come_back_as_the_models_own_tokens(
         results = [{**result, "tool_use_id": call.id} for call in calls]
         answer: Any = {"role": "user", "content": results or "Sure?"}
         client.messages.create(messages=[*QUESTION, reply, answer], **asked)
-    tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
-    assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+    assert_spliced(stage, said, len(calls))
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @SAID
 def test_openais_items_come_back_as_the_models_own_tokens(
-    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
+    stage: Stage, said: str, kinds: list[str], streams: bool
 ) -> None:
-    stage = parsing_stage
     key = says(stage, said)
     with stage.client(key) as client:
         if streams:
@@ -255,15 +260,13 @@ def test_openais_items_come_back_as_the_models_own_tokens(
         asked = results or [{"role": "user", "content": "Sure?"}]
         history: Any = [*QUESTION, *items, *asked]
         client.responses.create(model="m", input=history, tools=[FUNCTION])
-        tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
-        assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+        assert_spliced(stage, said, len(calls))
         following: Any = {"input": asked, "previous_response_id": response.id}
         client.responses.create(model="m", tools=[FUNCTION], **following)
     assert stage.sglang.requests[-1]["input_ids"] == stage.sglang.requests[-2]["input_ids"]
 
 
-def test_a_tool_in_a_namespace_is_called_by_both_names(parsing_stage: Stage) -> None:
-    stage = parsing_stage
+def test_a_tool_in_a_namespace_is_called_by_both_names(stage: Stage) -> None:
     said = CALL.replace("add", "sums.add")
     key = says(stage, said)
     space: Any = {"type": "namespace", "name": "sums", "description": "", "tools": [FUNCTION]}
@@ -275,13 +278,12 @@ def test_a_tool_in_a_namespace_is_called_by_both_names(parsing_stage: Stage) -> 
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
         history: Any = [*QUESTION, call.to_dict(), result]
         client.responses.create(model="m", input=history, tools=[space])
-    assert_spliced(stage, said, "<|im_start|>tool\n7<|im_end|>\n")
+    assert_spliced(stage, said)
 
 
-def test_a_conversation_with_tools_may_change_its_dialect(parsing_stage: Stage) -> None:
-    stage = parsing_stage
+def test_a_conversation_with_tools_may_change_its_dialect(stage: Stage) -> None:
     key = says(stage, CALL)
-    with anthropic(stage, key) as client:
+    with stage.anthropic(key) as client:
         asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
         message = client.messages.create(messages=QUESTION, **asked)
     (call,) = message.content
@@ -291,21 +293,17 @@ def test_a_conversation_with_tools_may_change_its_dialect(parsing_stage: Stage) 
         result = {"type": "function_call_output", "call_id": call.id, "output": "7"}
         history: Any = [*QUESTION, {"type": "function_call", **named}, result]
         client.responses.create(model="m", input=history, tools=[FUNCTION])
-    assert_spliced(stage, CALL, "<|im_start|>tool\n7<|im_end|>\n")
+    assert_spliced(stage, CALL)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
-    parsing_stage: Stage, streams: bool
+    stage: Stage, streams: bool
 ) -> None:
-    key = says(parsing_stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
-    with anthropic(parsing_stage, key) as client:
+    key = says(stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
+    with stage.anthropic(key) as client:
         asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
-        if streams:
-            with client.messages.stream(**asked) as stream:
-                message = stream.get_final_message()
-        else:
-            message = client.messages.create(**asked)
+        message = message_of(client, streams, **asked)
     (block,) = message.content
     assert block.type == "text"
     assert json.loads(block.text) == {"name": "add", "arguments": "3 + 4"}
@@ -324,15 +322,15 @@ def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
     ],
 )
 def test_whether_to_think_is_told_to_the_template(
-    parsing_stage: Stage, route: str, asked: dict[str, Any], thinks: bool
+    stage: Stage, route: str, asked: dict[str, Any], thinks: bool
 ) -> None:
-    key = says(parsing_stage, "7")
+    key = says(stage, "7")
     body = {**ASKED[route], "tools": [], **asked}
-    answer = parsing_stage.post(f"/v1/{route}", body, key)
+    answer = stage.post(f"/v1/{route}", body, key)
     assert answer.status_code == 200, answer.text
-    (interaction,) = parsing_stage.journaled(key)
+    (interaction,) = stage.journaled(key)
     assert json.loads(interaction.context)[1]["enable_thinking"] is thinks
-    assert "effort" not in parsing_stage.http.get(f"{parsing_stage.url}/metrics").text
+    assert "effort" not in stage.http.get(f"{stage.url}/metrics").text
 
 
 def ask(stage: Stage, route: str, said: str, **more: Any) -> dict[str, Any]:
@@ -345,6 +343,9 @@ def ask(stage: Stage, route: str, said: str, **more: Any) -> dict[str, Any]:
 
 
 CHOSEN = {"type": "function", "function": {"name": "add"}}
+JSON = {"type": "json_object"}
+FIRST = {"stop_after_first": True}
+ONE_CALL = {"type": "auto", "disable_parallel_tool_use": True}
 
 
 @pytest.mark.parametrize(
@@ -352,29 +353,21 @@ CHOSEN = {"type": "function", "function": {"name": "add"}}
     [
         ("chat/completions", {"tool_choice": "required"}, {"at_least_one": True}),
         ("chat/completions", {"tool_choice": CHOSEN}, {"at_least_one": True}),
-        (
-            "chat/completions",
-            {"parallel_tool_calls": False},
-            {"at_least_one": False, "stop_after_first": True},
-        ),
+        ("chat/completions", {"parallel_tool_calls": False}, {**FIRST, "at_least_one": False}),
         (
             "chat/completions",
             {"tool_choice": "required", "parallel_tool_calls": False},
-            {"at_least_one": True, "stop_after_first": True},
+            {**FIRST, "at_least_one": True},
         ),
         ("messages", {"tool_choice": {"type": "any"}}, {"at_least_one": True}),
         ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, {"at_least_one": True}),
-        (
-            "messages",
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            {"stop_after_first": True},
-        ),
+        ("messages", {"tool_choice": ONE_CALL}, FIRST),
     ],
 )
 def test_what_is_asked_of_tool_calls_becomes_a_grammar(
-    parsing_stage: Stage, route: str, asked: dict[str, Any], tag: dict[str, Any]
+    stage: Stage, route: str, asked: dict[str, Any], tag: dict[str, Any]
 ) -> None:
-    params = ask(parsing_stage, route, CALL, **asked)["sampling_params"]
+    params = ask(stage, route, CALL, **asked)["sampling_params"]
     grammar = json.loads(params["structural_tag"])
     grammar = grammar.get("format", grammar)
     assert {name: grammar[name] for name in tag} == tag
@@ -384,16 +377,13 @@ def test_what_is_asked_of_tool_calls_becomes_a_grammar(
 @pytest.mark.parametrize(
     ("route", "asked"),
     [
-        (
-            "chat/completions",
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-        ),
+        ("chat/completions", {"tool_choice": "required", "response_format": JSON}),
         (
             "responses",
             {
                 "tools": [FUNCTION, {"type": "web_search"}],
                 "tool_choice": {"type": "function", "name": "add"},
-                "text": {"format": {"type": "json_object"}},
+                "text": {"format": JSON},
             },
         ),
         (
@@ -406,9 +396,9 @@ def test_what_is_asked_of_tool_calls_becomes_a_grammar(
     ],
 )
 def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
-    parsing_stage: Stage, route: str, asked: dict[str, Any]
+    stage: Stage, route: str, asked: dict[str, Any]
 ) -> None:
-    request = ask(parsing_stage, route, CALL, **asked)
+    request = ask(stage, route, CALL, **asked)
     assert "json_schema" not in request["sampling_params"]
     assert "structural_tag" in request["sampling_params"]
-    assert "web_search" not in parsing_stage.tokenizer.decode(request["input_ids"])
+    assert "web_search" not in stage.tokenizer.decode(request["input_ids"])

@@ -24,6 +24,8 @@ from areal_hpc.proxy.sessions.events import (
     TicketFinished,
     TicketsSealed,
     TicketsSettled,
+    decode_event,
+    encode_event,
 )
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
@@ -87,9 +89,8 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def open(self, draw: int) -> None:
         self.count += 1
-        ref = [None, TicketRef(draw % 4, self.count // 8), TicketRef(0, 0, 3)][min(draw % 5, 2)]
-        if draw % 5 > 2:
-            ref = TicketRef(draw % 4, self.count // 8)
+        ticket = TicketRef(draw % 4, self.count // 8)
+        ref = (None, TicketRef(0, 0, 3), ticket, ticket, ticket)[draw % 5]
         if ref is not None and self.store.rows_of(ref) is not None:
             return
         request = StartSessionRequest("task", ref, draw % 3)
@@ -102,9 +103,8 @@ class RecorderMachine(RuleBasedStateMachine):
             trial = InteractionTree()
             for one in session.tree:
                 trial.add(one)
-            self.recorder.record(
-                InteractionAdded(session.session_id, say(trial, [user(text)], text))
-            )
+            said = say(trial, [user(text)], text)
+            self.recorder.record(InteractionAdded(session.session_id, said))
 
     @rule(draw=draws)
     def reward(self, draw: int) -> None:
@@ -126,24 +126,17 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def finish(self, draw: int) -> None:
         session = self.pick(draw, ended=True)
-        if (
-            session
-            and session.request.ref
-            and session.is_recorded
-            and any(one.reward for one in session.tree)
-        ):
-            event = TicketFinished(session.request.ref, [session.session_id], time.time())
-            self.recorder.record(event)
+        if not session or not any(one.reward for one in session.tree):
+            return
+        if session.is_recorded and (ref := session.request.ref):
+            self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
 
     @precondition(lambda self: self.store.finished)
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
         refs = list(self.store.finished)[: 1 + draw % 2]
-        self.recorder.record(
-            TicketsSealed(
-                [SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
-            )
-        )
+        sealed = [SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
+        self.recorder.record(TicketsSealed(sealed))
 
     @precondition(lambda self: self.store.finished)
     @rule()
@@ -180,9 +173,18 @@ RecorderMachine.TestCase.settings = settings(max_examples=30, stateful_step_coun
 test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
 
 
+def test_an_interaction_journaled_before_it_had_times_is_read() -> None:
+    interaction = say(InteractionTree(), [user("a")], "one")
+    record = msgspec.msgpack.decode(encode_event(InteractionAdded("s", interaction)))
+    for field in ("asked_at", "answered_at"):
+        del record["interaction"][field]
+    event = decode_event(msgspec.msgpack.encode(record))
+    assert isinstance(event, InteractionAdded)
+    assert (event.interaction.asked_at, event.interaction.answered_at) == (0.0, 0.0)
+
+
 def test_a_key_is_found_by_its_digest_alone() -> None:
-    store = SessionStore()
-    key = generate_key()
+    store, key = SessionStore(), generate_key()
     store.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
     assert store.session_of_key(key) is store.sessions["s"]
     assert store.session_of_key(key[:-1]) is None

@@ -27,6 +27,11 @@ def assistant(text: str) -> Message:
     return normalize_chat_message({"role": "assistant", "content": text})
 
 
+def turn(reply: str, question: str = "b") -> list[Message]:
+    """What a conversation goes on with."""
+    return [assistant(reply), user(question)]
+
+
 def answer(
     tree: InteractionTree,
     turn: TreeTurn,
@@ -84,11 +89,10 @@ def say(
 def branches(left: float | None, right: float | None) -> tuple[InteractionTree, list[Interaction]]:
     """A reply that two others extend, one after the other, with their rewards."""
     tree = InteractionTree()
-    history = [user("a"), assistant("one")]
     said = [
         say(tree, [user("a")], "one", during=(0, 1)),
-        say(tree, [*history, user("b")], "left", during=(1, 2)),
-        say(tree, [*history, user("c")], "right", during=(2, 3)),
+        say(tree, [user("a"), *turn("one")], "left", during=(1, 2)),
+        say(tree, [user("a"), *turn("one", "c")], "right", during=(2, 3)),
     ]
     said[1].reward, said[2].reward = left, right
     return tree, said

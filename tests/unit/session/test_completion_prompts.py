@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -14,7 +14,6 @@ from tests.support.chatml import byte_level_tokenizer
 from tests.support.prompt_audit import audit_prompt, prompt_ids
 from tests.unit.session.model_stub import TEMPLATE, answer, say, user
 
-SLOW = settings(deadline=None)  # it is the machine that is slow now and then
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 
 
@@ -51,7 +50,6 @@ def complete(
 
 
 @pytest.mark.parametrize("leads", [False, True])
-@SLOW
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts.filter(bool)), min_size=1, max_size=4))
 def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(
     leads: bool, turns: list[tuple[str, str]]
@@ -69,7 +67,6 @@ def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(
     assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
-@SLOW
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts), min_size=1, max_size=4))
 def test_ids_that_go_on_have_their_parent(turns: list[tuple[str, str]]) -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
@@ -12,7 +12,7 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
-from tests.unit.session.model_stub import assistant, branches, say, user
+from tests.unit.session.model_stub import assistant, branches, say, turn, user
 
 discounts = st.floats(0, 1)
 rewards = st.one_of(st.none(), st.floats(-10, 10))
@@ -29,24 +29,19 @@ def totals(
     return [earnings.total for earnings in earned.values()]
 
 
-def one_conversation(given: Sequence[float | None]) -> InteractionTree:
+def one_after_another(
+    given: Sequence[float | None], *, in_one_conversation: bool = True
+) -> InteractionTree:
     tree = InteractionTree()
     messages: list[Message] = []
     for number, reward in enumerate(given):
-        messages.append(user(str(number)))
-        say(tree, messages, "x", during=(number, number + 0.5)).reward = reward
-        messages.append(assistant("x"))
+        asked = user(f"agent {number}")
+        history = [*messages, asked] if in_one_conversation else [asked]
+        say(tree, history, "x", during=(number, number + 0.5)).reward = reward
+        messages += [asked, assistant("x")]
     return tree
 
 
-def conversations_in_turn(given: Sequence[float | None]) -> InteractionTree:
-    tree = InteractionTree()
-    for number, reward in enumerate(given):
-        say(tree, [user(f"agent {number}")], "x", during=(number, number + 0.5)).reward = reward
-    return tree
-
-
-@settings(deadline=None)
 @given(st.lists(rewards, max_size=5), st.floats(-10, 10), discounts)
 def test_all_rules_agree_on_turns_that_follow_one_another(
     earlier: list[float | None], last: float, discount: float
@@ -55,7 +50,8 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
     expected = [last]
     for reward in reversed(earlier):
         expected.insert(0, (reward or 0.0) + discount * expected[0])
-    for tree in (one_conversation(given_rewards), conversations_in_turn(given_rewards)):
+    for together in (True, False):
+        tree = one_after_another(given_rewards, in_one_conversation=together)
         assert totals(tree, discount) == pytest.approx(expected)
         assert totals(tree, discount, "chronological") == pytest.approx(expected)
 
@@ -76,27 +72,40 @@ def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
     left, right = [user("left")], [user("right")]
     say(tree, left, "l1", during=(0, 1))
     say(tree, right, "r1", during=(0.5, 2))
-    say(tree, [*left, assistant("l1"), user("b")], "l2", during=(2, 3)).reward = 1.0
-    say(tree, [*right, assistant("r1"), user("b")], "r2", during=(4, 5)).reward = -1.0
+    say(tree, [*left, *turn("l1")], "l2", during=(2, 3)).reward = 1.0
+    say(tree, [*right, *turn("r1")], "r2", during=(4, 5)).reward = -1.0
     assert totals(tree) == [0.5, -0.5, 1.0, -1.0]
     assert totals(tree, rule="chronological") == [0.125, 0.25, 0.5, -1.0]
 
 
-def test_a_sibling_that_waited_its_turn_is_still_a_sibling() -> None:
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        pytest.param(
+            [(0, 9), (0, 3), (3, 6)],
+            [None, None, 1.0],
+            id="a sibling that waited its turn is still a sibling",
+        ),
+        pytest.param(
+            [(0, 1), (1, 4), (1, 3), (5, 6)],
+            [0.25, 0.5, 0.5, 1.0],
+            id="who divides the work and who joins it share the reward",
+        ),
+        pytest.param(
+            [(0, 0)] * 3,
+            [0.25, 0.5, 1.0],
+            id="without times they follow one another as they were completed",
+        ),
+    ],
+)
+def test_credit_passes_back_to_agents_that_had_answered_before_another_was_asked(
+    times: list[tuple[float, float]], expected: list[float | None]
+) -> None:
     tree = InteractionTree()
-    say(tree, [user("long")], "x", during=(0, 9))
-    say(tree, [user("short")], "x", during=(0, 3))
-    say(tree, [user("third")], "x", during=(3, 6)).reward = 1.0
-    assert totals(tree) == [None, None, 1.0]
-
-
-def test_who_divides_the_work_and_who_joins_it_share_the_reward() -> None:
-    tree = InteractionTree()
-    say(tree, [user("divide")], "x", during=(0, 1))
-    say(tree, [user("search a")], "x", during=(1, 4))
-    say(tree, [user("search b")], "x", during=(1, 3))
-    say(tree, [user("join")], "x", during=(5, 6)).reward = 1.0
-    assert totals(tree) == [0.25, 0.5, 0.5, 1.0]
+    for number, during in enumerate(times):
+        say(tree, [user(f"agent {number}")], "x", during=during)
+    tree.last.reward = 1.0
+    assert totals(tree) == expected
 
 
 def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch() -> None:
@@ -106,22 +115,14 @@ def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch
 
 
 def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_zero() -> None:
-    tree = one_conversation([1.0, None])
+    tree = one_after_another([1.0, None])
     assert totals(tree) == [1.0, None]
     assert totals(tree, rule="chronological") == [1.0, 0.0]
     assert totals(InteractionTree()) == []
 
 
-def test_interactions_without_times_follow_one_another_as_they_were_completed() -> None:
-    tree = InteractionTree()
-    for text in ("a", "b", "c"):
-        say(tree, [user(text)], "x")
-    tree.last.reward = 1.0
-    assert totals(tree) == [0.25, 0.5, 1.0]
-
-
 def test_earnings_stay_within_what_a_shard_can_hold() -> None:
-    assert totals(one_conversation([MAX_REWARD, MAX_REWARD]), 1.0)[0] == MAX_REWARD
+    assert totals(one_after_another([MAX_REWARD, MAX_REWARD]), 1.0)[0] == MAX_REWARD
 
 
 @pytest.mark.parametrize("discount", [math.nan, math.inf])
@@ -143,7 +144,7 @@ def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
-    say(tree, [user("a"), assistant("one"), user("b")], "x", during=(4, 5))
+    say(tree, [user("a"), *turn("one")], "x", during=(4, 5))
     say(tree, [user("a")], "three", during=(6, 7))
     assert find_retry_orphans(tree) == frozenset()
 

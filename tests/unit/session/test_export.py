@@ -12,7 +12,7 @@ from areal_hpc.session.rewards import find_rewarded_interaction, get_final_rewar
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.prompt_audit import prompt_ids
-from tests.unit.session.model_stub import assistant, branches, say, user
+from tests.unit.session.model_stub import assistant, branches, say, turn, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
 
@@ -66,18 +66,13 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
         assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
 
 
-def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it() -> None:
-    tree = InteractionTree()
-    first, _, third = chain(tree, "one", "two", "three")
-    first.reward, third.reward = -0.25, 1.0
-    (row,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
-    assert row.reward == 0.75
-
-
-def test_a_row_of_a_single_turn_has_its_discounted_share() -> None:
+def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_turn() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    said[-1].reward = 1.0
+    said[0].reward, said[2].reward = -0.25, 1.0
+    (row,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
+    assert row.reward == 0.75
+    said[0].reward = None
     rows = export_rows(tree, KEY, rule=ExportSettings("individual", turn_discount=0.5))
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
     for row, one in zip(rows, said, strict=True):
@@ -101,7 +96,7 @@ def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "lost", during=(0, 1))
     say(tree, [user("a")], "kept", during=(2, 3))
-    say(tree, [user("a"), assistant("kept"), user("b")], "x", during=(3, 4)).reward = 1.0
+    say(tree, [user("a"), *turn("kept")], "x", during=(3, 4)).reward = 1.0
     expected: dict[ExportStyle, int] = {"concat": 1, "individual": 2}
     for style, kept in expected.items():
         assert len(plan_rows(tree, ExportSettings(style))) == kept
@@ -110,7 +105,7 @@ def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
         assert plans[0].trained == {lost.interaction_id}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0])), min_size=1, max_size=7),
     st.sampled_from(["concat", "individual"]),
@@ -136,8 +131,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
 def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     tree = InteractionTree()
     warm = say(tree, [user("a")], "one", temperature=1.0)
-    history = [user("a"), assistant("one"), user("b")]
-    cool = say(tree, history, "two", temperature=0.5)
+    cool = say(tree, [user("a"), *turn("one")], "two", temperature=0.5)
     cool.reward = 1.0
     first, second = export_rows(tree, KEY)
     assert (first.temperature, second.temperature) == (1.0, 0.5)
@@ -150,7 +144,7 @@ def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
 def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", temperature=0.0).reward = 1.0
-    assert [row.temperature for row in export_rows(tree, KEY)] == [1.0]
+    assert export_rows(tree, KEY)[0].temperature == 1.0
 
 
 def test_a_session_without_reward_is_refused_and_an_empty_one_has_no_rows() -> None:

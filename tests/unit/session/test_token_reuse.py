@@ -8,15 +8,14 @@ from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.tree import REPLY_PLACEHOLDER, InteractionTree, unpack_ids
 from tests.support.chatml import CHATML
 from tests.support.prompt_audit import prompt_ids
-from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, say, user
+from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, say, turn, user
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\u241f"),
     max_size=20,
 ).filter(lambda text: "<|" not in text)
 
-
-HISTORY_OF_HELLO = [user("a"), assistant("hello"), user("b")]
+HISTORY_OF_HELLO = [user("a"), *turn("hello")]
 
 
 def rendered_ids(messages: list[Message]) -> list[int]:
@@ -59,8 +58,8 @@ def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> Non
 def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
-    say(tree, [user("a"), assistant("one"), user("b")], "two ")
-    history = [user("a"), assistant("one"), user("b"), assistant("two"), user("c")]
+    say(tree, [user("a"), *turn("one")], "two ")
+    history = [user("a"), *turn("one"), *turn("two", "c")]
     third = say(tree, history, "x")
     assert (third.reuse, third.parent_id) == ("reused", first.interaction_id)
     assert prompt_ids(tree, third) == rendered_ids(history)
@@ -69,23 +68,8 @@ def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
 def test_the_same_request_again_shares_the_parent() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
-    again = [user("a"), assistant("one"), user("b")]
+    again = [user("a"), *turn("one")]
     assert {say(tree, again, reply).parent_id for reply in ("x", "y")} == {first.interaction_id}
-
-
-def test_unrelated_conversations_are_roots() -> None:
-    tree = InteractionTree()
-    say(tree, [user("a")], "one")
-    assert say(tree, [user("b")], "two").reuse == "none"
-    assert say(tree, [user("a"), user("one")], "two").reuse == "none"
-
-
-def test_other_tools_make_another_prompt() -> None:
-    tree = InteractionTree()
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    say(tree, [user("a")], "hello")
-    assert say(tree, HISTORY_OF_HELLO, "two", tools=tools).reuse == "none"
-    assert say(tree, HISTORY_OF_HELLO, "two").reuse == "reused"
 
 
 def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
@@ -103,7 +87,7 @@ def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
     tree = InteractionTree()
     reply = "<think>3 + 4</think> 7"
     first = say(tree, [user("a")], reply, template=forgetful)
-    second = say(tree, [user("a"), assistant(reply), user("b")], "x", template=forgetful)
+    second = say(tree, [user("a"), *turn(reply)], "x", template=forgetful)
     assert second.reuse == "reused"
     sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
     assert prompt_ids(tree, second)[: len(sequence)] == sequence
@@ -116,7 +100,7 @@ def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_histor
     history = [user("a")]
     for reply in ("one", "two"):
         say(tree, history, reply, template=counting)
-        history = [*history, assistant(reply), user("b")]
+        history = [*history, *turn(reply)]
     last = say(tree, history, "x", template=counting)
     assert last.reuse == "reused"
     assert ENCODER.decode(prompt_ids(tree, last)).endswith(
@@ -127,7 +111,7 @@ def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_histor
 def test_user_text_that_looks_like_the_placeholder_costs_only_the_splice() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one")
-    history = [user("a"), assistant("one"), user(REPLY_PLACEHOLDER)]
+    history = [user("a"), *turn("one", REPLY_PLACEHOLDER)]
     second = say(tree, history, "two")
     assert second.reuse == "retokenized"
     assert prompt_ids(tree, second) == rendered_ids(history)
