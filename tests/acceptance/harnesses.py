@@ -3,8 +3,6 @@
 `scripts/setup_harnesses.sh` installs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Sessions of a proxy, opened, used, rewarded, ended and exported in whatever order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

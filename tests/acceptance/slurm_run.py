@@ -1,7 +1,5 @@
 """The quick start, cut down, as jobs of a devcluster: watched through its files and commands."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -71,10 +69,7 @@ class SlurmRun:
     # Commands --------------------------------------------------------------------------------
 
     def areal_hpc(
-        self,
-        *arguments: str,
-        codes: Container[int] = (0,),
-        timeout_s: float = COMMAND_TIMEOUT_S,
+        self, *arguments: str, codes: Container[int] = (0,), timeout_s: float = COMMAND_TIMEOUT_S
     ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
         faults = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}

@@ -1,7 +1,5 @@
 """Each party of an update dies, or hangs, in each phase of it; who survives, who waits how long."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import signal

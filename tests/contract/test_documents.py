@@ -1,9 +1,8 @@
 """The blocks of AReaL's guides: extracted, listed, and their settings understood."""
 
-from __future__ import annotations
-
 import ast
 import re
+from collections import Counter
 
 import pytest
 import yaml
@@ -18,13 +17,11 @@ from tests.support.document_scenes import SCENES
 from tests.support.documents import Block, blocks
 
 BLOCKS = {block.key: block for block in blocks()}
-SETTINGS = [block for block in blocks() if block.language == "yaml"]
+SETTINGS = [block for block in BLOCKS.values() if block.language == "yaml"]
 
 
 def test_every_block_of_the_guides_is_found() -> None:
-    counts = dict.fromkeys(("python", "yaml", "command", "drawing"), 0)
-    for block in blocks():
-        counts[block.language] += 1
+    counts = Counter(block.language for block in BLOCKS.values())
     assert counts == {"python": 36, "yaml": 8, "command": 12, "drawing": 1}
 
 

@@ -1,7 +1,5 @@
 """Every fault point stands at one place of the package, and a test uses each."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """What AReaL's users are told is what the code does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

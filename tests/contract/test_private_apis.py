@@ -33,9 +33,7 @@ OWNERS = {
     "areal/loading.py": ["_get_node"],
     "inference/cpu/sglang_cpu.py": ["_set_envs_and_config"],
     "session/chat_template.py": ["root_render_func"],
-    "slurm/submit.py": [
-        *("_job._process", "_make_submission_file_text", "_submitit_command_str"),
-    ],
+    "slurm/submit.py": [*("_job._process", "_make_submission_file_text", "_submitit_command_str")],
     "trainer/megatron_private.py": [
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict"),
         *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),

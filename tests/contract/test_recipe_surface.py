@@ -1,7 +1,5 @@
 """The keys of a recipe are part of the product: a change shows as a change of docs/recipe.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from areal_hpc.recipe.reference import render_key_table

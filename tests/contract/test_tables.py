@@ -1,7 +1,5 @@
 """Tables in documents are those of their sources, complete, and keep what they promise."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
