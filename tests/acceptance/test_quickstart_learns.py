@@ -72,12 +72,10 @@ Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three
 AGES_MATTER = """
 ## And from old tokens?
 
-The same warmed-up models and seeds, and batches of 8 tasks. `late`: rewards come 10 s after the \
-reply, and by
-then the weights are as many steps on as the bound allows. `naive` is PPO with ratios to the \
-policy that
-sampled (`proximal=none off_policy_correction=none`), all others have the default objective \
-([objectives](objectives.md)).
+The same warmed-up models and seeds, and batches of 8 tasks. `late`: rewards come 10 s after the
+reply, and by then the weights are as many steps on as the bound allows. `naive` is PPO with ratios
+to the policy that sampled (`proximal=none off_policy_correction=none`), all others have the default
+objective ([objectives](objectives.md)).
 
 {runs}
 
