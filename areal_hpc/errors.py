@@ -1,39 +1,8 @@
-"""Every exception that areal_hpc raises on purpose, drawn as one tree.
+"""Every exception that areal_hpc raises on purpose, but for one.
 
-```
-ArealError                      70   carries Problems: what was wrong, where, what to try
-├── RecipeError                 78   the recipe or the command line must change: never requeued
-├── ClusterError                75   a node, a file system, a service: another attempt may succeed
-│   ├── SlurmNotFoundError           no such command on this machine
-│   ├── SlurmTimeoutError            a daemon of Slurm did not answer
-│   ├── SlurmCommandError            a daemon of Slurm refused
-│   └── HttpStatusError              a service answered with an error status
-├── WeightSyncError             75   new weights did not reach a replica: the update is repeated
-│   └── WeightStorageError           shared storage did not take the weights
-├── ShardError                  65   recorded data is damaged
-├── AgentError                  70   the user's agent failed: recorded with its episode
-│   └── WorkerLostError              the process that ran the user's code died
-├── JobFailedError                   a job of the run failed, with the exit code that decided it
-├── RunInterruptedError        130   the user asked for a stop
-├── SupersededTrainerError     143   a newer start of the trainer owns the run
-├── NonFiniteGradientError      70   a gradient is not finite
-├── LedgerRequestError               the ledger refuses a request, with an HTTP status
-├── RequestError                     the proxy refuses a request, with an HTTP status
-│   └── PromptTooLongError           the prompt leaves no room for a reply
-└── ControlCallError                 the caller may not control this replica now
-Exception                            signals within a process; nobody reports them
-├── ParserLostError                  the parser process died
-├── OtherRankError                   another rank failed and reports why
-├── ClientDisconnectedError          nobody is left to answer
-└── ValueError
-    ├── InvalidRewardError           not a finite number, or no such interaction
-    │   └── UnknownInteractionError
-    ├── ChatTemplateError            the model's chat template does not accept the messages
-    └── InvalidExpressionError       more than numbers, parentheses and the four operators
-```
-
-The numbers are exit codes, by which Slurm is told whether another attempt can help.
-`proxy/engine/generation.py` has one more, which carries a partial generation.
+Those below `ArealError` are told to a person or to a peer; their exit codes tell Slurm whether
+another attempt can help. The others are signals within a process, which nobody reports.
+`EngineLostError` of `proxy/engine/generation.py` carries a partial generation, and stands there.
 """
 
 from __future__ import annotations
@@ -91,7 +60,7 @@ def _make_blank(cls: type[ArealError], args: tuple[object, ...]) -> ArealError:
 
 
 class RecipeError(ArealError):
-    """The recipe, a path it names, or the command line must change before this can run."""
+    """The recipe, a path it names, or the command line must change. Such a job is not requeued."""
 
     exit_code = 78
 
@@ -143,7 +112,7 @@ class AgentError(ArealError):
 
 
 class WorkerLostError(AgentError):
-    """The process died during the call. Another one takes its place."""
+    """The process that ran the user's code died during the call. Another one takes its place."""
 
 
 class JobFailedError(ArealError):
@@ -174,7 +143,7 @@ class NonFiniteGradientError(ArealError):
 
 
 class LedgerRequestError(ArealError):
-    """The request is wrong (400) or comes from a superseded trainer (409)."""
+    """The ledger refuses a request: it is wrong (400) or from a superseded trainer (409)."""
 
     def __init__(self, status: int, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -182,7 +151,10 @@ class LedgerRequestError(ArealError):
 
 
 class RequestError(ArealError):
-    """The request's fault (4xx) or the moment's (5xx). `key` names the parameter at fault."""
+    """The proxy refuses a request, by its fault (4xx) or the moment's (5xx).
+
+    `key` names the parameter at fault.
+    """
 
     code: ClassVar[str | None] = None
     """OpenAI's name of the error, where clients act on it."""
@@ -228,7 +200,11 @@ class ControlCallError(ArealError):
 
 
 class ParserLostError(Exception):
-    """The process died; another start may do better."""
+    """The parser process died; another start may do better."""
+
+
+class VerifierLostError(Exception):
+    """The verifier process ended during a question: a crash, or more memory than it may have."""
 
 
 class OtherRankError(Exception):
@@ -247,6 +223,10 @@ class UnknownInteractionError(InvalidRewardError, KeyError):
     """The session has no interaction of this name."""
 
     __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
+class UnsoundCallError(ValueError):
+    """A model call that could never be trained on: it was neither journaled nor applied."""
 
 
 class ChatTemplateError(ValueError):

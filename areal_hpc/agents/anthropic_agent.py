@@ -1,7 +1,5 @@
 """Math agent with the Anthropic SDK."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from anthropic import AsyncAnthropic

@@ -1,7 +1,5 @@
 """Math agent with CAMEL's ChatAgent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from camel.agents import ChatAgent

@@ -1,7 +1,5 @@
 """Math agents with LangChain, and with LangGraph and a calculator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

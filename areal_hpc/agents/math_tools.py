@@ -1,7 +1,5 @@
 """Calculator tool and answer reward shared by the ready agents."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

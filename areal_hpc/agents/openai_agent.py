@@ -4,8 +4,6 @@ Tasks have `messages` and what their reward function asks for, such as `answer`.
 the SDK finds the session in the environment.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from openai import AsyncOpenAI

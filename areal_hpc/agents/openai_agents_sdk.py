@@ -1,7 +1,5 @@
 """Agents built with the OpenAI Agents SDK, and a math team."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, handoff
@@ -69,10 +67,10 @@ class AgentsSdkWorkflow:
 
 def build_math_agent() -> Agent:
     """A coordinator that may hand over to an analyst, a solver or a verifier."""
-    verifier = _member("Verifier", "You check a solution and state the final answer.")
-    solver = _member("Solver", "You solve the problem step by step.", verifier)
-    analyst = _member("Analyst", "You say what is given and what is asked.", solver)
-    return _member("Coordinator", "You get a problem solved.", analyst, solver, verifier)
+    verifier = _build_member("Verifier", "You check a solution and state the final answer.")
+    solver = _build_member("Solver", "You solve the problem step by step.", verifier)
+    analyst = _build_member("Analyst", "You say what is given and what is asked.", solver)
+    return _build_member("Coordinator", "You get a problem solved.", analyst, solver, verifier)
 
 
 def build_single_agent(instructions: str = "You solve problems step by step.") -> Agent:
@@ -80,7 +78,7 @@ def build_single_agent(instructions: str = "You solve problems step by step.") -
     return Agent(name="Solver", instructions=instructions)
 
 
-def _member(name: str, duty: str, *others: Agent) -> Agent:
+def _build_member(name: str, duty: str, *others: Agent) -> Agent:
     return Agent(
         name=name,
         instructions=f"{RECOMMENDED_PROMPT_PREFIX}\n{duty}",

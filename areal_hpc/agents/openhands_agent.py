@@ -3,8 +3,6 @@
 The package is not in the locked environments, whose Python it is too new for.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

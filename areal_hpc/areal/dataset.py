@@ -1,7 +1,5 @@
 """AReaL's `get_custom_dataset`: the rows that a script hands to the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ def get_custom_dataset(
     Raises:
         RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
     """
-    sources = _sources(split, dataset_config.path)
+    sources = _find_sources(split, dataset_config.path)
     given = [row for source in sources for row in iterate_rows(source, KEY)]
     longest = dataset_config.max_length
     if longest is None:
@@ -42,10 +40,10 @@ def get_custom_dataset(
         raise RecipeError(
             f"max_length={longest} needs a tokenizer to count with", key=f"{KEY}.max_length"
         )
-    return [row for row in given if _length(row, tokenizer) <= longest]
+    return [row for row in given if _count_tokens(row, tokenizer) <= longest]
 
 
-def _sources(split: str, given: str) -> Iterator[TaskSetConfig]:
+def _find_sources(split: str, given: str) -> Iterator[TaskSetConfig]:
     path = Path(given).expanduser()
     lines = path / f"{split}.jsonl"
     if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
@@ -63,7 +61,7 @@ def _sources(split: str, given: str) -> Iterator[TaskSetConfig]:
         yield TaskSetConfig(path=file, to_task=form)
 
 
-def _length(row: dict[str, Any], tokenizer: Any) -> int:
+def _count_tokens(row: dict[str, Any], tokenizer: Any) -> int:
     text = tokenizer.apply_chat_template(
         row["messages"], tokenize=False, add_generation_prompt=True
     )

@@ -5,8 +5,6 @@ For code whose imports cannot be edited, and always explicit: `python -m areal_h
 process.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

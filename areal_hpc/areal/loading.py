@@ -1,7 +1,5 @@
 """A file of AReaL's and its overrides, as a tree and as a configuration object."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +47,7 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: st
     Raises:
         RecipeError: All unknown keys, each with the nearest known one; or a value of a wrong type.
     """
-    problems = list(_unknown(values, OmegaConf.structured(config_class), ""))
+    problems = list(_find_unknown_keys(values, OmegaConf.structured(config_class), ""))
     if problems:
         raise RecipeError.of(problems)
     try:
@@ -61,7 +59,7 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: st
     return config  # type: ignore[no-any-return]
 
 
-def _unknown(values: Mapping[str, Any], structure: Any, prefix: str) -> Iterator[Problem]:
+def _find_unknown_keys(values: Mapping[str, Any], structure: Any, prefix: str) -> Iterator[Problem]:
     """Keys of a mapping that a structured configuration does not have."""
     known = OmegaConf.get_type(structure)
     if not dataclasses.is_dataclass(known):
@@ -73,10 +71,10 @@ def _unknown(values: Mapping[str, Any], structure: Any, prefix: str) -> Iterator
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sections)}"
             yield Problem(f"unknown key {name!r}", f"{prefix}{name}", hint)
         elif isinstance(value, Mapping):
-            yield from _unknown(value, _section(structure, name), f"{prefix}{name}.")
+            yield from _find_unknown_keys(value, _get_section(structure, name), f"{prefix}{name}.")
 
 
-def _section(structure: Any, name: str) -> Any:
+def _get_section(structure: Any, name: str) -> Any:
     """One section; of an optional one that is absent, what it would be."""
     section = structure[name]
     if section is not None:

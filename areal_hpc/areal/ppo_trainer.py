@@ -1,7 +1,5 @@
 """`PPOTrainer`, the entry point of AReaL training scripts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,7 +56,9 @@ class PPOTrainer:
     ) -> None:
         self._config = config
         given = {"train": train_dataset, "valid": valid_dataset}
-        self._rows = {split: _lines(rows) for split, rows in given.items() if rows is not None}
+        self._rows = {
+            split: _encode_rows(rows) for split, rows in given.items() if rows is not None
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -142,10 +142,10 @@ class PPOTrainer:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
-        tree["cluster"] = _cluster(self._config, tree.get("cluster", {}))
+        tree["cluster"] = _merge_cluster(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
-            _put(lines, paths.dataset(split), recipe, f"{split}_dataset")
+            _write_task_set(lines, paths.dataset(split), recipe, f"{split}_dataset")
         # The script's own keys and the rows that it hands over are not lost.
         return recipe, [
             f"ignored  {one.key}={one.value}: {one.reason}"
@@ -154,7 +154,7 @@ class PPOTrainer:
         ]
 
 
-def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _merge_cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
@@ -214,7 +214,7 @@ def _script_folder() -> str:
     return str(Path(sys.path[0] if sys.path else "").resolve())
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
+def _encode_rows(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     """Rows as lines of strict JSON."""
     lines = []
     for number, row in enumerate(rows):
@@ -226,7 +226,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     return lines
 
 
-def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
+def _write_task_set(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
     """Write a task set, visible whole or not at all, unless the run has another one already."""
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))

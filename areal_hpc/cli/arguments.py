@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RECIPE, RunPaths
 
+UNHEALTHY_EXIT_CODE = 1
+"""What was looked at is not well, and somebody has to act."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns. argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]

@@ -1,16 +1,16 @@
-"""`areal-hpc proxy` and `bench`: the recording proxy without a run, and benchmarks."""
-
-from __future__ import annotations
+"""`areal-hpc devcluster` and `bench`: a local Slurm cluster, and the benchmarks of a checkout."""
 
 import argparse
-import logging
 import os
+import shlex
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
@@ -19,35 +19,10 @@ ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    proxy = commands.add(
-        "proxy",
-        _proxy,
-        help="run the recording proxy without training",
-        description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
-        "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
-    )
-    add = proxy.add_argument
-    add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="the model's directory")
-    add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    add("--port", type=int, required=True, help="0 takes a free one")
-    admin_key = "file with the admin key that opens sessions (created with mode 0600 if missing)"
-    add("--admin-key-file", type=Path, required=True, metavar="FILE", help=admin_key)
-    add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
-    add("--reasoning-parser", metavar="NAME", help="SGLang reasoning parser, for example qwen3")
-    journal = "directory of the journal, so that sessions survive a restart"
-    add("--journal", type=Path, metavar="DIR", help=journal)
-    add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
-    serve_python = "Python environment with SGLang, for its parsers"
-    add("--serve-python", default="auto", metavar="PATH", help=serve_python)
-    drain = "seconds to wait for open calls at shutdown"
-    add("--drain-timeout-s", type=int, default=30, help=drain)
-    key = "a key of a recipe's `proxy` section, such as max_sessions=100; may be repeated"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
-
+    _add_devcluster(commands)
     bench = commands.add(
         "bench",
-        _bench,
+        _run_benchmark,
         help="compare a component with its peer or its physical limit",
         description="Run a benchmark of this checkout; the last line of stdout is one JSON "
         "object. Without a name, list the benchmarks.",
@@ -58,29 +33,132 @@ def add_commands(commands: CommandGroup) -> None:
     )
 
 
-def _proxy(arguments: argparse.Namespace) -> int:
-    from pydantic import ValidationError
+def _add_devcluster(commands: CommandGroup) -> None:
+    actions = commands.add_family(
+        "devcluster",
+        help="run a local multi-node Slurm for development and tests",
+        description="A real Slurm of several nodes on this machine, from the distribution's "
+        "packages (make slurm). As root every node has a network, a host name and processes of "
+        "its own; otherwise nodes share the loopback address.",
+    )
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "--state-dir",
+        type=Path,
+        default=_default_root(),
+        metavar="DIR",
+        help="state directory (default: %(default)s)",
+    )
+    patience = argparse.ArgumentParser(add_help=False)
+    patience.add_argument(
+        "--timeout-s", type=float, default=60.0, metavar="S", help="timeout in seconds (60)"
+    )
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("node", help="such as n01")
+    help_ = "start the cluster, or what is missing of it"
+    up = actions.add("up", _start_devcluster, parents=[place, patience], help=help_)
+    help_ = "stop the cluster and remove all of its files"
+    actions.add("down", _stop_devcluster, parents=[place], help=help_)
+    help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
+    actions.add("env", _print_environment, parents=[place], help=help_)
+    help_ = "disconnect a node and kill its processes"
+    kill = actions.add("kill-node", _kill_node, parents=[place, named], help=help_)
+    help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
+    kill.add_argument("--only-slurmd", action="store_true", help=help_)
+    parents = [place, named, patience]
+    actions.add("restore-node", _restore_node, parents=parents, help="start a node anew")
+    help_ = "show the health of every daemon and node"
+    actions.add("status", _print_health, parents=[place], help=help_)
+    # Absent when not given: a cluster that is up keeps the values it was started with.
+    add = partial(up.add_argument, default=argparse.SUPPRESS)
+    add("--nodes", type=int, metavar="N", help="4 when not given")
+    add("--gpus-per-node", type=int, metavar="N", help="fake GPUs per node (8)")
+    add("--cpus-per-node", type=int, metavar="N", help="CPUs that each node reports (16)")
+    add("--grace-s", type=int, metavar="S", help="preemption grace period in seconds (15)")
+    no_accounting = "without slurmdbd and sacct"
+    add("--no-accounting", dest="accounting", action="store_false", help=no_accounting)
+    add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
 
-    from areal_hpc.jobs.environment import get_interpreter
-    from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    given = vars(arguments)
-    values = {name: given[name] for name in StandaloneProxyConfig.model_fields.keys() & given}
-    values["upstreams"] = arguments.upstream
-    values["serve_python"] = get_interpreter("serve", arguments.serve_python)
-    values["proxy"] = dict(pair.partition("=")[::2] for pair in arguments.set)
-    try:
-        config = StandaloneProxyConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise RecipeError(first["msg"], key=key, hint="areal-hpc proxy --help") from error
-    run(config, partial(print, flush=True))
+def _start_devcluster(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import start_cluster
+
+    names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
+    asked = {name: getattr(arguments, name) for name in names if name in arguments}
+    start_cluster(_get_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
+    given = arguments.state_dir
+    option = "" if given == _default_root() else f" --state-dir {shlex.quote(str(given))}"
+    print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def _stop_devcluster(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import stop_cluster
+
+    began = time.monotonic()
+    paths = _get_paths(arguments)
+    if stop_cluster(paths):
+        print(f"removed {paths.root} after {time.monotonic() - began:.1f} s")
+    else:
+        print(f"there is no devcluster in {paths.root}")
+    return 0
+
+
+def _print_environment(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import read_plan
+
+    print(
+        f"export SLURM_CONF={shlex.quote(str(read_plan(_get_paths(arguments)).paths.slurm_conf))}"
+    )
+    return 0
+
+
+def _kill_node(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import kill_node
+
+    kill_node(_get_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
+    what = "has no slurmd" if arguments.only_slurmd else "is off"
+    print(f"{arguments.node} {what}; slurmctld notices within half a minute")
+    return 0
+
+
+def _restore_node(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import restore_node
+
+    restore_node(_get_paths(arguments), arguments.node, arguments.timeout_s)
+    print(f"{arguments.node} is up")
+    return 0
+
+
+def _print_health(arguments: argparse.Namespace) -> int:
+    from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
+
+    made = read_plan(_get_paths(arguments))
+    found = check_health(made)
+    for part in found:
+        print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
+    settings = made.settings
+    print(
+        f"a node     {settings.cpus_per_node} CPUs and {settings.gpus_per_node} GPUs, claimed only"
+    )
+    if made.facts.limits_memory:
+        print("memory     limited per job and node by cgroup v1")
+    else:
+        why = "no cgroup v1 to write to" if settings.namespaces else "nodes on loopback"
+        print(f"memory     NOT limited ({why}): a job can exhaust this machine")
+    print("CPU time   not limited: all nodes share this machine's processors")
+    return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
+
+
+def _default_root() -> Path:
+    return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
+
+
+def _get_paths(arguments: argparse.Namespace) -> DevclusterPaths:
+    return DevclusterPaths(arguments.state_dir.absolute())
+
+
+def _run_benchmark(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.environment import get_interpreter
 
     names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))

@@ -7,21 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 
 if TYPE_CHECKING:
     from areal_hpc.launch.doctor.checks import CheckResult
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
-FAILED_CHECK_EXIT_CODE = 1
-
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     doctor = commands.add(
         "doctor",
-        _doctor,
+        _run_checks,
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands and partitions, "
         "shared storage, the Python of each role, and what the recipe refers to. Exits with 1 if "
@@ -35,7 +33,7 @@ def add_commands(commands: CommandGroup) -> None:
     doctor.add_argument("--check-node", action="store_true", help=check_node)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def _run_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
     from areal_hpc.launch.doctor.slurm_checks import check_slurm
     from areal_hpc.launch.doctor.storage_checks import check_storage, check_storage_from_node
@@ -48,8 +46,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
-        slurm, fileroot = _site(arguments.site)
-    checks += check_slurm(slurm, _scripts(recipe) if recipe else {})
+        slurm, fileroot = _read_site(arguments.site)
+    checks += check_slurm(slurm, _render_scripts(recipe) if recipe else {})
     if fileroot is not None:
         fileroot = fileroot.expanduser().resolve()
         stored = list(check_storage(fileroot))
@@ -61,13 +59,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
             stored = [check for check in stored if check.name != "shared"] + [answer]
         checks += stored
     if recipe is not None:
-        checks += _recipe_checks(recipe)
+        checks += _check_recipe(recipe)
     print("\n".join(format_checks(checks)))
     has_failed = any(check.verdict is CheckStatus.FAIL for check in checks)
-    return FAILED_CHECK_EXIT_CODE if has_failed else 0
+    return UNHEALTHY_EXIT_CODE if has_failed else 0
 
 
-def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
+def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     """What a site file alone says: it need not name a file root."""
     from omegaconf import OmegaConf
 
@@ -79,7 +77,7 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
     return cluster.slurm, cluster.fileroot if "fileroot" in tree else None
 
 
-def _scripts(recipe: Recipe) -> dict[str, str]:
+def _render_scripts(recipe: Recipe) -> dict[str, str]:
     from areal_hpc.launch.slurm_launcher import build_requests
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
     from areal_hpc.slurm.submit import render_script
@@ -93,7 +91,7 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
     return scripts
 
 
-def _recipe_checks(recipe: Recipe) -> list[CheckResult]:
+def _check_recipe(recipe: Recipe) -> list[CheckResult]:
     """Interpreters, model, data sets and the agent."""
     from areal_hpc.jobs.environment import get_interpreters
     from areal_hpc.launch.doctor.checks import fail, ok

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_run_dir
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.rundir.checkpoints import UntrainedRecord
 
-UNHEALTHY_EXIT_CODE = 1
 MAX_NAMED_TICKETS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
 COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -26,7 +25,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     commands.add(
         "status",
-        _status,
+        _show_status,
         ["run"],
         help="show progress and the jobs of a run",
         description="Show the progress of a run and the Slurm state of its jobs. Calls Slurm "
@@ -34,7 +33,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     commands.add(
         "why",
-        _why,
+        _explain_failure,
         ["run"],
         help="explain why a run failed or waits",
         description="Explain the last failure: Slurm states, exit codes, signals, memory, nodes, "
@@ -42,7 +41,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     logs = commands.add(
         "logs",
-        _logs,
+        _show_logs,
         ["run"],
         help="show the latest log lines of all processes, merged by time",
     )
@@ -53,7 +52,7 @@ def add_commands(commands: CommandGroup) -> None:
     logs.add_argument("--attempt", type=int, help="number of an earlier launch")
     listing = commands.add(
         "list",
-        _list,
+        _compare_runs,
         help="compare runs: states, results, and recipe differences",
         description="Compare the runs of a file root or an experiment.",
     )
@@ -61,7 +60,7 @@ def add_commands(commands: CommandGroup) -> None:
     listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
     audit = commands.add(
         "audit",
-        _audit,
+        _audit_tickets,
         ["run"],
         help="check that every ticket was trained exactly once, or why not",
         description="Check every ticket of a run from its files alone (finished, stopped or "
@@ -70,23 +69,23 @@ def add_commands(commands: CommandGroup) -> None:
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
     verbs = commands.add_family("shards", help="inspect recorded trajectories")
     help_ = "one line per sealed shard"
-    listing = verbs.add("ls", _shards_ls, ["run"], help=help_)
+    listing = verbs.add("ls", _list_shards, ["run"], help=help_)
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
-    show = verbs.add("show", _shards_show, help="one trajectory, token by token")
+    show = verbs.add("show", _show_rows, help="one trajectory, token by token")
     show.add_argument("run", type=Path, help="a run directory, or one shard file")
     which = show.add_mutually_exclusive_group(required=True)
     row = "row, counted over the run's shards (or in the file)"
     which.add_argument("row", type=int, nargs="?", help=row)
     which.add_argument("--ticket", type=int, help="every row of this ticket")
     help_ = "verify all digests; list damaged files"
-    verbs.add("verify", _shards_verify, ["run"], help=help_)
+    verbs.add("verify", _verify_shards, ["run"], help=help_)
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import JobQueue
     from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
-    from areal_hpc.view.progress_summary import format_run_progress, read_run_progress
+    from areal_hpc.view.summary import format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
     run, advance = read_jobs(paths, JobQueue()), read_run_progress(paths)
@@ -100,7 +99,7 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why(arguments: argparse.Namespace) -> int:
+def _explain_failure(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import JobQueue
     from areal_hpc.view.diagnosis import diagnose, format_diagnosis
     from areal_hpc.view.inspection import inspect_run
@@ -110,7 +109,7 @@ def _why(arguments: argparse.Namespace) -> int:
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
 
-def _logs(arguments: argparse.Namespace) -> int:
+def _show_logs(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.logs import LogFile, LogFollower, choose_attempt, log_files, read_last_lines
 
     paths = parse_run_dir(arguments.run)
@@ -123,7 +122,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
     def show(lines: list[tuple[LogFile, str]]) -> None:
         for file, line in lines:
-            print(_colored(file.source, line), flush=arguments.follow)
+            print(_color_line(file.source, line), flush=arguments.follow)
 
     follower = LogFollower(paths, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
@@ -145,14 +144,14 @@ def _logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _colored(source: str, line: str) -> str:
+def _color_line(source: str, line: str) -> str:
     if not sys.stdout.isatty():
         return f"{source} | {line}"
     color = COLORS[sum(source.encode()) % len(COLORS)]
     return f"\x1b[{color}m{source}\x1b[0m | {line}"
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def _compare_runs(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import find_runs
     from areal_hpc.slurm.queue import JobQueue
     from areal_hpc.view.compare import render_comparison
@@ -167,7 +166,7 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _audit(arguments: argparse.Namespace) -> int:
+def _audit_tickets(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
 
     audit = audit_run(parse_run_dir(arguments.run))
@@ -175,10 +174,10 @@ def _audit(arguments: argparse.Namespace) -> int:
         one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
     listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
-    _show([f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed], most)
+    _print_some([f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed], most)
     for problem in audit.problems:
         print(f"problem: {problem}")
-    _show([_describe(part) for part in audit.untrained], most)
+    _print_some([_describe_untrained(part) for part in audit.untrained], most)
     state = "finished" if audit.is_finished else "not finished"
     dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
     unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
@@ -190,19 +189,19 @@ def _audit(arguments: argparse.Namespace) -> int:
     return 0 if audit.is_clean else ShardError.exit_code
 
 
-def _describe(part: UntrainedRecord) -> str:
+def _describe_untrained(part: UntrainedRecord) -> str:
     tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
     return f"untrained: batch {part.step}{tickets}: {part.reason}"
 
 
-def _show(lines: Sequence[str], most: int | None) -> None:
+def _print_some(lines: Sequence[str], most: int | None) -> None:
     for line in lines[:most]:
         print(line)
     if most is not None and len(lines) > most:
         print(f"... and {len(lines) - most} more: --tickets lists all")
 
 
-def _shards_ls(arguments: argparse.Namespace) -> int:
+def _list_shards(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import format_shards_json, list_shards
 
     write = format_shards_json if arguments.json else list_shards
@@ -210,18 +209,18 @@ def _shards_ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shards_show(arguments: argparse.Namespace) -> int:
+def _show_rows(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import find_ticket_rows, show_trajectory
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
     rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
-    tokenizer = _tokenizer_of(RunPaths(run_dir))
+    tokenizer = _find_tokenizer(RunPaths(run_dir))
     print("\n\n".join(show_trajectory(path, row, tokenizer) for row in rows))
     return 0
 
 
-def _shards_verify(arguments: argparse.Namespace) -> int:
+def _verify_shards(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -239,7 +238,7 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
     return ShardError.exit_code if report.problems else 0
 
 
-def _tokenizer_of(paths: RunPaths) -> Path | None:
+def _find_tokenizer(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
     from areal_hpc.recipe.loading import load_recipe
 

@@ -1,21 +1,19 @@
 """Entry point of `areal-hpc`: parser and error printing."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import devcluster, develop, doctor, inspect, operate, prepare, run
+from areal_hpc.cli import develop, doctor, inspect, operate, prepare, proxy, run
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, doctor, prepare),
+    "run": (run, doctor, prepare, proxy),
     "inspect": (inspect,),
     "operate": (operate,),
-    "develop": (devcluster, develop),
+    "develop": (develop,),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
 LIST_ARGUMENTS = ("overrides", "names")
@@ -24,7 +22,7 @@ LIST_ARGUMENTS = ("overrides", "names")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
-    arguments = _arguments(argv)
+    arguments = _parse_arguments(argv)
     command: Command = arguments.command
     try:
         sys.exit(command(arguments))
@@ -37,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)  # the reader (head, less) has seen enough
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
-    parser = _parser()
+    parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
     taking = next((name for name in LIST_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
@@ -49,7 +47,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="areal-hpc",
         description="Reinforcement learning of LLM agents on Slurm clusters.",

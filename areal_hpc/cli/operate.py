@@ -1,7 +1,5 @@
 """`areal-hpc cancel`, `resume`, `export` and `replay`: what is done with a run that exists."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -22,7 +20,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     cancel = commands.add(
         "cancel",
-        _cancel,
+        _cancel_run,
         ["run"],
         help="cancel all jobs of a run",
         description="Signal all jobs to save a checkpoint and exit, wait for "
@@ -33,7 +31,7 @@ def add_commands(commands: CommandGroup) -> None:
     cancel.add_argument("--now", action="store_true", help=now)
     commands.add(
         "resume",
-        _resume,
+        _resume_run,
         ["run", "overrides"],
         help="resubmit a run from its last checkpoint",
         description="Submit a cancelled, failed or stopped run again from its own recipe plus "
@@ -41,7 +39,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     export = commands.add(
         "export",
-        _export,
+        _export_model,
         ["run"],
         help="export a checkpoint as a Hugging Face model",
         description="Export the weights of a checkpoint, trained in any parallel layout, as a "
@@ -52,7 +50,7 @@ def add_commands(commands: CommandGroup) -> None:
     export.add_argument("--out", type=Path, help=out)
     replay = commands.add(
         "replay",
-        _replay,
+        _replay_steps,
         ["run"],
         help="train recorded steps again, without inference",
         description="Train steps of a run again from its manifests and shards, in a new directory "
@@ -81,11 +79,11 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
     return paths
 
 
-def _cancel(arguments: argparse.Namespace) -> int:
+def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
     from areal_hpc.view.jobs import get_job_label, list_job_ids
-    from areal_hpc.view.progress_summary import read_run_progress
+    from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
     grace_s = 0.0
@@ -98,7 +96,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_finished
     from areal_hpc.launch.run import get_program_name, say
@@ -125,7 +123,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export_model(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.plan import get_initial_policy
     from areal_hpc.recipe.loading import load_recipe
 
@@ -139,7 +137,7 @@ def _export(arguments: argparse.Namespace) -> int:
             hint="choose a directory that does not exist",
         )
     if find_spec("torch") is None:
-        return _in_train_environment(recipe.cluster.train.python, arguments)
+        return _export_in_train_environment(recipe.cluster.train.python, arguments)
     from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
     checkpoint = choose_checkpoint(paths.checkpoints_dir, arguments.step)
@@ -151,7 +149,7 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
+def _export_in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
     """Run this command by the Python of the role `train`, which has torch."""
     from areal_hpc.jobs.environment import get_interpreter
 
@@ -170,7 +168,7 @@ def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int
     return subprocess.run(command, check=False).returncode
 
 
-def _replay(arguments: argparse.Namespace) -> int:
+def _replay_steps(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.replay import ReplayRun, parse_steps
     from areal_hpc.launch.run import STOPPING, stop_on_signals
     from areal_hpc.view.live_progress import PlainReporter

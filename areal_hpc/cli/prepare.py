@@ -1,7 +1,5 @@
 """`areal-hpc make-tiny-model`, `prefetch` and `migrate`: models, data and recipes for a run."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     tiny = commands.add(
         "make-tiny-model",
-        _make_tiny_model,
+        _write_tiny_model,
         help="make a tiny random Qwen3 with its own tokenizer",
         description="Make a tiny, randomly initialized Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
@@ -25,7 +23,7 @@ def add_commands(commands: CommandGroup) -> None:
     tiny.add_argument("--seed", type=int, default=1)
     commands.add(
         "prefetch",
-        _prefetch,
+        _prefetch_recipe,
         ["recipe", "overrides"],
         help="download the models and data sets of a recipe",
         description="Put the models and data sets of a recipe into the Hugging Face cache, and "
@@ -34,7 +32,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     migrate = commands.add(
         "migrate",
-        _migrate,
+        _translate_config,
         help="translate an AReaL configuration into a recipe",
         description="Print the recipe for an AReaL configuration, every key without a "
         "counterpart and why, and what the recipe still needs.",
@@ -46,15 +44,15 @@ def add_commands(commands: CommandGroup) -> None:
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
 
 
-def _make_tiny_model(arguments: argparse.Namespace) -> int:
+def _write_tiny_model(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.tiny_model import make_tiny_model
 
-    make_tiny_model(arguments.out, _texts(arguments.texts), seed=arguments.seed)
+    make_tiny_model(arguments.out, _read_texts(arguments.texts), seed=arguments.seed)
     print(f"made a tiny Qwen3 in {arguments.out}")
     return 0
 
 
-def _texts(path: Path | None) -> list[str]:
+def _read_texts(path: Path | None) -> list[str]:
     """The lines of a file, or the quick start's demonstrations."""
     if path is not None:
         if not path.is_file():
@@ -81,7 +79,7 @@ def _texts(path: Path | None) -> list[str]:
         ) from error
 
 
-def _prefetch(arguments: argparse.Namespace) -> int:
+def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prefetch import prefetch
     from areal_hpc.launch.run import say
     from areal_hpc.recipe.loading import load_recipe
@@ -94,7 +92,7 @@ def _prefetch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _migrate(arguments: argparse.Namespace) -> int:
+def _translate_config(arguments: argparse.Namespace) -> int:
     import yaml
 
     from areal_hpc.areal.config.translation import translate_to_recipe

@@ -21,17 +21,17 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     commands.add(
         "run",
-        _run,
+        _run_recipe,
         ["recipe", "overrides", "--fresh"],
         help="train a recipe on this machine",
         description="Train a recipe on this machine. Run the same command again to resume.",
     )
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
-    commands.add("plan", _plan, ["recipe", "overrides"], help=help_)
-    commands.add("recipe-keys", _keys, help="print the reference table of all recipe keys")
+    commands.add("plan", _print_plan, ["recipe", "overrides"], help=help_)
+    commands.add("recipe-keys", _print_keys, help="print the reference table of all recipe keys")
     submit = commands.add(
         "submit",
-        _submit,
+        _submit_recipe,
         ["recipe", "overrides", "--site", "--fresh"],
         help="submit a recipe to Slurm",
         description="Set up the run directory, submit all jobs, and return. Jobs restart by "
@@ -49,7 +49,7 @@ def add_commands(commands: CommandGroup) -> None:
     submit.add_argument("--sweep", metavar="KEY=V1,V2,...", help=help_)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_recipe(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.launch.run import run
     from areal_hpc.recipe.loading import load_recipe
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(recipe, fresh=arguments.fresh).exit_code
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _print_plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.memory import render_memory_table
     from areal_hpc.launch.plan import plan_run
     from areal_hpc.recipe.loading import load_recipe
@@ -71,13 +71,13 @@ def _plan(arguments: argparse.Namespace) -> int:
             for process in job.processes:
                 where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
-        for line in _gpus_here(stage, recipe):
+        for line in _describe_gpus_here(stage, recipe):
             print(f"  {line}")
     print("\n".join(["", *render_memory_table(recipe)]))
     return 0
 
 
-def _gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
+def _describe_gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.jobs.gpus import visible_gpus
     from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
@@ -92,14 +92,14 @@ def _gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
         yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
 
 
-def _keys(arguments: argparse.Namespace) -> int:
+def _print_keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.reference import render_key_table
 
     print(render_key_table(), end="")
     return 0
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.run import is_already_finished, say, submit
     from areal_hpc.recipe.loading import load_recipe

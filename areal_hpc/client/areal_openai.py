@@ -5,8 +5,6 @@ proxy serves (dialects, tools, token reuse) behaves the same here. For agents th
 rather than an address; what they recorded is exported from the client. Streams arrive whole.
 """
 
-from __future__ import annotations
-
 import importlib
 import secrets
 from typing import Any, Literal
@@ -149,9 +147,9 @@ class ArealOpenAI(AsyncOpenAI):
         Raises:
             RuntimeError: It was applied before.
         """
-        return self._discount(turn_discount, credit, frozenset())
+        return self._apply_discount(turn_discount, credit, frozenset())
 
-    def _discount(
+    def _apply_discount(
         self, turn_discount: float, credit: CreditRule, orphans: frozenset[str]
     ) -> dict[str, float | None]:
         if self._is_discounted:
@@ -170,7 +168,7 @@ class ArealOpenAI(AsyncOpenAI):
             return None
         reward = self.tree[interaction_id].reward
         (plan,) = plan_all_rows(self.tree, "individual", {interaction_id: reward})
-        return self._recorded(plan)
+        return self._build_recorded(plan)
 
     def export_interactions(
         self,
@@ -198,14 +196,14 @@ class ArealOpenAI(AsyncOpenAI):
             )
         orphans = find_retry_orphans(self.tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
-            self._discount(reward_discount, "tree", orphans)
+            self._apply_discount(reward_discount, "tree", orphans)
         rewards = {
             one.interaction_id: one.reward for one in self.tree if one.interaction_id not in orphans
         }
-        recorded = [self._recorded(plan) for plan in plan_all_rows(self.tree, style, rewards)]
+        recorded = [self._build_recorded(plan) for plan in plan_all_rows(self.tree, style, rewards)]
         return {one.interaction_id: one for one in recorded}
 
-    def _recorded(self, plan: RowPlan) -> RecordedInteraction:
+    def _build_recorded(self, plan: RowPlan) -> RecordedInteraction:
         last = plan.path[-1]
         answer = self._answers.get(last.interaction_id)
         return RecordedInteraction(plan, answer, last.reward, last.reward)

@@ -1,7 +1,5 @@
 """A model for CAMEL agents that speaks through an `ArealOpenAI` (camel-ai 0.2.90)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from camel.models.openai_compatible_model import OpenAICompatibleModel

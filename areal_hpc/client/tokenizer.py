@@ -1,7 +1,5 @@
 """A tokenizer as a client is given it -> the template and the encoder that sessions use."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -34,11 +32,11 @@ def load_session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
     found = _known.get(tokenizer)
     if found is None:
-        found = _known[tokenizer] = _read(tokenizer)
+        found = _known[tokenizer] = _copy_tokenizer(tokenizer)
     return found
 
 
-def _read(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
+def _copy_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RecipeError(

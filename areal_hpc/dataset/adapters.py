@@ -5,8 +5,6 @@ its reward function asks for: `answer` (`math_reward`), `target` and `numbers` (
 `tests` (`code_reward`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +23,7 @@ def convert_gsm8k(row: Mapping[str, Any]) -> Task:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError("the answer has no ####")
-    return _mathematics(row["question"], answer.strip().replace(",", ""))
+    return _build_math_task(row["question"], answer.strip().replace(",", ""))
 
 
 def convert_competition_math(row: Mapping[str, Any]) -> Task:
@@ -36,14 +34,14 @@ def convert_competition_math(row: Mapping[str, Any]) -> Task:
     answer = row.get("answer") or extract_boxed(row["solution"])
     if answer is None:
         raise ValueError("the solution has no \\boxed{}")
-    return _mathematics(row["problem"], answer)
+    return _build_math_task(row["problem"], answer)
 
 
 def convert_aime(row: Mapping[str, Any]) -> Task:
     """AIME of any year: `problem` (or `question`) and `answer`, in any case; whole numbers."""
     named = {name.lower(): value for name, value in row.items()}
     question = named["problem"] if "problem" in named else named["question"]
-    return _mathematics(question, str(int(named["answer"])))
+    return _build_math_task(question, str(int(named["answer"])))
 
 
 def convert_countdown(row: Mapping[str, Any]) -> Task:
@@ -53,7 +51,11 @@ def convert_countdown(row: Mapping[str, Any]) -> Task:
         f"Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
         f"{row['target']}. {TAGGED}"
     )
-    return {"messages": _asked(question), "target": int(row["target"]), "numbers": numbers}
+    return {
+        "messages": _build_user_message(question),
+        "target": int(row["target"]),
+        "numbers": numbers,
+    }
 
 
 def convert_mbpp(row: Mapping[str, Any]) -> Task:
@@ -62,14 +64,17 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     question = row["text"] if "text" in row else row["prompt"]
     shown = f"{question} It must pass this test: {asserts[0]}\n{FENCED}"
-    return {"messages": _asked(shown), "tests": {"program": "\n".join([setup, *asserts])}}
+    return {
+        "messages": _build_user_message(shown),
+        "tests": {"program": "\n".join([setup, *asserts])},
+    }
 
 
 def convert_humaneval(row: Mapping[str, Any]) -> Task:
     """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
     question = f"Complete this function.\n```python\n{row['prompt']}```\n{FENCED}"
     program = f"{row['test']}\ncheck({row['entry_point']})"
-    return {"messages": _asked(question), "tests": {"program": program}}
+    return {"messages": _build_user_message(question), "tests": {"program": program}}
 
 
 def convert_apps(row: Mapping[str, Any]) -> Task | None:
@@ -83,12 +88,12 @@ def convert_apps(row: Mapping[str, Any]) -> Task | None:
         return None
     question = f"{row['question']}\nRead standard input, print to standard output. {FENCED}"
     pairs = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-    return {"messages": _asked(question), "tests": {"cases": pairs}}
+    return {"messages": _build_user_message(question), "tests": {"cases": pairs}}
 
 
-def _mathematics(question: str, answer: str) -> Task:
-    return {"messages": _asked(f"{question}\n{BOXED}"), "answer": answer}
+def _build_math_task(question: str, answer: str) -> Task:
+    return {"messages": _build_user_message(f"{question}\n{BOXED}"), "answer": answer}
 
 
-def _asked(question: str) -> list[dict[str, str]]:
+def _build_user_message(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]

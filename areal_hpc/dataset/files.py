@@ -1,7 +1,5 @@
 """Files of rows: JSON lines, Parquet, and folders that `datasets` saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,14 +18,14 @@ def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
         RecipeError: It is not of that form.
     """
     if path.is_dir():
-        yield from _saved(path, key)
+        yield from _read_saved_dataset(path, key)
     elif path.suffix == ".parquet":
-        yield from _table(path, key, _parquet_batches)
+        yield from _read_table(path, key, _parquet_batches)
     else:
-        yield from _lines(path, key)
+        yield from _read_json_lines(path, key)
 
 
-def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -41,7 +39,7 @@ def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _saved(folder: Path, key: str) -> Iterator[dict[str, Any]]:
+def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     """`datasets`' `save_to_disk`: Arrow streams, listed in `state.json`."""
     state = folder / "state.json"
     if not state.is_file():
@@ -51,10 +49,10 @@ def _saved(folder: Path, key: str) -> Iterator[dict[str, Any]]:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)
     for part in json.loads(state.read_bytes())["_data_files"]:
-        yield from _table(folder / part["filename"], key, _arrow_batches)
+        yield from _read_table(folder / part["filename"], key, _arrow_batches)
 
 
-def _table(
+def _read_table(
     path: Path, key: str, batches: Callable[[Path], Iterator[Any]]
 ) -> Iterator[dict[str, Any]]:
     try:

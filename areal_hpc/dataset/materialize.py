@@ -1,7 +1,5 @@
 """Task sets written as JSON lines into the run directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of a task source: files, hub cache, generator or reasoning-gym."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,11 @@ def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
             `to_task` failed.
     """
     source = _source_rows(config, key)
-    return source if config.to_task is None else _tasks(source, config.to_task, f"{key}.to_task")
+    return (
+        source
+        if config.to_task is None
+        else _convert_rows(source, config.to_task, f"{key}.to_task")
+    )
 
 
 def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
@@ -56,16 +58,18 @@ def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
 
 def _source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     if config.generator is not None:
-        yield from _generated(config.generator, config.kwargs, f"{key}.generator")
+        yield from _generate_rows(config.generator, config.kwargs, f"{key}.generator")
     elif config.reasoning_gym is not None:
-        yield from _reasoning(config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym")
+        yield from _generate_reasoning_tasks(
+            config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym"
+        )
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
         for path in list_source_files(config, key):
             yield from read_file(path, where)
 
 
-def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
+def _generate_rows(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
     module, colon, name = dotted.partition(":")
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
@@ -80,7 +84,7 @@ def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRo
         ) from error
 
 
-def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
+def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
     """Tasks of reasoning-gym; `reasoning_gym_reward` scores their answers."""
     try:
         import reasoning_gym
@@ -107,7 +111,7 @@ def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]
         ) from error
 
 
-def _tasks(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[TaskRow]:
+def _convert_rows(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[TaskRow]:
     function = load_user_function(dotted, key)
     for number, row in enumerate(source):
         try:

@@ -1,7 +1,5 @@
 """One replica's command line. Pure: configuration and facts in, argv and environment out."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass, field
 from itertools import chain

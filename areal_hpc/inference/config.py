@@ -1,7 +1,5 @@
 """Typed configuration of the inference process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ SGLang listens on loopback without passwords. It listens on the advertised host,
 the run's admin key, and lets through the routes of `wire.replicas` and no others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket
@@ -76,29 +74,31 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(401, "the admin key of the run is required")
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                return _ok(ReplicaList(self._cell, [one.view() for one in self._replicas]))
+                return _encode_reply(
+                    ReplicaList(self._cell, [one.view() for one in self._replicas])
+                )
             case "POST", ["follow"]:
-                part = await _decode(request, NodePartRequest)
+                part = await _decode_body(request, NodePartRequest)
                 try:
-                    return _ok(self._replicas[0].nodes.follow(part, time.monotonic()))
+                    return _encode_reply(self._replicas[0].nodes.follow(part, time.monotonic()))
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
-                fence = await _decode(request, FenceRequest)
-                return _ok(self._replica(index).fence(_caller(request), fence))
+                fence = await _decode_body(request, FenceRequest)
+                return _encode_reply(self._find_replica(index).fence(_read_caller(request), fence))
             case "POST", ["replicas", index, "serve"]:
-                serve = await _decode(request, ServeRequest)
-                return _ok(self._replica(index).serve(_caller(request), serve))
+                serve = await _decode_body(request, ServeRequest)
+                return _encode_reply(self._find_replica(index).serve(_read_caller(request), serve))
             case "POST", ["replicas", index, "load"]:
-                load = self._load_body(await _decode(request, LoadRequest))
+                load = self._load_body(await _decode_body(request, LoadRequest))
                 route = "update_weights_from_disk"
-                return await self._forward(self._replica(index), route, request, load)
+                return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                body = await _body(request)
-                return await self._forward(self._replica(index), route, request, body)
+                body = await _read_body(request)
+                return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
-    def _replica(self, index: str) -> Replica:
+    def _find_replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):
             raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
@@ -117,15 +117,15 @@ class ControlProxyApp(JsonApp):
             }
         )
 
-    async def _forward(
+    async def _forward_call(
         self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
-        caller = _caller(request)
+        caller = _read_caller(request)
         url = replica.called(caller, route)
         asked_at = time.time()
         accepted: bool | None = False
         try:
-            status, content = await self._ask(url, route, body, caller, request)
+            status, content = await self._ask_sglang(url, route, body, caller, request)
             accepted = status < 400
         except TimeoutError:
             accepted = None
@@ -139,11 +139,11 @@ class ControlProxyApp(JsonApp):
         return status, content
 
     async def _read_loads(self, url: str) -> bytes:
-        async with self._session().get(f"{url}/v1/loads?include=core") as answer:
+        async with self._get_session().get(f"{url}/v1/loads?include=core") as answer:
             answer.raise_for_status()
             return await answer.read()
 
-    async def _ask(
+    async def _ask_sglang(
         self, url: str, route: str, body: bytes, caller: ControlCaller, request: Request
     ) -> tuple[int, bytes]:
         """SGLang's answer.
@@ -157,7 +157,7 @@ class ControlProxyApp(JsonApp):
         async def ask() -> tuple[int, bytes]:
             headers = {"content-type": "application/json"}
             method, data = ("GET", None) if route in _ROUTES_READ else ("POST", body)
-            call = self._session().request(method, f"{url}/{route}", data=data, headers=headers)
+            call = self._get_session().request(method, f"{url}/{route}", data=data, headers=headers)
             async with call as answer:
                 return answer.status, await answer.read()
 
@@ -172,7 +172,7 @@ class ControlProxyApp(JsonApp):
             asked.cancel()
             left.cancel()
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
             # Each call has a limit of its own.
             self._upstream = aiohttp.ClientSession(
@@ -187,33 +187,33 @@ class ControlProxyApp(JsonApp):
             await self._upstream.close()
 
 
-def _ok(reply: msgspec.Struct) -> tuple[int, bytes]:
+def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
     return 200, msgspec.json.encode(reply)
 
 
-def _caller(request: Request) -> ControlCaller:
+def _read_caller(request: Request) -> ControlCaller:
     return ControlCaller(
-        incarnation=int(_number_header(request, INCARNATION_HEADER)),
-        generation=int(_number_header(request, GENERATION_HEADER)),
-        deadline_s=_number_header(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
+        incarnation=int(_read_number_header(request, INCARNATION_HEADER)),
+        generation=int(_read_number_header(request, GENERATION_HEADER)),
+        deadline_s=_read_number_header(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 
 
-async def _decode(request: Request, form: type[RequestT]) -> RequestT:
+async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
     try:
-        return msgspec.json.decode(await _body(request), type=form)
+        return msgspec.json.decode(await _read_body(request), type=form)
     except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from error
 
 
-def _number_header(request: Request, name: str, default: str = "") -> float:
+def _read_number_header(request: Request, name: str, default: str = "") -> float:
     try:
         return float(request.headers.get(name, default))
     except ValueError:
         raise HTTPException(400, f"the header {name} must be a number") from None
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
     return await read_body(request, MAX_BODY_BYTES, too_large)
 
@@ -231,14 +231,14 @@ class ControlProxyServer:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = ServiceServer(app)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name="control-proxy", daemon=True
+            target=lambda: asyncio.run(self._serve_and_close()), name="control-proxy", daemon=True
         )
 
     def start(self) -> None:
         """Answer calls."""
         self._thread.start()
 
-    async def _serve(self) -> None:
+    async def _serve_and_close(self) -> None:
         try:
             await self._server.serve(sockets=[self._socket])
         finally:

@@ -1,7 +1,5 @@
 """The inference process of one cell: SGLang replicas behind one control proxy."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

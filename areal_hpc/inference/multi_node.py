@@ -4,8 +4,6 @@ The others ask what to run (`worker_node.py`), and are told of one incarnation a
 incarnation whose part was once running somewhere, and is not any more, is lost as a whole.
 """
 
-from __future__ import annotations
-
 import threading
 
 from areal_hpc.inference.command import ServerPorts

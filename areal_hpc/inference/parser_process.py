@@ -9,8 +9,6 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 - A call that does not parse, or names an unknown tool, is returned as the text it is.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -96,8 +94,8 @@ class ReplyFormats:
         parser = self.calls(chosen)
         if parser is None:
             return "", ""
-        if not request.parallel and _frames(parser) is not None:
-            return "structural_tag", _one_call(parser, chosen, request.required)
+        if not request.parallel and _get_call_frames(parser) is not None:
+            return "structural_tag", _build_one_call_tag(parser, chosen, request.required)
         if not request.parallel and not request.required:
             raise ValueError(
                 f"tool_choice=auto cannot limit format {self._tool_parser} to one call"
@@ -116,7 +114,7 @@ class ReplyFormats:
         return kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _frames(parser: Any) -> Any:
+def _get_call_frames(parser: Any) -> Any:
     """Name -> how a call of that tool begins and ends; None where JSON alone does not fill it."""
     if not parser.detector.supports_structural_tag():
         return None
@@ -128,9 +126,9 @@ def _frames(parser: Any) -> Any:
     return frames
 
 
-def _one_call(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
+def _build_one_call_tag(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
     """A structural tag after whose first call the reply ends."""
-    frames = _frames(parser)
+    frames = _get_call_frames(parser)
     tags = []
     for tool in tools:
         function = tool["function"]
@@ -168,28 +166,30 @@ class ReplyParser:
         """Everything that has not been shown, as it is; from now on nothing is parsed."""
         self._calls = self._reasoning = None
         self._body += "" if self._body.endswith(text) else text
-        return self._show(len(self._body))
+        return self._show_until(len(self._body))
 
     def feed(self, text: str, last: bool) -> ParserReply:
         """What can be shown after the next text, all of it after the last."""
         reasoning, body = "", text
         if self._reasoning is not None:
-            reasoning, body = _pair(self._reasoning.parse_stream_chunk(text))
+            reasoning, body = _fill_pair(self._reasoning.parse_stream_chunk(text))
             if last:
-                more_reasoning, more_body = _pair(self._reasoning.parse_stream_end())
+                more_reasoning, more_body = _fill_pair(self._reasoning.parse_stream_end())
                 reasoning, body = reasoning + more_reasoning, body + more_body
-            reasoning, body = self._trimmed(reasoning, body)
+            reasoning, body = self._trim_line_breaks(reasoning, body)
         self._body += body
         shown = ParserReply(reasoning=reasoning)
         if last:
-            shown.text, shown.calls = self._rest()
+            shown.text, shown.calls = self._finish_reply()
         elif self._calls is None:
-            shown.text = self._show(len(self._body))
+            shown.text = self._show_until(len(self._body))
         elif self._markers and not self._calls.has_tool_call(self._body):
-            shown.text = self._show(len(self._body) - _begun(self._body, self._markers))
+            shown.text = self._show_until(
+                len(self._body) - _count_marker_prefix(self._body, self._markers)
+            )
         return shown
 
-    def _trimmed(self, reasoning: str, body: str) -> tuple[str, str]:
+    def _trim_line_breaks(self, reasoning: str, body: str) -> tuple[str, str]:
         """Without the line breaks that set the reasoning apart; templates write them again."""
         if not self._reasoned:
             reasoning = reasoning.lstrip("\n")
@@ -199,25 +199,25 @@ class ReplyParser:
         self._reasoned = self._reasoned or bool(kept)
         return kept, body if self._body else body.lstrip("\n")
 
-    def _show(self, end: int) -> str:
+    def _show_until(self, end: int) -> str:
         start, self._shown_chars = self._shown_chars, max(end, self._shown_chars)
         return self._body[start:end]
 
-    def _rest(self) -> tuple[str, list[ParsedCall]]:
+    def _finish_reply(self) -> tuple[str, list[ParsedCall]]:
         """What has not been shown yet, and the calls."""
         if self._calls is None or not self._calls.has_tool_call(self._body):
-            return self._show(len(self._body)), []
-        text, calls = _parsed(self._formats.calls(self._tools), self._body)
+            return self._show_until(len(self._body)), []
+        text, calls = _parse_calls(self._formats.calls(self._tools), self._body)
         if not calls:
-            return self._show(len(self._body)), []
+            return self._show_until(len(self._body)), []
         shown = self._body[: self._shown_chars]
         if text.startswith(shown):
             text = text[len(shown) :]
         elif shown.strip() == text.strip():  # SGLang strips what stands before a call
             text = ""
-        return text + self._malformed(len(calls)), calls
+        return text + self._find_malformed_calls(len(calls)), calls
 
-    def _malformed(self, count: int) -> str:
+    def _find_malformed_calls(self, count: int) -> str:
         """The calls among several that do not parse, as text."""
         marker = next((one for one in self._markers if self._body.count(one) > count), None)
         if marker is None:
@@ -226,20 +226,20 @@ class ReplyParser:
         return "".join(
             marker + piece
             for piece in pieces
-            if not _parsed(self._formats.calls(self._tools), marker + piece)[1]
+            if not _parse_calls(self._formats.calls(self._tools), marker + piece)[1]
         )
 
 
 def _markers(parser: Any) -> list[str]:
     """Texts with which a call of this format begins."""
     markers = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
-    frames = _frames(parser)
+    frames = _get_call_frames(parser)
     if frames is not None:
         markers.add(frames("x").trigger)
     return sorted(markers - {"", None}, key=len, reverse=True)
 
 
-def _begun(text: str, markers: Sequence[str]) -> int:
+def _count_marker_prefix(text: str, markers: Sequence[str]) -> int:
     """Number of characters at the end of `text` that may be the beginning of a marker."""
     return max(
         count
@@ -249,11 +249,11 @@ def _begun(text: str, markers: Sequence[str]) -> int:
     )
 
 
-def _pair(texts: tuple[str | None, str | None]) -> tuple[str, str]:
+def _fill_pair(texts: tuple[str | None, str | None]) -> tuple[str, str]:
     return texts[0] or "", texts[1] or ""
 
 
-def _parsed(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
+def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
     text, items = parser.parse_non_stream(body)
     return text, [ParsedCall(item.name or "", item.parameters) for item in items]
 
@@ -275,13 +275,13 @@ class ParserServer:
                     grammar=grammar, grammar_value=value, reasons_first=reasons_first
                 )
             else:
-                reply = self._parse(request)
+                reply = self._parse_text(request)
         except Exception as error:  # boundary: SGLang's code, run on whatever comes
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
 
-    def _parse(self, request: ParseRequest) -> ParserReply:
+    def _parse_text(self, request: ParseRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
             while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left

@@ -5,8 +5,6 @@ starting -> ready -> serving
    +----------+---------+        death, silence, or a change of weights that nobody ends
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading
@@ -126,7 +124,7 @@ class Replica:
         now = time.monotonic()
         if self._server is None:
             if now >= self._not_before:
-                self._start()
+                self._start_server()
         elif death := self._server.describe_exit() or self.nodes.loss(now):
             self._on_exit(self._server, death)
         elif self._state == "starting":
@@ -141,7 +139,7 @@ class Replica:
             timeout_s = self._config.health_timeout_s
             self._on_exit(self._server, f"was unresponsive for {timeout_s:.0f} s")
 
-    def _start(self) -> None:
+    def _start_server(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
         log_path = self._log_dir / f"replica-{self.index}.{incarnation}.log"
         server = SGLangServer(self._launch(incarnation, ports), ports, log_path)
@@ -160,7 +158,7 @@ class Replica:
             self._probe = HealthProbe(server.url, self._config.health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
-            self._note("replica_ready", seconds=round(waited_s, 2))
+            self._record_event("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > timeout_s:
             self._on_exit(server, f"was not ready within {timeout_s:.0f} s")
         elif server.is_lingering(now):
@@ -182,7 +180,7 @@ class Replica:
         else:
             with self._lock:
                 self._update_state.expire()
-            self._note("weight_sender_lost", version=self._update_state.version)
+            self._record_event("weight_sender_lost", version=self._update_state.version)
 
     def _on_exit(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
@@ -193,7 +191,7 @@ class Replica:
         self.nodes.end()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.log_tail())
-        self._note("replica_died", reason=reason)
+        self._record_event("replica_died", reason=reason)
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
         if starting and usage_error:
@@ -233,7 +231,7 @@ class Replica:
         if self._server is not None:
             self._server.kill(grace_s)
 
-    def _note(self, event: str, **facts: object) -> None:
+    def _record_event(self, event: str, **facts: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
     # -- the control proxy's thread ------------------------------------
@@ -243,21 +241,21 @@ class Replica:
     def fence(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
-            self._check(caller)
+            self._check_caller(caller)
             self._update_state.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
             return self.view()
 
     def serve(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
-            self._check(caller)
+            self._check_caller(caller)
             self._update_state.serve(request.version)
             return self.view()
 
     def called(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be forwarded."""
         with self._lock:
-            self._check(caller)
+            self._check_caller(caller)
             self._update_state.on_call_started(route, time.monotonic(), caller.deadline_s)
             assert self._server is not None
             return self._server.url
@@ -278,9 +276,9 @@ class Replica:
         """Tokens come again after an update."""
         with self._lock:
             self._update_pause = pause
-        self._note("replica_resumed", **msgspec.structs.asdict(pause))
+        self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
-    def _check(self, caller: ControlCaller) -> None:
+    def _check_caller(self, caller: ControlCaller) -> None:
         name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallError(

@@ -1,7 +1,5 @@
 """One SGLang server process: ports, readiness, liveness, death, log tail."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -19,6 +17,7 @@ import psutil
 
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.topology import LOOPBACK
+from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.wire.http import responds_ok
 
 STOP_GRACE_S = 1.0
@@ -40,13 +39,13 @@ _PROBES_PER_TIMEOUT = 6
 
 def find_free_ports() -> ServerPorts:
     """Ports nobody listens on now. Another process may still take one before SGLang does."""
-    http_port = _free_port()
-    while (rendezvous_port := _free_port()) == http_port:
+    http_port = _find_free_port()
+    while (rendezvous_port := _find_free_port()) == http_port:
         pass
     return ServerPorts(http_port, rendezvous_port)
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     """One that the kernel gives to no outgoing connection, where it leaves enough of them.
 
     SGLang binds it ten seconds or more after it was chosen. In that time any connection, of any
@@ -105,9 +104,9 @@ class SGLangServer:
         if not responds_ok("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
             return False
         if self._members is None:
-            if not _listens(self.pid, self._http_port):
+            if not _is_listening(self.pid, self._http_port):
                 return False  # it was another process that said yes
-            self._members = _engine_children(self.pid)
+            self._members = _find_engine_processes(self.pid)
         return True
 
     def continue_generation(self) -> bool:
@@ -151,10 +150,7 @@ class SGLangServer:
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
-        with self.log_path.open("rb") as log_file:
-            size = log_file.seek(0, os.SEEK_END)
-            log_file.seek(max(0, size - _LOG_TAIL_BYTES))
-            text = log_file.read().decode(errors="replace")
+        text = read_tail(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def request_stop(self) -> None:
@@ -172,7 +168,7 @@ class SGLangServer:
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 
-def _listens(pid: int, port: int) -> bool:
+def _is_listening(pid: int, port: int) -> bool:
     """True if a process, or one below it, takes connections on a port."""
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
@@ -183,7 +179,7 @@ def _listens(pid: int, port: int) -> bool:
     return False
 
 
-def _engine_children(pid: int) -> list[psutil.Process]:
+def _find_engine_processes(pid: int) -> list[psutil.Process]:
     """The server's schedulers and detokenizers. Compilers and the like come and go."""
     engine = []
     with suppress(psutil.NoSuchProcess):
@@ -221,10 +217,10 @@ class HealthProbe:
         is_asking = self._probe is not None and self._probe.is_alive()
         if not is_asking and now >= self._asked_at + self._timeout_s / _PROBES_PER_TIMEOUT:
             self._asked_at = now
-            self._probe = threading.Thread(target=self._ask, name="health", daemon=True)
+            self._probe = threading.Thread(target=self._ask_health, name="health", daemon=True)
             self._probe.start()
         return now - self._alive_at > self._timeout_s
 
-    def _ask(self) -> None:
+    def _ask_health(self) -> None:
         if responds_ok("GET", f"{self._url}/health_generate", self._timeout_s / 2):
             self._alive_at = time.monotonic()

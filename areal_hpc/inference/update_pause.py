@@ -7,8 +7,6 @@ published after it means that tokens come again: at once where prompts are compu
 batches late where the old cache stays in use.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -61,13 +59,13 @@ class UpdatePauseTimer:
             self._paused_at, self._before = asked_at, None
         elif route in CHANGING_ROUTES and self._paused_at:
             # It takes its orders one after the other: now it is paused.
-            self._start(self._look_back(url))
+            self._start_task(self._read_load_before(url))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
-            self._start(self._await_token(url, self._before, paused_s, asked_at))
+            self._start_task(self._await_token(url, self._before, paused_s, asked_at))
             self._before, self._paused_at = None, 0.0
 
-    def _start(self, look: Awaitable[None]) -> None:
+    def _start_task(self, look: Awaitable[None]) -> None:
         async def guarded() -> None:
             try:
                 await look
@@ -79,8 +77,8 @@ class UpdatePauseTimer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _look_back(self, url: str) -> None:
-        self._before = await self._load(url)
+    async def _read_load_before(self, url: str) -> None:
+        self._before = await self._read_newest_load(url)
 
     async def _await_token(
         self, url: str, before: _SchedulerLoad, paused_s: float, continued_at: float
@@ -88,7 +86,9 @@ class UpdatePauseTimer:
         token_at = continued_at
         if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
             give_up_at = continued_at + MAX_WAIT_S
-            while (load := await self._load(url)) is None or load.timestamp < continued_at:
+            while (
+                load := await self._read_newest_load(url)
+            ) is None or load.timestamp < continued_at:
                 if time.time() > give_up_at:
                     return
                 await asyncio.sleep(POLL_S)
@@ -108,7 +108,7 @@ class UpdatePauseTimer:
             )
         )
 
-    async def _load(self, url: str) -> _SchedulerLoad | None:
+    async def _read_newest_load(self, url: str) -> _SchedulerLoad | None:
         """The newest that was published."""
         loads = msgspec.json.decode(await self._read(url), type=_SchedulerLoads).loads
         return max(loads, key=lambda load: load.timestamp, default=None)

@@ -7,8 +7,6 @@ Until the change begins the server holds the weights that were verified last, wh
 the sender. From there on nobody can vouch for them but by verifying them anew.
 """
 
-from __future__ import annotations
-
 import math
 
 CHANGING_ROUTES = ("begin_weight_update", "update_weights_from_disk")

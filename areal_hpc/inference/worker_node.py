@@ -4,8 +4,6 @@ The first node decides; this one asks its control proxy what to run, starts it, 
 it. It keeps nothing: when the first node is silent for long, or restarts, the part ends.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -92,7 +90,7 @@ class WorkerNode:
             log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
             self._end_part()
         try:
-            reply = self._ask()
+            reply = self._ask_head_node()
         except ClusterError as error:
             silent_s = time.monotonic() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
@@ -105,7 +103,7 @@ class WorkerNode:
             if reply.incarnation:
                 self._begin_part(reply)
 
-    def _ask(self) -> NodePartReply:
+    def _ask_head_node(self) -> NodePartReply:
         service = rendezvous.format_control_proxy_name(self._cell)
         endpoint = rendezvous.find_endpoint(self._rendezvous_dir, service)
         if endpoint is None:

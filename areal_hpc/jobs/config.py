@@ -1,7 +1,5 @@
 """Base class of the typed configurations of a job's processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, Literal
 

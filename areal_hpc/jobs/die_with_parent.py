@@ -4,8 +4,6 @@ The request for the kernel's death signal survives `exec`, so the command needs 
 nothing of it. (subprocess's `preexec_fn` would run Python after `fork` in a process with threads.)
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Environment of a job's processes: interpreter, logging, file limit."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import sys

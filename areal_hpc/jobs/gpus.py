@@ -1,7 +1,5 @@
 """GPUs that a process of a job may use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile

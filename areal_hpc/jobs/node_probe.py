@@ -4,8 +4,6 @@ What it finds is either the node's fault, and then the job goes elsewhere, or co
 alike, and then going elsewhere would not help.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -155,9 +153,11 @@ class ReachabilityServer:
 
     def answer(self, for_s: float) -> None:
         """Answer in the background."""
-        threading.Thread(target=self._answer, args=(for_s,), name="greeter", daemon=True).start()
+        threading.Thread(
+            target=self._answer_probes, args=(for_s,), name="greeter", daemon=True
+        ).start()
 
-    def _answer(self, for_s: float) -> None:
+    def _answer_probes(self, for_s: float) -> None:
         give_up_at = time.monotonic() + for_s
         with self._listener:
             while (left_s := give_up_at - time.monotonic()) > 0:

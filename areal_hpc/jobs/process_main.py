@@ -3,8 +3,6 @@
 Keep this module light: the writer of checkpoints, which must not import torch, uses it too.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

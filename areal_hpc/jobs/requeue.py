@@ -4,8 +4,6 @@ A job that ends at a preemption's warning has failed in Slurm's eyes, and is not
 must ask for that itself, or outlast the warning.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -46,9 +44,9 @@ class ProgressTracker:
         self._path = job.failure_count
         self._progress = Path(progress) if progress else None
         self._began_at = time.monotonic()
-        self._began_bytes = self._bytes()
+        self._began_bytes = self._measure_progress()
 
-    def _bytes(self) -> int:
+    def _measure_progress(self) -> int:
         try:
             return self._progress.stat().st_size if self._progress else 0
         except FileNotFoundError:
@@ -57,7 +55,9 @@ class ProgressTracker:
     def close(self, outcomes: Sequence[TaskExit]) -> int:
         """Count this start; failures in a row without progress. A stop counts for nothing."""
         lived_s = time.monotonic() - self._began_at
-        made_progress = self._bytes() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
+        made_progress = (
+            self._measure_progress() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
+        )
         before = 0
         if self._path.exists():
             before = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])["failures"]
@@ -121,22 +121,22 @@ def _ask_slurm(
     excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
     try:
         if hold:
-            _hold(launch.paths, job_id)
+            _hold_job(launch.paths, job_id)
             return "held"
         scontrol.control("requeue", job_id)
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         number = resubmit(slurm, launch.job.name, job_id, excluded)
-        _repeat(lambda: update_dependents(number))
+        _retry(lambda: update_dependents(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        _repeat(lambda: scontrol.update_waiting(job_id, "ExcNodeList", excluded))
+        _retry(lambda: scontrol.update_waiting(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 
-def _hold(job: JobPaths, job_id: str) -> None:
+def _hold_job(job: JobPaths, job_id: str) -> None:
     """Noted first: a job that is held and not on the list would be held for good."""
     note = job.hold_note
     note.parent.mkdir(exist_ok=True)
@@ -171,7 +171,7 @@ def release_held(jobs_dir: Path) -> list[str]:
     return released
 
 
-def _repeat(command: Callable[[], None], times: int = 3) -> None:
+def _retry(command: Callable[[], None], times: int = 3) -> None:
     """Insist a little. The job is requeued whatever comes of this."""
     for _ in range(times):
         try:

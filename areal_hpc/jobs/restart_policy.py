@@ -4,8 +4,6 @@ Four ask it: the supervisor of a task about its processes, a cell about its repl
 Slurm about itself, and the local launcher about its jobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -31,11 +31,11 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: _notify_watcher(writer, number))
         threading.Thread(
-            target=request._watch, args=(reader, writer), name="stop-watcher", daemon=True
+            target=request._watch_signals, args=(reader, writer), name="stop-watcher", daemon=True
         ).start()
         return request
 
-    def _watch(self, reader: socket.socket, writer: socket.socket) -> None:
+    def _watch_signals(self, reader: socket.socket, writer: socket.socket) -> None:
         # The writer is kept alive by this frame: closing it would lose later signals.
         while writer.fileno() >= 0:
             if any(number in STOP_SIGNALS for number in reader.recv(64)):

@@ -4,8 +4,6 @@ The first task speaks for the job: it numbers the start, watches the clock, and 
 another start. The others follow notes in the job's folder.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -186,12 +184,14 @@ class SlurmTask:
             return None
         self._next_look_at = now + POLL_S
         try:
-            return self._check(self._start, now, is_leading=is_leading)
+            return self._check_for_stop(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _check(self, start: starts.JobStart, now: float, *, is_leading: bool) -> TaskExit | None:
+    def _check_for_stop(
+        self, start: starts.JobStart, now: float, *, is_leading: bool
+    ) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
@@ -216,7 +216,7 @@ class SlurmTask:
         if self._start is None or self._is_superseded:
             return grace_s
         if self._position.is_first:
-            grace_s = self._grace_s(outcome)
+            grace_s = self._compute_grace_s(outcome)
         try:
             said = starts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
@@ -229,7 +229,7 @@ class SlurmTask:
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
-    def _grace_s(self, outcome: TaskExit) -> float:
+    def _compute_grace_s(self, outcome: TaskExit) -> float:
         """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
 
         A preemption's grace shows as the job's end.
@@ -266,11 +266,11 @@ class SlurmTask:
             write_task_exit(self._paths, rank, outcome)
             left.touch()
         elif outcome.exit_code:
-            _await(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
+            _wait_until(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
         return outcome
 
     def _finalize_job(self, own: TaskExit) -> TaskExit:
-        outcomes = [*self._gather(own), *self._absent]
+        outcomes = [*self._gather_task_exits(own), *self._absent]
         faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
         failures = self._progress_tracker.close(outcomes)
         decision = decide_restart(outcomes, failures)
@@ -297,10 +297,10 @@ class SlurmTask:
         if requeue_result == "not requeued" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
-            _await(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
+            _wait_until(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
-    def _gather(self, own: TaskExit) -> list[TaskExit]:
+    def _gather_task_exits(self, own: TaskExit) -> list[TaskExit]:
         """Exit statuses of the tasks, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own}
         own_patience_s = LEAVE_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
@@ -313,11 +313,11 @@ class SlurmTask:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks
 
-        _await(all_are_there, give_up_at)
+        _wait_until(all_are_there, give_up_at)
         return [found[rank] for rank in sorted(found)]
 
 
-def _await(condition: Callable[[], bool], give_up_at: float) -> None:
+def _wait_until(condition: Callable[[], bool], give_up_at: float) -> None:
     """Wait until the condition holds, or for as long as that is worth it."""
     while not condition() and time.monotonic() < give_up_at:
         time.sleep(0.5)

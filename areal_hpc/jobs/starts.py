@@ -5,8 +5,6 @@ task of every start takes the next number, in a file whose content is also the f
 other tasks read from the shared storage: who does not see it is on a node that does not share it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

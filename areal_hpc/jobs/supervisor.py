@@ -4,8 +4,6 @@ Nothing it starts outlives it: children die with it (kernel death signal), and e
 session of its own, so that stopping a child stops whatever that child started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -178,12 +176,12 @@ class _Supervisor:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._surroundings: Mapping[str, str] = {}
         self._children = [
-            self._child(spec)
+            self._prepare_process(spec)
             for spec in launch.job.processes
             if spec.tasks in ("all", "first" if position.is_first else "others")
         ]
 
-    def _child(self, spec: ProcessSpec) -> _ManagedProcess:
+    def _prepare_process(self, spec: ProcessSpec) -> _ManagedProcess:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
         config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         config_path.write_bytes(msgspec.json.encode(spec.config))
@@ -199,24 +197,24 @@ class _Supervisor:
         """Run the task's processes until it is decided how the task ends; none is left then."""
         outcome = TaskExit(STOPPED_EXIT_CODE, reason="the supervisor failed")
         try:
-            outcome = self._run()
+            outcome = self._run_processes()
         except ArealError as error:
             outcome = TaskExit(error.exit_code, "supervisor", str(error))
         finally:
             self._stop_all(outcome)
         return outcome
 
-    def _run(self) -> TaskExit:
+    def _run_processes(self) -> TaskExit:
         if (refusal := self._task.start()) is not None:
             return refusal
         self._surroundings = self._task.build_environment()
         for child in self._children:
-            self._start(child)
-        while (outcome := self._poll()) is None:
+            self._start_process(child)
+        while (outcome := self._poll_processes()) is None:
             self._stop.wait(POLL_S)
         return outcome
 
-    def _start(self, child: _ManagedProcess) -> None:
+    def _start_process(self, child: _ManagedProcess) -> None:
         spec = child.spec
         python = self._launch.pythons[spec.role]
         if shutil.which(python) is None:
@@ -242,7 +240,7 @@ class _Supervisor:
         child.start(python, environ)
         log.info("started %s (start %d)", spec.name, child.starts)
 
-    def _poll(self) -> TaskExit | None:
+    def _poll_processes(self) -> TaskExit | None:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
@@ -252,7 +250,7 @@ class _Supervisor:
         for child in list(self._children):  # one that has done its work is removed
             if child.process is None:
                 if time.monotonic() >= child.not_before:
-                    self._start(child)
+                    self._start_process(child)
             elif (code := child.process.poll()) is not None:
                 outcome = self._on_exit(child, code)
                 if outcome is not None:

@@ -1,7 +1,5 @@
 """Time limit of a Slurm job: when to stop so that a checkpoint still fits."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

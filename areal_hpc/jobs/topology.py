@@ -1,7 +1,5 @@
 """Position of a process in its job: rank, node, reachable address."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -35,10 +33,12 @@ class TaskPosition:
 
 def get_task_position() -> TaskPosition:
     """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
-    return _position(os.environ, "AREAL_HPC_", ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK"))
+    return _read_position(
+        os.environ, "AREAL_HPC_", ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK")
+    )
 
 
-def _position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:
+def _read_position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:
     """The position that these variables tell; where they are absent, that of a lone task."""
     lone = (0, 1, 0, 0)
     told = (int(environ.get(prefix + name, of)) for name, of in zip(names, lone, strict=True))
@@ -84,9 +84,9 @@ def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:
             hint="name one of those that all nodes have, or leave it out",
         )
     return (
-        _other_than_loopback(socket.gethostname())
-        or _node_address(environ.get("SLURMD_NODENAME", ""))
-        or _way_to(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        _resolve_unless_loopback(socket.gethostname())
+        or _find_slurm_address(environ.get("SLURMD_NODENAME", ""))
+        or _find_address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
         or LOOPBACK
     )
 
@@ -99,7 +99,7 @@ def find_interface(address: str) -> str:
     return ""
 
 
-def _other_than_loopback(name: str) -> str:
+def _resolve_unless_loopback(name: str) -> str:
     """The first address of a host that is not loopback; empty if there is none."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -109,7 +109,7 @@ def _other_than_loopback(name: str) -> str:
     return next((one for one in addresses if not ipaddress.ip_address(one).is_loopback), "")
 
 
-def _node_address(node: str) -> str:
+def _find_slurm_address(node: str) -> str:
     """Slurm's NodeAddr, as an address; empty outside Slurm, and where it does not answer.
 
     Where all nodes are one machine it is loopback, and right.
@@ -124,7 +124,7 @@ def _node_address(node: str) -> str:
         return ""
 
 
-def _way_to(peer: str) -> str:
+def _find_address_towards(peer: str) -> str:
     """The address that packets to `peer` leave from. Sends nothing."""
     if not peer:
         return ""
@@ -144,17 +144,17 @@ def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
 def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
     """This task's position as Slurm (or submitit's local executor) tells it."""
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
-        return _position(environ, "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID"))
-    return _position(environ, "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID"))
+        return _read_position(environ, "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID"))
+    return _read_position(environ, "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID"))
 
 
 def expand_node_list(nodelist: str) -> list[str]:
     """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
     parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    return [node for part in parts for node in _expanded(part)]
+    return [node for part in parts for node in _expand_part(part)]
 
 
-def _expanded(part: str) -> list[str]:
+def _expand_part(part: str) -> list[str]:
     before, bracket, rest = part.partition("[")
     if not bracket:
         return [part]
@@ -165,4 +165,4 @@ def _expanded(part: str) -> list[str]:
         numbers += [
             f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)
         ]
-    return [before + number + end for number in numbers for end in _expanded(after)]
+    return [before + number + end for number in numbers for end in _expand_part(after)]

@@ -3,8 +3,6 @@
 Under Slurm this is Slurm's to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -30,7 +28,7 @@ def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assign
     # Trainer and inference name the same device: a recipe is refused otherwise.
     is_cpu = recipe.trainer.device == "auto" and not visible.ids
     if needed > len(visible.ids) and not is_cpu:
-        raise RecipeError.of([_shortage(stage, needed, visible, recipe)])
+        raise RecipeError.of([_describe_shortage(stage, needed, visible, recipe)])
     left = iter(visible.ids)
     return {
         job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]
@@ -56,7 +54,9 @@ def format_assignment(assignment: Assignment) -> Iterator[str]:
             yield f"{job}: {' | '.join(','.join(ids) for ids in tasks)}"
 
 
-def _shortage(stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe) -> Problem:
+def _describe_shortage(
+    stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe
+) -> Problem:
     keys, needs, inference = ["trainer.parallel"], [], recipe.inference
     for job in stage.jobs:
         shape = f"{job.tasks} ranks x 1"

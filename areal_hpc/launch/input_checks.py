@@ -1,7 +1,5 @@
 """Checks of what a recipe refers to: files, models, interpreters, user code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -55,18 +53,18 @@ def check_inputs(
         for role, python in pythons.items()
         if not (Path(python).exists() or shutil.which(python))
     ]
-    problems += [*_run_directory(recipe.run_dir), *_model(recipe)]
+    problems += [*_check_run_directory(recipe.run_dir), *_check_model(recipe)]
     if (tiny := recipe.model.tiny) is not None:
-        problems += _layout_fits(build_tiny_config(tiny), "model.tiny", recipe)
+        problems += _check_layout(build_tiny_config(tiny), "model.tiny", recipe)
     for part, key in recipe.task_sets:
         try:
             list_source_files(part, key)
         except RecipeError as error:
             problems += error.problems
-    return [*problems, *_user_code(recipe, pythons, sys_path)]
+    return [*problems, *_check_user_code(recipe, pythons, sys_path)]
 
 
-def _run_directory(run_dir: Path) -> Iterator[Problem]:
+def _check_run_directory(run_dir: Path) -> Iterator[Problem]:
     """Can it be made, written to, and does it have room?"""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -90,20 +88,20 @@ def _run_directory(run_dir: Path) -> Iterator[Problem]:
         )
 
 
-def _model(recipe: Recipe) -> Iterator[Problem]:
+def _check_model(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.path is not None:
-        yield from _model_directory(model.path, "model.path", recipe)
+        yield from _check_model_directory(model.path, "model.path", recipe)
     if model.hub is not None:
         try:
             folder = find_snapshot(model.hub, "model", model.revision, "model.hub")
         except RecipeError as error:
             yield from error.problems
         else:
-            yield from _model_directory(folder, "model.hub", recipe)
+            yield from _check_model_directory(folder, "model.hub", recipe)
 
 
-def _model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     if not path.is_dir():
         yield Problem(
             f"there is no model directory at {path.resolve()}",
@@ -128,10 +126,10 @@ def _model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{path} has no *.safetensors weights", key)
     if (path / "config.json").is_file():
         where = path / "config.json"
-        yield from _layout_fits(json.loads(where.read_bytes()), str(where), recipe)
+        yield from _check_layout(json.loads(where.read_bytes()), str(where), recipe)
 
 
-def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Iterator[Problem]:
+def _check_layout(config: Mapping[str, Any], where: str, recipe: Recipe) -> Iterator[Problem]:
     """Is it a network that can be trained, and does it split as the recipe asks?"""
     try:
         arch = parse_architecture(config, where)
@@ -147,7 +145,7 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
         )
 
 
-def _user_code(
+def _check_user_code(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Import the user's code and build agents in the environment of who will: driver, ledger."""
@@ -165,10 +163,12 @@ def _user_code(
         asked["agents"] = [one for one in named if one[0]]
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
-            yield from _load(python, asked, key, what)
+            yield from _check_loading(python, asked, key, what)
 
 
-def _load(python: str, request: Mapping[str, Any], key: str, what: str) -> Iterator[Problem]:
+def _check_loading(
+    python: str, request: Mapping[str, Any], key: str, what: str
+) -> Iterator[Problem]:
     """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(

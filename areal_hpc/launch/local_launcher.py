@@ -1,7 +1,5 @@
 """Local launcher: run a plan's jobs on this machine and restart those that fail."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -156,14 +154,14 @@ class LocalLauncher:
             self._reporter.say(f"GPUs     {line}")
         try:
             for spec in stage.jobs:
-                handle = self._submit(spec)
-                self._jobs.append(_Job(spec, handle, self._step(), time.monotonic()))
-            self._watch(stage)
+                handle = self._submit_job(spec)
+                self._jobs.append(_Job(spec, handle, self._read_last_step(), time.monotonic()))
+            self._watch_jobs(stage)
         finally:
             grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
             stop_jobs([job.handle for job in self._jobs], grace_s)
 
-    def _submit(self, spec: JobSpec) -> JobHandle:
+    def _submit_job(self, spec: JobSpec) -> JobHandle:
         cluster = self._recipe.cluster
         launch = LaunchFile(
             job=spec,
@@ -180,19 +178,19 @@ class LocalLauncher:
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 
-    def _step(self) -> int:
+    def _read_last_step(self) -> int:
         """Last step of the run that has metrics."""
         rows = read_metrics(self._paths.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
-    def _watch(self, stage: JobStage) -> None:
+    def _watch_jobs(self, stage: JobStage) -> None:
         leader = self._jobs[0]
         while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise RunInterruptedError
             self._reporter.watch(stage.name)
             for job in list(self._jobs):
-                failure = self._failure(job)
+                failure = self._find_failure(job)
                 if failure is not None and not stage.done_marker.exists():
                     self._submit_again(job, failure)
             time.sleep(0.2)
@@ -200,7 +198,7 @@ class LocalLauncher:
 
     def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
-        step, now = self._step(), time.monotonic()
+        step, now = self._read_last_step(), time.monotonic()
         progress = made_progress(
             job.spec.name,
             steps_taken=step - job.begun_at_step,
@@ -219,18 +217,18 @@ class LocalLauncher:
             self._jobs.remove(job)
         else:
             self._reporter.say(f"{what}; this job is started again")
-            job.handle, job.begun_at_step, job.submitted_at = self._submit(job.spec), step, now
+            job.handle, job.begun_at_step, job.submitted_at = self._submit_job(job.spec), step, now
 
-    def _failure(self, job: _Job) -> JobFailedError | None:
+    def _find_failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""
         handle = job.handle
-        is_done = handle.done()  # asked first: the outcome is written before a job is done
-        outcomes = handle.outcomes()
-        if (crash := find_crash(handle.name, outcomes)) is not None or not is_done:
+        is_done = handle.done()  # asked first: exits are written before a job is done
+        task_exits = handle.read_task_exits()
+        if (crash := find_crash(handle.name, task_exits)) is not None or not is_done:
             return crash
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
-        if not outcomes:
+        if not task_exits:
             what, key = "without an exit status", self._paths.job(handle.name).submitit_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code

@@ -12,8 +12,6 @@ covered by `RESERVE_BYTES`, which is an assumption. Sources:
 - serving: SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

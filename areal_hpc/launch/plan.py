@@ -4,8 +4,6 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +64,8 @@ def plan_run(
     facts = facts or LaunchFacts(1, 0, "python", (), (1,) * len(recipe.train_dataset.sources))
     reinforcement = JobStage(
         name="train",
-        leader=_trainer_job(recipe, paths, facts),
-        others=_cell_jobs(recipe, paths, facts),
+        leader=_plan_trainer_job(recipe, paths, facts),
+        others=_plan_cell_jobs(recipe, paths, facts),
         done_marker=paths.finished_marker,
     )
     if recipe.sft is None:
@@ -110,7 +108,7 @@ def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) 
     )
 
 
-def _trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec:
+def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
     ledger = LedgerJobConfig(
@@ -150,17 +148,17 @@ def _trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec
     )
 
 
-def _cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
+def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     named = {format_cell_name(index): splits for index in range(recipe.inference.cells)}
     if is_apart:
         named[EVALUATION_CELL] = ("valid",)
-    return tuple(_cell_job(recipe, paths, facts, name, tasks) for name, tasks in named.items())
+    return tuple(_plan_cell_job(recipe, paths, facts, name, tasks) for name, tasks in named.items())
 
 
-def _cell_job(
+def _plan_cell_job(
     recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
 ) -> JobSpec:
     inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation

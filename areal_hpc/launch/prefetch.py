@@ -4,8 +4,6 @@ Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_E
 and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -62,13 +60,13 @@ def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> Non
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
     """
-    before = _known(paths.prefetched)
+    before = _read_known_files(paths.prefetched)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
         try:
             folder = _put_in_place(want)
-            files = [_described(path, folder, before) for path in _files(folder, want)]
+            files = [_describe_file(path, folder, before) for path in _list_files(folder, want)]
         except RecipeError as error:
             problems += error.problems
             continue
@@ -114,7 +112,7 @@ def _put_in_place(want: PrefetchItem) -> Path:
         ) from error
 
 
-def _files(folder: Path, want: PrefetchItem) -> list[Path]:
+def _list_files(folder: Path, want: PrefetchItem) -> list[Path]:
     """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]
@@ -129,7 +127,7 @@ def _files(folder: Path, want: PrefetchItem) -> list[Path]:
     return sorted(found)
 
 
-def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
     entry = {
@@ -152,7 +150,7 @@ def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str,
     return {**entry, "sha256": digest}
 
 
-def _known(record: Path) -> dict[str, Any]:
+def _read_known_files(record: Path) -> dict[str, Any]:
     """Record of an earlier call, by the file's path."""
     known = {}
     for entry in json.loads(record.read_bytes()) if record.exists() else ():

@@ -1,7 +1,5 @@
 """A run directory that is checked, set up and locked for this launcher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

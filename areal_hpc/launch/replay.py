@@ -4,8 +4,6 @@ A replay has a directory of its own in the form of a run's. Its manifests, shard
 links to the recorded ones, as is the checkpoint it starts from; it writes nothing outside.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -100,8 +98,8 @@ class ReplayRun:
         if self._is_changed and start.step + 1 < first:
             steps = f"steps {start.step + 1} to {first - 1}"
             reporter.say(f"lead-in  training {steps} with the recorded settings")
-            self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
-        self._train("replay", self.recipe, self._last_step, reporter, stop)
+            self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
+        self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_hidden(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
@@ -124,7 +122,7 @@ class ReplayRun:
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(target)
 
-    def _train(
+    def _train_steps(
         self,
         name: str,
         recipe: Recipe,

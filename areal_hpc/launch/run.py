@@ -1,7 +1,5 @@
 """The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal
@@ -97,7 +95,7 @@ def run(
         draw_learning_curve(paths)
         print("stopped; run the same command again to resume")
         return _read_result(paths, "interrupted")
-    return _finish(paths)
+    return _summarize_end(paths)
 
 
 def submit(
@@ -137,7 +135,7 @@ def submit(
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {get_program_name()} status {paths.root}")
         return _read_result(paths, "interrupted")
-    return _finish(paths)
+    return _summarize_end(paths)
 
 
 def is_already_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
@@ -228,7 +226,7 @@ def _build_recipe(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> 
     return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
 
 
-def _finish(paths: RunPaths) -> RunResult:
+def _summarize_end(paths: RunPaths) -> RunResult:
     draw_learning_curve(paths)
     print(format_summary(paths))
     return _read_result(paths, "finished")

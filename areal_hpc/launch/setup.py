@@ -1,7 +1,5 @@
 """Set-up of a run directory: task sets, model, recipe, provenance."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform
@@ -68,7 +66,7 @@ def set_up_run_dir(
     if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
-        make_tiny_model(paths.tiny_model_dir, _texts(sft), seed=recipe.seed, **sizes)
+        make_tiny_model(paths.tiny_model_dir, _read_texts(sft), seed=recipe.seed, **sizes)
     if recipe.model.hub is not None and not paths.tiny_model_dir.exists():
         paths.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
@@ -83,7 +81,7 @@ def set_up_run_dir(
     )
 
 
-def _texts(demonstrations: Path) -> Iterator[str]:
+def _read_texts(demonstrations: Path) -> Iterator[str]:
     """Text that the tokenizer of a tiny model is trained on."""
     with demonstrations.open() as stream:
         for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):

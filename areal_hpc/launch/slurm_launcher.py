@@ -4,8 +4,6 @@ Unlike the foreground launcher nobody stays behind: jobs start each other again 
 themselves. Who waits only watches files, and the queue now and then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """One recipe with several values of a key: a run for each, and a job array for each job."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -82,11 +80,11 @@ def build_array_requests(
     sweep: Sweep, working_folder: Path, after: Sequence[str]
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
-    place = _place(sweep, working_folder)
+    place = _build_context(sweep, working_folder)
     return build_requests(sweep.runs[0], working_folder, after, place=place)
 
 
-def _place(sweep: Sweep, working_folder: Path) -> RunContext:
+def _build_context(sweep: Sweep, working_folder: Path) -> RunContext:
     first = sweep.runs[0]
     place = build_run_context(first, sweep.paths, get_interpreters(first), working_folder)
     return replace(
@@ -135,7 +133,7 @@ def _submit_array(
 ) -> tuple[list[str], JobResources]:
     """Submit the same job of every run; the numbers, and what each asks for."""
     slurm = sweep.base.cluster.slurm
-    request = build_job_requests(specs[:1], slurm, _place(sweep, Path.cwd()))[0]
+    request = build_job_requests(specs[:1], slurm, _build_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())

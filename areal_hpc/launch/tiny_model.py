@@ -4,8 +4,6 @@ Small enough to learn on two CPU cores, and of the same architecture as the mode
 train. Made with numpy alone: neither torch nor transformers is imported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,12 +5,10 @@ episode that is overtaken by others, a ticket that was issued again, or a traine
 can still bring tokens that are older.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
@@ -34,7 +32,7 @@ def form_next_batch(
     Changes nothing: the caller makes it durable and then calls `record_batch`.
     """
     policy, size = tickets.policy, tickets.policy.batch_size
-    if tickets.settled < size or tickets.formed_steps >= policy.total_steps:
+    if tickets.n_settled < size or tickets.formed_steps >= policy.total_steps:
         return None
     taken = tickets.settled_first(size)
     current = WeightVersion(generation, tickets.formed_steps)
@@ -58,22 +56,22 @@ class StalenessCheck:
     def too_old(
         self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
-        """Tickets to set aside, and nothing else, before `generation` trains its next batch.
+        """Settled tickets to drop, and nothing else, before `generation` trains its next batch.
 
         `forks` are all generations of the run.
         """
         policy, current = tickets.policy, WeightVersion(generation, tickets.formed_steps)
         known_young = self._passed if current == self._version else 0
-        if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
+        if policy.stale_groups == "train_with_correction" or known_young == tickets.n_settled:
             return []
         kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
         limit = policy.max_head_offpolicyness
         found = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
-            for ticket in tickets.settled_first(tickets.settled)[known_young:]
+            for ticket in tickets.settled_first(tickets.n_settled)[known_young:]
             if (age := _age_of(ticket, current, forks)) > limit
         ]
-        self._version, self._passed = (None, 0) if found else (current, tickets.settled)
+        self._version, self._passed = (None, 0) if found else (current, tickets.n_settled)
         return found
 
 

@@ -1,7 +1,5 @@
 """Typed configuration of the ledger process."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -4,8 +4,6 @@ Tasks are drawn for a batch's worth of tickets at a time, from what is known whe
 them is issued, and written down before one is: a ticket stands for the same task ever after.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +50,7 @@ class Curriculum:
         # By first ticket: a write that failed may have left the line, which then counts.
         self._unwritten: dict[int, DrawnTasks] = {}
         for drawn in read_lines(path, DrawnTasks):
-            self._take(drawn)
+            self._take_drawn(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)
         self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
@@ -69,10 +67,10 @@ class Curriculum:
             if self.trouble:
                 raise AgentError(self.trouble)
             first_ticket = ticket_id - ticket_id % self._batch_size
-            drawn = self._unwritten.get(first_ticket) or self._draw(first_ticket)
+            drawn = self._unwritten.get(first_ticket) or self._draw_tasks(first_ticket)
             self._unwritten[first_ticket] = drawn
             append_line(self._path, drawn, sync=True)
-            self._take(self._unwritten.pop(first_ticket))
+            self._take_drawn(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 
     def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
@@ -86,13 +84,13 @@ class Curriculum:
             self._newest[task] = ticket_id
             self._reward[task] = np.mean(rewards)
 
-    def _take(self, drawn: DrawnTasks) -> None:
+    def _take_drawn(self, drawn: DrawnTasks) -> None:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 
-    def _draw(self, first_ticket: int) -> DrawnTasks:
+    def _draw_tasks(self, first_ticket: int) -> DrawnTasks:
         """Each task once at most while there are enough; by weight."""
-        weights = self._weights(first_ticket)
+        weights = self._compute_weights(first_ticket)
         draws = np.random.default_rng([self._seed, first_ticket]).choice(
             len(weights),
             size=self._batch_size,
@@ -101,7 +99,7 @@ class Curriculum:
         )
         return DrawnTasks(first_ticket, draws.tolist())
 
-    def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
+    def _compute_weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
         """Weights of the tasks; AgentError if the user's function or its weights are no good."""
         known = {
             "ticket": first_ticket,

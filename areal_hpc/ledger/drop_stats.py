@@ -1,11 +1,9 @@
 """Counts of dropped tickets; detects that no batch can form."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, TicketRef
 
 MAX_FAILED_BATCHES = 2

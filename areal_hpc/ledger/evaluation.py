@@ -1,7 +1,5 @@
 """One evaluation: its tickets and their rewards. Pure: time is passed in."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

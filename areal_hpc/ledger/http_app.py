@@ -5,8 +5,6 @@ Errors are `{"error": "..."}` with status 400 (unreadable or impossible request)
 run directory, or a defect) or 503 (the file system refused; try again).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The ledger's process: rebuild from the run directory, serve until told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -23,7 +21,7 @@ from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.task_stream import TaskSource, TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.drops import read_drops
+from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.asgi import ServiceServer
 

@@ -1,7 +1,5 @@
 """Ticket leases and cell heartbeats. Pure: time is passed in."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Long polling of ledger requests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation of ledger requests: each function raises `LedgerRequestError`, 400 or 409."""
 
-from __future__ import annotations
-
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import SettledTicket
 

@@ -4,8 +4,6 @@ Handlers change state between two awaits only, so each is atomic on the event lo
 be durable is written before it is answered, by blocking writes: a few per training step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
@@ -20,9 +18,8 @@ from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
-from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.generations import read_newest_number
-from areal_hpc.rundir.manifests import LedgerState
+from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as wire
 
@@ -77,10 +74,10 @@ class LedgerService:
 
     async def lease(self, request: wire.LeaseRequest, patience: LongPoll) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
-        self._hear(request)
+        self._take_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
         while not self._stopped:
-            grants = self._grant(request)
+            grants = self._grant_tickets(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 over = self._tickets.over(request.finished)
@@ -96,7 +93,7 @@ class LedgerService:
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
                 log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
-        self._notify()
+        self._notify_waiting()
         return ACKNOWLEDGED
 
     async def drop(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
@@ -113,7 +110,7 @@ class LedgerService:
             if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.
                 append_drop(self._paths, drop)
-        self._notify()
+        self._notify_waiting()
         return ACKNOWLEDGED
 
     async def evaluated(
@@ -125,7 +122,7 @@ class LedgerService:
         if self._evaluation is not None:
             mean_reward = sum(request.rewards) / len(request.rewards)
             self._evaluation.settle(request.ref, mean_reward)
-        self._notify()
+        self._notify_waiting()
         return ACKNOWLEDGED
 
     def expire_leases(self) -> None:
@@ -139,7 +136,7 @@ class LedgerService:
                 "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
             )
         self._cells.drop_silent(before_s)
-        self._notify()
+        self._notify_waiting()
 
     # The trainer -----------------------------------------------------------------------------
 
@@ -148,7 +145,7 @@ class LedgerService:
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._follow_trainer(self._state.opened(request.generation, request.base_step))
-        self._hear_trainer()
+        self._note_trainer_alive()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
@@ -169,7 +166,7 @@ class LedgerService:
                     self._work.spread()
                 if await patience.wait_for(self._progress, until_s):
                     continue
-            return wire.BatchReply(manifest, self._tickets.settled, trouble)
+            return wire.BatchReply(manifest, self._tickets.n_settled, trouble)
 
     async def publish(self, request: wire.PublishRequest, patience: LongPoll) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
@@ -194,7 +191,7 @@ class LedgerService:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._check_generation(request.generation)
         self._stopped = True
-        self._notify()
+        self._notify_waiting()
         return ACKNOWLEDGED
 
     async def status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
@@ -204,10 +201,10 @@ class LedgerService:
         return wire.LedgerStatus(
             generation=self._state.generation,
             version_step=tickets.version_step,
-            leased=tickets.leased,
-            finished=tickets.finished,
-            settled=tickets.settled,
-            trained=tickets.trained,
+            leased=tickets.n_leased,
+            finished=tickets.n_finished,
+            settled=tickets.n_settled,
+            trained=tickets.n_trained,
             dropped=tickets.drop_stats.count("failed", "stale"),
             filtered=tickets.drop_stats.count("filtered"),
             requeued=tickets.drop_stats.count("requeued"),
@@ -218,7 +215,7 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _hear(self, request: wire.LeaseRequest) -> None:
+    def _take_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
@@ -226,9 +223,9 @@ class LedgerService:
         if self._evaluation is not None:
             self._evaluation.report(request.cell, request.held, now_s)
         if request.finished:
-            self._notify()
+            self._notify_waiting()
 
-    def _grant(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
+    def _grant_tickets(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
         """Evaluation tickets first: the trainer waits for them."""
         now_s, refs = self._clock(), []
         if self._evaluation is not None and "valid" in request.splits:
@@ -245,7 +242,7 @@ class LedgerService:
             self._clock() < self._batch_wanted_until_s or tickets.capacity() <= 0
         )
 
-    def _notify(self) -> None:
+    def _notify_waiting(self) -> None:
         self._progress.spread()
         if (
             self._stopped
@@ -264,8 +261,8 @@ class LedgerService:
         for drop in self._ages.too_old(tickets, generation, forks):
             self._check_newest_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.set_aside(drop)
-            self._notify()
+            tickets.drop_settled(drop)
+            self._notify_waiting()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(generation)
@@ -287,7 +284,7 @@ class LedgerService:
                 step, n_tasks, generation=generation, first_attempt=first_attempt
             )
             self._evaluation = evaluation
-            self._notify()
+            self._notify_waiting()
         if (mean_reward := evaluation.mean_reward) is not None:
             manifests.write_evaluation(self._paths, build_result(evaluation, mean_reward))
             self._evaluation = None
@@ -301,15 +298,15 @@ class LedgerService:
             manifests.write_state(self._paths, state)
             self._state = state
         self._tickets.publish(state.version_step)
-        self._notify()
+        self._notify_waiting()
 
     def _check_generation(self, generation: int) -> None:
         request_checks.require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_on_disk(generation)
-            self._hear_trainer()
+            self._note_trainer_alive()
 
-    def _hear_trainer(self) -> None:
+    def _note_trainer_alive(self) -> None:
         """The version is that of a living trainer: grant once the cells could report as well."""
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 

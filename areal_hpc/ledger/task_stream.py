@@ -1,7 +1,5 @@
 """Endless task stream: the task and seed of each ticket."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

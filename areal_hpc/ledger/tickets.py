@@ -29,7 +29,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000
@@ -103,17 +103,17 @@ class TicketTable:
     # What is where ---------------------------------------------------------------------------
 
     @property
-    def leased(self) -> int:
+    def n_leased(self) -> int:
         """Tickets running in some cell."""
         return len(self._leased)
 
     @property
-    def finished(self) -> int:
+    def n_finished(self) -> int:
         """Tickets that ended and lie unsealed in some cell's journal."""
         return len(self._finished)
 
     @property
-    def settled(self) -> int:
+    def n_settled(self) -> int:
         """Tickets sealed in a shard and in no batch yet."""
         return len(self._settled)
 
@@ -123,12 +123,12 @@ class TicketTable:
         return len(self._batch_sizes)
 
     @property
-    def trained(self) -> int:
+    def n_trained(self) -> int:
         """Tickets in batches up to the published step."""
         return sum(self._batch_sizes[: self.version_step])
 
     @property
-    def batched(self) -> int:
+    def n_batched(self) -> int:
         """Tickets in batches of steps that are not published."""
         return sum(self._batch_sizes[self.version_step :])
 
@@ -154,7 +154,7 @@ class TicketTable:
     def capacity(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
         counts = TicketCounts(
-            self.leased, self.finished, self.settled, self.batched, self.formed_steps
+            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.formed_steps
         )
         return count_admissible(self.policy, counts)
 
@@ -235,7 +235,7 @@ class TicketTable:
         self.drop_stats.note(drop)
         return True
 
-    def set_aside(self, drop: DroppedTicket) -> None:
+    def drop_settled(self, drop: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
         ticket_id = drop.ref.ticket_id
         del self._settled[ticket_id]

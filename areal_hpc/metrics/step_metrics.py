@@ -1,7 +1,5 @@
 """Names and rows of step metrics, and their reader."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Writer of step metrics to JSON lines and TensorBoard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
     """
     if not pauses:
         return {}
-    newest = max((pause.version for pause in pauses), key=_order)
+    newest = max((pause.version for pause in pauses), key=_sort_key)
     held = [pause for pause in pauses if pause.version == newest]
     return {
         "weights/generation_pause_version": newest,
@@ -41,7 +39,7 @@ def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
     }
 
 
-def _order(version: str) -> WeightVersion:
+def _sort_key(version: str) -> WeightVersion:
     return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 

@@ -1,7 +1,5 @@
 """Typed configuration of the proxy process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from areal_hpc.jobs.config import JobConfig

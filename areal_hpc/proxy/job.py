@@ -1,7 +1,5 @@
 """The proxy process of a cell: replay, listen, publish, serve until told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -42,10 +40,10 @@ def run(config: dict[str, Any]) -> None:
     """
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    run_event_loop(_serve(job, stop))
+    run_event_loop(_serve_cell(job, stop))
 
 
-async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
+async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     paths = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     model = ServedModel.load(
@@ -64,7 +62,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.proxy, model, job.serve_python, admin_key, recorder, source, sealer, online=job.online
     )
     name = rendezvous.format_proxy_name(job.cell)
-    listener = _listen(paths.rendezvous_dir, name)
+    listener = _open_listener(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
         rendezvous.publish_endpoint(paths.rendezvous_dir, name, f"http://{host}:{port}")
@@ -79,7 +77,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
-def _listen(directory: Path, name: str) -> socket.socket:
+def _open_listener(directory: Path, name: str) -> socket.socket:
     """A listening socket: where the cell's crashed proxy listened, so that agents find this one.
 
     An agent keeps the address it was given; its client repeats calls that lost their connection.

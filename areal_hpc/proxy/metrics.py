@@ -1,7 +1,5 @@
 """Prometheus metrics of the proxy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 
@@ -17,20 +15,20 @@ class ProxyMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.prompts = self._counter(
+        self.prompts = self._make_counter(
             "prompts", "Model calls by token reuse of their prompt.", "reuse"
         )
         for reuse in ("none", "reused", "retokenized"):
             self.prompts.labels(reuse)
-        self.rewritten_histories = self._counter(
+        self.rewritten_histories = self._make_counter(
             "rewritten_histories",
             "Model calls whose history differs from the recorded one, by the first difference.",
             "reason",
         )
-        self.failovers = self._counter(
+        self.failovers = self._make_counter(
             "failovers", "Replies continued on another replica after one was lost."
         )
-        self._ignored = self._counter(
+        self._ignored = self._make_counter(
             "ignored_parameters",
             "Requests by the parameters in them that have no effect.",
             "route",
@@ -38,7 +36,7 @@ class ProxyMetrics:
         )
         self._logged: set[tuple[str, str]] = set()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
 
     def watch(self, store: SessionStore) -> None:

@@ -1,7 +1,5 @@
 """Proxy service: composition of the application, and its serve and drain loop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -117,7 +115,7 @@ class ProxyService:
         )
         services = [
             server.serve(sockets=[listener]),
-            self._drain(server, stop),
+            self._stop_when_asked(server, stop),
             self._router.follow(),
             self._drop_idle_sessions(),
             *(one.run() for one in (self._sealer, self._parsers) if one is not None),
@@ -130,7 +128,7 @@ class ProxyService:
         for task in done:
             task.result()
 
-    async def _drain(self, server: uvicorn.Server, stop: StopRequest) -> None:
+    async def _stop_when_asked(self, server: uvicorn.Server, stop: StopRequest) -> None:
         """Tell the server to stop when asked; raises when the journal refused."""
         while not stop.requested:
             if self._recorder.failure is not None:

@@ -1,7 +1,5 @@
 """Standalone proxy in front of given SGLang servers, without a run."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +63,10 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
     """
     raise_file_limit()
     stop = StopRequest.install()
-    run_event_loop(_serve(config, stop, say))
+    run_event_loop(_serve_standalone(config, stop, say))
 
 
-async def _serve(
+async def _serve_standalone(
     config: StandaloneProxyConfig, stop: StopRequest, say: Callable[[str], None]
 ) -> None:
     model = ServedModel.load(
@@ -88,14 +86,14 @@ async def _serve(
     source = StaticReplicaSource(config.upstreams)
     service = ProxyService(config.proxy, model, config.serve_python, admin_key, recorder, source)
     try:
-        listener = _listen(config.host, config.port)
-        say(_welcome(config, listener.getsockname()[1]))
+        listener = _open_listener(config.host, config.port)
+        say(_render_welcome(config, listener.getsockname()[1]))
         await service.run(listener, stop, config.drain_timeout_s)
     finally:
         await service.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
     except OSError as error:
@@ -105,7 +103,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _welcome(config: StandaloneProxyConfig, port: int) -> str:
+def _render_welcome(config: StandaloneProxyConfig, port: int) -> str:
     url = f"http://{config.host}:{port}"
     return f"""\
 areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}

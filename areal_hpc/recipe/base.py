@@ -1,7 +1,5 @@
 """Base class of all configuration models: frozen, no unknown keys, documented fields."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from areal_hpc.errors import Problem

@@ -3,8 +3,6 @@
 The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It has to be on shared storage: jobs read it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal, TypeAlias
 

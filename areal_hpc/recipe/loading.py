@@ -1,7 +1,5 @@
 """Recipes from YAML files, site files and overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

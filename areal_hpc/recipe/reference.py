@@ -1,7 +1,5 @@
 """Generated reference table of recipe keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -66,11 +64,11 @@ def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
         kind = f"[{', '.join(map(describe_type, parts))}]"
     else:
         kind = TYPE_NAMES.get(annotation) or annotation.__name__
-    limits = " and ".join(_limits(bounds))
+    limits = " and ".join(_format_bounds(bounds))
     return f"{kind} {limits}" if limits else kind
 
 
-def _limits(bounds: Iterable[Any]) -> Iterator[str]:
+def _format_bounds(bounds: Iterable[Any]) -> Iterator[str]:
     for one in bounds:
         for name, sign in COMPARISON_SIGNS.items():
             if hasattr(one, name):

@@ -1,7 +1,5 @@
 """Import of user functions that a recipe names (`package.module:function`)."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

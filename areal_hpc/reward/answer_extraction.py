@@ -1,7 +1,5 @@
 """Extraction of an answer from a reply: boxed, tagged or fenced."""
 
-from __future__ import annotations
-
 import re
 
 _TAG, _TAG_END = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))

@@ -1,7 +1,5 @@
 """Answers that are programs, judged by running tests."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -37,11 +35,11 @@ def code_reward(
         return float(outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word])
     for case in tests["cases"]:
         outcome = run_program(source, case["input"], limits)
-        if outcome.exit_code != 0 or _lines(outcome.stdout) != _lines(case["output"]):
+        if outcome.exit_code != 0 or _strip_lines(outcome.stdout) != _strip_lines(case["output"]):
             return 0.0
     return float(bool(tests["cases"]))
 
 
-def _lines(text: str) -> list[str]:
+def _strip_lines(text: str) -> list[str]:
     """What is compared: white space at the ends of lines and of the text does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

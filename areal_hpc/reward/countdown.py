@@ -1,7 +1,5 @@
 """The countdown game: reach a target with every given number used exactly once."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Sequence

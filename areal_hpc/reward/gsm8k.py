@@ -1,7 +1,5 @@
 """Answers of GSM8K: one number, so that no package is needed to compare it."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import Any

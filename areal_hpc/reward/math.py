@@ -1,17 +1,15 @@
 """Reward for mathematics, by `math-verify`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, VerifierLostError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answer_extraction import extract_boxed
-from areal_hpc.reward.verifier_pool import ProcessDiedError, VerifierPool
+from areal_hpc.reward.verifier_pool import VerifierPool
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +48,12 @@ def math_reward(
     """
     said = completions[-MAX_ANSWER_CHARS:]
     in_box = extract_boxed(said)
-    if in_box is not None and _nesting(in_box) > DEEPEST_NESTING:
+    if in_box is not None and _count_nesting(in_box) > DEEPEST_NESTING:
         return 0.0
     try:
         verdict = _COMPARISONS.ask(json.dumps([answer, said]).encode() + b"\n")
-    except (TimeoutError, ProcessDiedError) as error:
-        how = "ended its process" if isinstance(error, ProcessDiedError) else "took too long"
+    except (TimeoutError, VerifierLostError) as error:
+        how = "ended its process" if isinstance(error, VerifierLostError) else "took too long"
         log.warning(
             "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
             answer,
@@ -74,7 +72,7 @@ def math_reward(
     return float(verdict == math_process.EQUAL)
 
 
-def _nesting(text: str) -> int:
+def _count_nesting(text: str) -> int:
     """How many brackets are open at once, whatever closes them."""
     steps = ({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0) for sign in text)
     return max(itertools.accumulate(steps), default=0)

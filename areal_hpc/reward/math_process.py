@@ -4,8 +4,6 @@ Stands alone: it is started by its path, by `areal_hpc/reward/verifier_pool.py`.
 `["the right answer", "what the model said"]` from a socket, its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -69,10 +67,10 @@ def verdict(answer: str, said: str) -> bytes:
     """Whether what was said ends in the right answer."""
     from math_verify import verify
 
-    given = _parsed(said)
+    given = _parse_answer(said)
     if not given:
         return DIFFERENT
-    right = _right(answer)
+    right = _parse_right_answer(answer)
     if not right:
         return NO_MATHEMATICS
     if _is_out_of_reach(given[0], right[0]) or _is_out_of_reach(right[0], given[0]):
@@ -81,11 +79,11 @@ def verdict(answer: str, said: str) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _right(answer: str) -> Any:
-    return _parsed(f"\\boxed{{{answer}}}")
+def _parse_right_answer(answer: str) -> Any:
+    return _parse_answer(f"\\boxed{{{answer}}}")
 
 
-def _parsed(text: str) -> Any:
+def _parse_answer(text: str) -> Any:
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)

@@ -1,7 +1,5 @@
 """Reward for reasoning-gym tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -16,14 +16,10 @@ import threading
 import time
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, VerifierLostError
 
 START_TIMEOUT_S = 60.0
 """Time a process may take to import its packages, which may lie on a slow file system."""
-
-
-class ProcessDiedError(Exception):
-    """The process ended during a question: a crash, or more memory than it may have."""
 
 
 class VerifierPool:
@@ -44,13 +40,13 @@ class VerifierPool:
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._forget()
+        self._reset_processes()
         # A fork while a process starts would give the child an end of a socket it knows nothing
         # of, and the process would outlive its parent.
         os.register_at_fork(
             before=self._lock.acquire,
             after_in_parent=self._lock.release,
-            after_in_child=self._disown,
+            after_in_child=self._disown_processes,
         )
         atexit.register(self.close)
 
@@ -59,15 +55,15 @@ class VerifierPool:
 
         Raises:
             TimeoutError: There was none within `timeout_s`.
-            ProcessDiedError: There will be none.
+            VerifierLostError: There will be none.
             ClusterError: No process could be started.
         """
         with self._places:
-            process = self._take()
+            process = self._take_process()
             try:
                 answer = process.ask(question, self._timeout_s)
             except BaseException:  # boundary: after Ctrl-C too its answer would come too late
-                self._discard(process)
+                self._kill_process(process)
                 raise
             self._idle.append(process)
             return answer
@@ -78,31 +74,31 @@ class VerifierPool:
             self._started.pop().kill()
         self._idle.clear()
 
-    def _take(self) -> _Process:
+    def _take_process(self) -> _Process:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.is_alive():
                     return process
-                self._discard(process)
+                self._kill_process(process)
             process = _Process(self._command)
             self._started.add(process)
             return process
 
-    def _discard(self, process: _Process) -> None:
+    def _kill_process(self, process: _Process) -> None:
         self._started.discard(process)
         process.kill()
 
-    def _forget(self) -> None:
+    def _reset_processes(self) -> None:
         self._started: set[_Process] = set()
         self._idle: list[_Process] = []
         self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
-    def _disown(self) -> None:
+    def _disown_processes(self) -> None:
         """In the child of a fork: the processes, and threads that hold places, are the parent's."""
         for process in self._started:
             process.disown()
-        self._forget()
+        self._reset_processes()
         self._lock.release()
 
 
@@ -125,8 +121,8 @@ class _Process:
     def ask(self, question: bytes, timeout_s: float) -> bytes:
         if not self._is_ready:
             try:
-                self._exchange(b"", START_TIMEOUT_S)
-            except (TimeoutError, ProcessDiedError) as error:
+                self._exchange_bytes(b"", START_TIMEOUT_S)
+            except (TimeoutError, VerifierLostError) as error:
                 what = "gone before it was ready"
                 if isinstance(error, TimeoutError):
                     what = f"not ready after {START_TIMEOUT_S:g} s"
@@ -134,9 +130,9 @@ class _Process:
                     f"{self._name} was {what}", hint="read what it wrote to standard error"
                 ) from error
             self._is_ready = True
-        return self._exchange(question, timeout_s)
+        return self._exchange_bytes(question, timeout_s)
 
-    def _exchange(self, question: bytes, timeout_s: float) -> bytes:
+    def _exchange_bytes(self, question: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)
@@ -144,9 +140,9 @@ class _Process:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             answer = self._socket.recv(1)
         except ConnectionError as error:
-            raise ProcessDiedError from error
+            raise VerifierLostError from error
         if not answer:
-            raise ProcessDiedError
+            raise VerifierLostError
         return answer
 
     def is_alive(self) -> bool:

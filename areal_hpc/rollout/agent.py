@@ -1,7 +1,5 @@
 """The agent contract, and how the user's agent is found by its dotted path."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect
@@ -65,9 +63,9 @@ def load_agent(
         found, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
     _check_shape(found, name, extra_kwargs)
     if inspect.isclass(found):
-        return _build(found, name, kwargs)
+        return _build_agent(found, name, kwargs)
     if kwargs:
-        raise _refused(
+        raise _agent_error(
             f"{name!r} is already an instance; {dict(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
@@ -79,17 +77,17 @@ def load_agent(
 def _import_dotted(dotted_path: str) -> Any:
     module_path, dot, name = dotted_path.rpartition(".")
     if not dot or not module_path:
-        raise _refused(
+        raise _agent_error(
             f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
             "name the module and the class, such as `my_package.my_module.MyAgent`",
         )
     module = _import_along(module_path, dotted_path)
     found = getattr(module, name, None)
     if found is None:
-        raise _refused(
+        raise _agent_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
-            f"{_nearest(name, _classes(module))}",
-            f"name one of its classes: {', '.join(_classes(module)) or 'it has none'}",
+            f"{_suggest_name(name, _list_classes(module))}",
+            f"name one of its classes: {', '.join(_list_classes(module)) or 'it has none'}",
         )
     return found
 
@@ -104,15 +102,15 @@ def _import_along(module_path: str, dotted_path: str) -> ModuleType:
             module = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name != prefix:
-                raise _broken(prefix, dotted_path, error) from error
-            raise _refused(
+                raise _import_error(prefix, dotted_path, error) from error
+            raise _agent_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
-                f"{_nearest(parts[end - 1], _submodules(module))}",
+                f"{_suggest_name(parts[end - 1], _list_submodules(module))}",
                 "start the run from the folder that holds the package, or install it in the "
                 "agents environment",
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
-            raise _broken(prefix, dotted_path, error) from error
+            raise _import_error(prefix, dotted_path, error) from error
     assert module is not None
     return module
 
@@ -122,26 +120,26 @@ def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -
     run = getattr(agent, "run", None)
     if run is None and not is_class:
         kind = type(agent).__name__
-        raise _refused(f"{dotted_path!r} is a {kind}, expected a class", f"make it {_SHAPE}")
+        raise _agent_error(f"{dotted_path!r} is a {kind}, expected a class", f"make it {_SHAPE}")
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
-        raise _refused(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
+        raise _agent_error(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
     given: list[Any] = [None, {}] if is_class else [{}]
     try:
         inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
     except TypeError as error:
-        raise _refused(
+        raise _agent_error(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
             f"keywords {', '.join(extra_kwargs)} ({error})",
             f"make it {_SHAPE}, or set rollout.agent.mode=subproc",
         ) from error
 
 
-def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
+def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
     try:
         inspect.signature(agent_class).bind(**kwargs)
     except TypeError as error:
-        raise _refused(
+        raise _agent_error(
             f"{dotted_path!r} cannot be built with {dict(kwargs)} ({error})",
             f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
             key="rollout.workflow_kwargs",
@@ -151,7 +149,7 @@ def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Age
     except RecipeError:
         raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
-        raise _refused(
+        raise _agent_error(
             f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_last_line(error)}",
             "fix the constructor or its arguments",
             key="rollout.workflow_kwargs",
@@ -159,14 +157,14 @@ def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Age
     return agent
 
 
-def _broken(module: str, dotted_path: str, error: BaseException) -> RecipeError:
-    return _refused(
+def _import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
+    return _agent_error(
         f"{dotted_path!r}: importing {module!r} failed: {_last_line(error)}",
         "fix that module; packages it needs belong in the agents environment",
     )
 
 
-def _refused(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
+def _agent_error(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
     return RecipeError(message, key=key, hint=hint)
 
 
@@ -181,13 +179,13 @@ def _last_line(error: BaseException) -> str:
     return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
 
 
-def _submodules(package: ModuleType | None) -> list[str]:
+def _list_submodules(package: ModuleType | None) -> list[str]:
     """Names importable from a package, or from the import path when None."""
     path = None if package is None else getattr(package, "__path__", [])
     return [entry.name for entry in pkgutil.iter_modules(path)]
 
 
-def _classes(module: ModuleType) -> list[str]:
+def _list_classes(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
@@ -195,6 +193,6 @@ def _classes(module: ModuleType) -> list[str]:
     ]
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def _suggest_name(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,7 +1,5 @@
 """Typed configuration of the rollout driver."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

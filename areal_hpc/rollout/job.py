@@ -1,7 +1,5 @@
 """The rollout driver's process: find ledger and proxy, build the agent, run episodes, stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys
@@ -43,13 +41,13 @@ def run(config: dict[str, Any]) -> None:
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
     agents: dict[TaskSplit, Agent | None] = {
-        "train": _agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
-        "valid": _agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
+        "train": _load_agents(how, job.rollout.workflow, job.rollout.workflow_kwargs),
+        "valid": _load_agents(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
     }
-    uvloop.run(_drive(job, agents))
+    uvloop.run(_drive_cell(job, agents))
 
 
-def _agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+def _load_agents(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
     if not workflow:
         return None
     if how.mode == "subproc":
@@ -57,7 +55,7 @@ def _agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> 
     return load_agent(workflow, kwargs)
 
 
-async def _drive(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -> None:
+async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -> None:
     paths = RunPaths(job.run_dir)
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()

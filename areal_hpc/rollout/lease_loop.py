@@ -1,7 +1,5 @@
 """Lease loop of a cell's driver: takes tickets from the ledger until the run is over."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
@@ -60,7 +58,7 @@ class LeaseLoop:
         """
         async with asyncio.TaskGroup() as group:
             under_way = set[asyncio.Task[None]]()
-            while not (reply := await self._lease()).stop:
+            while not (reply := await self._request_lease()).stop:
                 self._tickets.forget(reply.over)
                 for grant in reply.grants:
                     if self._tickets.accept(grant):
@@ -68,7 +66,7 @@ class LeaseLoop:
                         task.add_done_callback(under_way.discard)
                 if reply.seal_now and not self._sealing:
                     self._seal = group.create_task(self._seal_now())
-                await self._pause(reply.pause_s if self._busy else MIN_PAUSE_S)
+                await self._wait_for_news(reply.pause_s if self._is_busy else MIN_PAUSE_S)
             for task in (*under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
@@ -81,17 +79,17 @@ class LeaseLoop:
         return self._seal is not None and not self._seal.done()
 
     @property
-    def _busy(self) -> bool:
+    def _is_busy(self) -> bool:
         return bool(self._tickets.held) or self._sealing
 
-    async def _lease(self) -> LeaseReply:
+    async def _request_lease(self) -> LeaseReply:
         self._tickets.changed.clear()
         request = LeaseRequest(
             cell=self._cell,
             capacity=self._tickets.capacity,
             held=self._tickets.held,
             finished=self._tickets.finished,
-            wait_s=0.0 if self._busy else IDLE_WAIT_S,
+            wait_s=0.0 if self._is_busy else IDLE_WAIT_S,
             job_start=self._job_start,
             splits=self._splits,
         )
@@ -99,7 +97,7 @@ class LeaseLoop:
             "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
         )
 
-    async def _pause(self, pause_s: float) -> None:
+    async def _wait_for_news(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""
         clock = asyncio.get_running_loop().time
         began = clock()

@@ -1,7 +1,5 @@
 """Tickets leased by a driver, and its free capacity."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 

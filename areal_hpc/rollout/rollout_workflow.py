@@ -1,7 +1,5 @@
 """`RolloutWorkflow`: an agent that records its own model calls."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +48,7 @@ class RolloutWorkflow(ABC):
         exported = await self.arun_episode(EngineAddress(url, key), data)
         if not exported:
             raise AgentError(f"arun_episode returned {exported!r}, expected exported interactions")
-        interactions = _recorded(exported)
+        interactions = _list_recorded(exported)
         request = RecordRequest([msgspec.Raw(msgspec.json.encode(one)) for one in interactions])
         client = AsyncWireClient(url, key, timeout_s=RECORD_TIMEOUT_S)
         try:
@@ -60,7 +58,7 @@ class RolloutWorkflow(ABC):
         return {name: one.reward or 0.0 for name, one in exported.items()}
 
 
-def _recorded(exported: object) -> list[Interaction]:
+def _list_recorded(exported: object) -> list[Interaction]:
     """Every interaction that the rows are made of, each after the one it extends."""
     rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
     if not all(hasattr(row, "plan") for row in rows):

@@ -1,7 +1,5 @@
 """Client of one service of the run, followed across restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Runner of a cell's tickets: their groups of episodes, and the reports of how they ended."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping
@@ -90,17 +88,17 @@ class TicketRunner:
             if grant.ref.eval_step >= 0:
                 rewards = [one.reward for one in await self._run_group(grant, "valid")]
                 result = EvaluationResultRequest(self._cell, grant.ref, rewards)
-                await self._report("/report_evaluation", result)
+                await self._report_evaluation("/report_evaluation", result)
             else:
-                is_finished = await self._generate(grant)
+                is_finished = await self._run_training_ticket(grant)
         except (AgentError, RecipeError) as error:
-            await self._drop(grant, error)
+            await self._drop_ticket(grant, error)
         if is_finished:
             self._tickets.finish(grant.ref)
         else:
             self._tickets.release(grant.ref)
 
-    async def _generate(self, grant: TicketGrant) -> bool:
+    async def _run_training_ticket(self, grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.
 
         False if its group was not accepted: then the proxy and the ledger forget it.
@@ -120,16 +118,16 @@ class TicketRunner:
                 log.warning("the proxy restarted and lost %s; its episodes run again", grant.ref)
                 continue
             if rejection_reason:
-                self._record("group_filtered", grant, rejection_reason)
+                self._record_failure("group_filtered", grant, rejection_reason)
                 drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
-                await self._report("/drop", drop)
+                await self._report_evaluation("/drop", drop)
             return not rejection_reason
 
-    async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
+    async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
         reason = encodable(str(error))
-        self._record("ticket_dropped", grant, reason)
+        self._record_failure("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
-        await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
+        await self._report_evaluation("/drop", DropRequest(self._cell, grant.ref, reason))
         if grant.ref.eval_step < 0:
             try:  # threads of a cancelled agent may still ask in its sessions
                 await self._keep_sessions(grant.ref, [])
@@ -146,9 +144,11 @@ class TicketRunner:
         group = await run_group(episodes, wanted, least)
         if group.cut:
             reason = "cancelled: enough episodes of the group are complete"
-            self._record("episodes_cancelled", grant, reason, count=group.cut)
+            self._record_failure("episodes_cancelled", grant, reason, count=group.cut)
         if group.failed:
-            self._record("group_incomplete", grant, str(group.failed[-1]), count=len(group.failed))
+            self._record_failure(
+                "group_incomplete", grant, str(group.failed[-1]), count=len(group.failed)
+            )
         return group.outcomes
 
     async def _run_until_ok(
@@ -157,7 +157,7 @@ class TicketRunner:
         """Repeat one episode until it ends well."""
         failures = outages = 0
         while True:
-            spec = self._spec(grant, split, episode, failures)
+            spec = self._build_spec(grant, split, episode, failures)
             if (agent := self._agents[split]) is None:
                 outcome = await run_online_episode(spec, self._proxy)
             else:
@@ -165,7 +165,9 @@ class TicketRunner:
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
+            self._record_failure(
+                f"episode_{outcome.status}", grant, outcome.reason, episode=episode
+            )
             failures += outcome.status in ("failed", "timed_out")
             outages += outcome.status == "unserved"
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures + outages))
@@ -176,7 +178,7 @@ class TicketRunner:
                     f"last error: {outcome.reason}"
                 )
 
-    def _spec(
+    def _build_spec(
         self, grant: TicketGrant, split: TaskSplit, episode: int, failures: int
     ) -> EpisodeSpec:
         ref, task = grant.ref, self._tasks[split][grant.task_index]
@@ -198,12 +200,14 @@ class TicketRunner:
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
 
-    async def _report(self, route: str, request: DropRequest | EvaluationResultRequest) -> None:
+    async def _report_evaluation(
+        self, route: str, request: DropRequest | EvaluationResultRequest
+    ) -> None:
         try:
             await self._ledger.call(route, request, Acknowledged)
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
-    def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
+    def _record_failure(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
         self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)

@@ -1,7 +1,5 @@
 """Checkpoints of a trainer: which of them are complete, and what each says of itself. No torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

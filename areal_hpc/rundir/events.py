@@ -1,7 +1,5 @@
 """Event log of a run, `events.jsonl`: what happened, when, to which service."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbered starts of a trainer or a job: each takes the next number, exclusively."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

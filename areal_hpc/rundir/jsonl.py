@@ -4,8 +4,6 @@ A crash or a full disk leaves a fragment without a newline at the end of a file.
 ends that line first, so that it costs one line and not two; readers leave the fragment out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -42,7 +40,7 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     try:
         size_bytes = os.fstat(descriptor).st_size
         is_torn = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
-        line = b"\n" * is_torn + _encode(record) + b"\n"
+        line = b"\n" * is_torn + _encode_record(record) + b"\n"
         if (taken_bytes := os.write(descriptor, line)) != len(line):
             raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
         if sync:
@@ -59,10 +57,10 @@ def write_lines(path: Path, records: Iterable[object]) -> None:
     Raises:
         OSError: The storage refused; the old file still stands.
     """
-    write_atomic(path, b"".join(_encode(record) + b"\n" for record in records))
+    write_atomic(path, b"".join(_encode_record(record) + b"\n" for record in records))
 
 
-def _encode(record: object) -> bytes:
+def _encode_record(record: object) -> bytes:
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
@@ -110,7 +108,7 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
                 records.append(msgspec.json.decode(line, type=kind))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if source:
-                _warn(source, number, str(error), line[:80])
+                _warn_once(source, number, str(error), line[:80])
     # Empty, still being written, or cut short by a crash: nobody was told that it is there.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         records.append(msgspec.json.decode(last, type=kind))
@@ -118,6 +116,6 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn(source: str, number: int, reason: str, start: bytes) -> None:
+def _warn_once(source: str, number: int, reason: str, start: bytes) -> None:
     """Name an unreadable line once in the life of this process: files are read again and again."""
     log.warning("%s line %d cannot be read and is left out (%s): %r", source, number, reason, start)

@@ -1,7 +1,5 @@
 """Lock of a run: held by its launcher, looked at by its local jobs and by read-only tools."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -1,20 +1,22 @@
-"""Batch manifests, evaluation results and ledger state on disk."""
+"""Files of the ledger: batch manifests, dropped tickets, evaluation results, its own state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.atomic import fsync_path, write_atomic, write_temporary
+from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.ledger import BatchManifest, DropRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
 
 RecordT = TypeVar("RecordT")
+DropKind = Literal["failed", "filtered", "stale", "requeued"]
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -55,6 +57,23 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """The generation whose weights these were."""
 
 
+class DroppedTicket(msgspec.Struct, frozen=True):
+    """A line of `dropped_tickets.jsonl`: a ticket, or rows of it, and why. Nothing revokes it."""
+
+    ref: TicketRef
+    reason: str
+    kind: DropKind = "failed"
+    """`failed`, `filtered`, `stale`: the ticket will not be trained; `requeued`: the rows of this
+    attempt will not, and the ticket is issued again."""
+    rewards: list[float] = []
+    """Of the episodes of a `filtered` group."""
+
+    @classmethod
+    def asked(cls, request: DropRequest) -> DroppedTicket:
+        """What a driver asks for."""
+        return cls(request.ref, request.reason, request.kind, request.rewards)
+
+
 def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
@@ -85,7 +104,7 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
     Raises:
         ShardError: The file is gone or damaged.
     """
-    manifest = _read(paths.manifest(step), BatchManifest)
+    manifest = _read_record(paths.manifest(step), BatchManifest)
     if manifest is None:
         raise ShardError(
             f"the batch of step {step} was handed out, but its manifest is gone",
@@ -118,7 +137,7 @@ def write_state(paths: RunPaths, state: LedgerState) -> None:
 
 def read_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
-    return _read(paths.ledger_state, LedgerState) or LedgerState()
+    return _read_record(paths.ledger_state, LedgerState) or LedgerState()
 
 
 def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
@@ -128,10 +147,24 @@ def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
 
 def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
-    return _read(paths.evaluation(step), EvaluationResult)
+    return _read_record(paths.evaluation(step), EvaluationResult)
 
 
-def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
+def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
+    """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    append_line(paths.drops, drop, sync=True)
+
+
+def read_drops(paths: RunPaths) -> list[DroppedTicket]:
+    """Every drop in order."""
+    return read_lines(paths.drops, DroppedTicket)
+
+
+def _read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

@@ -1,7 +1,5 @@
 """Service discovery: one endpoint file per live service on shared storage, mode 0600."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -6,8 +6,6 @@ Takes away the network and the other processes by namespaces where the kernel al
 the program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

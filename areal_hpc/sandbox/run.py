@@ -5,8 +5,6 @@ kernel allows namespaces (`ProgramResult.is_apart` says so). Not limited: readin
 user may read. A cluster that wants more runs the agents' role in a container of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -68,10 +66,10 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
         for path, mode in ((folder, 0o755), (own, 0o777), (program, 0o644)):
             path.chmod(mode)  # a launcher that is root runs it as nobody
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        return _run(folder, own, program, limits)
+        return _run_child(folder, own, program, limits)
 
 
-def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> ProgramResult:
+def _run_child(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> ProgramResult:
     reading, writing = os.pipe()
     request = {**asdict(limits), "report_fd": writing}
     child = Path(__file__).with_name("child.py")
@@ -98,12 +96,14 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
             timed_out = _wait_and_kill(process, limits.time_s + STARTUP_S)
             answer = report.read(1)
     if not answer and not timed_out:
-        raise ClusterError(f"a sandbox did not start: {_text(err, limits.output_bytes)[-500:]}")
+        raise ClusterError(
+            f"a sandbox did not start: {_read_text(err, limits.output_bytes)[-500:]}"
+        )
     code = process.returncode
     return ProgramResult(
         code if code >= 0 else 128 - code,
-        _text(out, limits.output_bytes),
-        _text(err, limits.output_bytes),
+        _read_text(out, limits.output_bytes),
+        _read_text(err, limits.output_bytes),
         timed_out or code in (128 + signal.SIGXCPU, -signal.SIGXCPU, 128 + signal.SIGKILL),
         answer == b"1",
     )
@@ -122,6 +122,6 @@ def _wait_and_kill(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     return timed_out
 
 
-def _text(path: Path, most_bytes: int) -> str:
+def _read_text(path: Path, most_bytes: int) -> str:
     with path.open("rb") as stream:
         return stream.read(most_bytes).decode(errors="replace")

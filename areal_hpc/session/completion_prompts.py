@@ -4,8 +4,6 @@ The model reads such a prompt as it is. It continues an interaction if it begins
 one's tokens, or with the text of all of them: then the tokens are used again, as for messages.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,8 +23,8 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
     """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
-    parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
-    return _turn(parent, prompt[known:])
+    parent, known = _find_longest_match(tree, prompt, lambda one: _texts_of(one, lead, encoder))
+    return _build_turn(parent, prompt[known:])
 
 
 def match_ids_prompt(
@@ -34,12 +32,12 @@ def match_ids_prompt(
 ) -> tuple[TreeTurn, list[int]]:
     """What token ids continue, and those of them that come after the parent's."""
     packed = np.asarray(prompt, "<i4").tobytes()
-    parent, known = _deepest(tree, packed, lambda one: [one.new_ids + one.output_ids])
+    parent, known = _find_longest_match(tree, packed, lambda one: [one.new_ids + one.output_ids])
     new_ids = list(prompt[known // 4 :])
-    return _turn(parent, encoder.decode(new_ids)), new_ids
+    return _build_turn(parent, encoder.decode(new_ids)), new_ids
 
 
-def _turn(parent: Interaction | None, tail: str) -> TreeTurn:
+def _build_turn(parent: Interaction | None, tail: str) -> TreeTurn:
     reuse: PromptReuse = "none" if parent is None else "reused"
     return TreeTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
 
@@ -53,7 +51,7 @@ def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> l
     return texts
 
 
-def _deepest(
+def _find_longest_match(
     tree: InteractionTree, prompt: TextOrBytes, forms_of: Callable[[Interaction], list[TextOrBytes]]
 ) -> tuple[Interaction | None, int]:
     """The interaction with the longest sequence that the prompt begins with, and its length."""

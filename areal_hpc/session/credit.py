@@ -14,8 +14,6 @@ reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
 On a conversation of one turn after the other they agree.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -96,7 +94,7 @@ def _by_tree(
             first[one.interaction_id] = first[one.parent_id]
             followers.setdefault(one.parent_id, []).append(one)
         conversations.setdefault(first[one.interaction_id], []).append(one)
-    phases = _phases(list(conversations.values()))
+    phases = _group_by_time(list(conversations.values()))
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
             followers[conversation[-1].interaction_id] = [following[0] for following in after]
@@ -104,7 +102,7 @@ def _by_tree(
     return order, followers
 
 
-def _phases(conversations: list[list[Interaction]]) -> list[list[list[Interaction]]]:
+def _group_by_time(conversations: list[list[Interaction]]) -> list[list[list[Interaction]]]:
     """Conversations in order of time; those that overlap, even through others, share a phase."""
     phases: list[list[list[Interaction]]] = []
     busy_until = -math.inf

@@ -12,8 +12,6 @@ earned (`session.credit`), so earlier turns may have smaller ones.
 An interaction that no reward reaches teaches nothing and is no row; it may be context in others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,7 +59,7 @@ def plan_rows(tree: InteractionTree, rule: ExportSettings = DEFAULT_RULE) -> lis
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
     if rule.style == "concat":
-        return list(_concat(tree, earned))
+        return list(_plan_branches(tree, earned))
     return [
         RowPlan(tree.path(tree[name]), frozenset([name]), tree[name].temperature, earnings.total)
         for name, earnings in earned.items()
@@ -69,7 +67,9 @@ def plan_rows(tree: InteractionTree, rule: ExportSettings = DEFAULT_RULE) -> lis
     ]
 
 
-def _concat(tree: InteractionTree, earned: Mapping[str, InteractionReward]) -> Iterator[RowPlan]:
+def _plan_branches(
+    tree: InteractionTree, earned: Mapping[str, InteractionReward]
+) -> Iterator[RowPlan]:
     rewards: dict[str, float] = {}
     for leaf in tree.leaves():
         if leaf.interaction_id in earned:

@@ -86,7 +86,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         encoder = cls(tokenizer, pattern, {one.content: one.id for one in added})
         if not encoder._agrees_with(tokenizer):
             return None
-        encoder._learn(tokenizer)
+        encoder._remember_words(tokenizer)
         return encoder
 
     def __missing__(self, word: str) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
                 ids += chain.from_iterable(map(self.__getitem__, self._find_words(part)))
         return ids
 
-    def _learn(self, tokenizer: Tokenizer) -> None:
+    def _remember_words(self, tokenizer: Tokenizer) -> None:
         """Remember the words that have a token to themselves, the most frequent ones.
 
         A word that is met for the first time costs as much as twenty that are known.

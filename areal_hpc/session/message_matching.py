@@ -1,7 +1,5 @@
 """Message normalization and comparison."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Mapping
@@ -67,14 +65,14 @@ def find_difference(ours: Message, theirs: Message) -> str | None:
     because most SDKs drop it, nor white space around text beside tool calls.
     """
     for field in FIELDS:
-        if _comparable(ours, field) != _comparable(theirs, field) and not (
-            field == "reasoning_content" and field not in theirs
-        ):
+        if _normalize_for_comparison(ours, field) != _normalize_for_comparison(
+            theirs, field
+        ) and not (field == "reasoning_content" and field not in theirs):
             return field
     return None
 
 
-def _comparable(message: Message, field: str) -> Any:
+def _normalize_for_comparison(message: Message, field: str) -> Any:
     value = message.get(field)
     if field == "tool_calls" and value:
         return [call["function"] for call in value]

@@ -4,8 +4,6 @@ An agent rewards one interaction by its id, or the last one completed. Failed re
 become interactions, so they never count as the last.
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 

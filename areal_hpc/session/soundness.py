@@ -5,8 +5,6 @@ makes a session that cannot become rows; an id outside the vocabulary, or a log-
 not finite, makes a row that stops every trainer that reads it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -176,7 +176,7 @@ class InteractionTree:
     ) -> TreeTurn:
         """What a conversation in normal form continues, and the rendering of what is new."""
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-        parent, known, forked = self._deepest(context, messages)
+        parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
             suffix = _render_reply_suffix(template, messages, known - 1, tools, variables)
             if suffix is not None:
@@ -185,7 +185,7 @@ class InteractionTree:
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return TreeTurn(None, reuse, context, list(messages), text, forked)
 
-    def _deepest(
+    def _find_longest_match(
         self, context: bytes, messages: Sequence[Message]
     ) -> tuple[Interaction | None, int, str | None]:
         """The interaction with the longest history that `messages` begin with, its length.
@@ -195,7 +195,7 @@ class InteractionTree:
         """
         found: Interaction | None = None
         known = 0
-        node = self._roots.get(_canonical(context))
+        node = self._roots.get(_sort_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
             is_known = _claims_replies(messages) and any(root.child(messages[0]) for root in others)
@@ -213,7 +213,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            node = self._roots.setdefault(_canonical(interaction.context), _MessageNode({}))
+            node = self._roots.setdefault(_sort_keys(interaction.context), _MessageNode({}))
         else:
             node = self._entries[interaction.parent_id].node
         for message in (*interaction.new_messages, interaction.reply):
@@ -310,6 +310,6 @@ def _render_reply_suffix(
 
 
 @lru_cache(maxsize=256)
-def _canonical(context: bytes) -> bytes:
+def _sort_keys(context: bytes) -> bytes:
     """The context with its keys sorted: one form for contexts that differ in their order alone."""
     return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")

@@ -1,7 +1,5 @@
 """Complete reads and vectored writes of files."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import deque

@@ -4,8 +4,6 @@
 counts as sealed when its line is there; the line is written last.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -58,12 +56,14 @@ def group_tickets(
     for row, key in enumerate(zip(ticket_ids.tolist(), attempts.tolist(), strict=True)):
         rows_of.setdefault(key, []).append(row)
     return [
-        ShardTicket(ticket_id, attempt, rows, rewards[rows].tolist(), _oldest(versions, rows))
+        ShardTicket(
+            ticket_id, attempt, rows, rewards[rows].tolist(), _find_oldest_version(versions, rows)
+        )
         for (ticket_id, attempt), rows in rows_of.items()
     ]
 
 
-def _oldest(versions: Sequence[npt.NDArray[np.int64]], rows: Sequence[int]) -> int:
+def _find_oldest_version(versions: Sequence[npt.NDArray[np.int64]], rows: Sequence[int]) -> int:
     """The oldest packed weight version of the rows; -1 (nothing was sampled) only if all are."""
     found = np.concatenate([versions[row] for row in rows])
     sampled = found[found >= 0]

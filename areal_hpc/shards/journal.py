@@ -15,8 +15,6 @@ returns, and from the death of the node one sync interval later. Whatever follow
 whole record is the trace of a crash.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import mmap
@@ -162,7 +160,7 @@ class JournalWriter:
         try:
             fresh_path.unlink(missing_ok=True)
             fresh = _open_exclusively(fresh_path)
-            sifted_bytes = self._sift(fresh, is_needed)
+            sifted_bytes = self._copy_needed_records(fresh, is_needed)
             os.fdatasync(fresh)
             with self._syncing, self._appending:
                 _copy_range(self._descriptor, sifted_bytes, fresh)
@@ -191,7 +189,7 @@ class JournalWriter:
         finally:
             os.close(self._descriptor)
 
-    def _sift(self, target: int, is_needed: Callable[[JournalRecord], bool]) -> int:
+    def _copy_needed_records(self, target: int, is_needed: Callable[[JournalRecord], bool]) -> int:
         """Copy the needed records to `target`; return how many bytes of this journal were read."""
         read_bytes = 0
         for record in read_journal(self.path):

@@ -5,8 +5,6 @@ that touches it, while a failed read is an error that can be tried again. Nor wo
 faster, since a batch is read once: setting up and taking down its pages costs what a copy costs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class ShardReader:
             raise ShardError(
                 f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(path)
             )
-        self._rows = dict(zip(_ROW_COLUMNS, self._read(_ROW_COLUMNS), strict=True))
+        self._rows = dict(zip(_ROW_COLUMNS, self._read_columns(_ROW_COLUMNS), strict=True))
         self._check_lengths()
 
     @property
@@ -82,7 +80,7 @@ class ShardReader:
 
     def column(self, name: str) -> NumpyArray:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
-        return self._rows[name] if name in self._rows else self._read([name])[0]
+        return self._rows[name] if name in self._rows else self._read_columns([name])[0]
 
     def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[Trajectory]:
         """The trajectories at `rows`, in that order.
@@ -98,7 +96,9 @@ class ShardReader:
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
         bounds = self._rows["offsets"]
-        ids, masks, logprobs, versions = self._read(_TOKEN_COLUMNS, _spans(bounds, chosen))
+        ids, masks, logprobs, versions = self._read_columns(
+            _TOKEN_COLUMNS, _locate_spans(bounds, chosen)
+        )
 
         def values(name: str) -> list[Any]:
             # One conversion a column, not one a row: a batch has many short rows.
@@ -113,21 +113,21 @@ class ShardReader:
                 values("attempt"),
                 values("episode"),
                 values("row"),
-                _pieces(bounds, chosen),
+                _locate_pieces(bounds, chosen),
                 values("reward"),
                 values("temperature"),
-                self._metas(chosen) if with_meta else ({} for _ in rows),
+                self._read_metas(chosen) if with_meta else ({} for _ in rows),
                 strict=True,
             )
         ]
 
-    def _metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:
+    def _read_metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:
         bounds = self._rows["meta_offsets"]
-        (content,) = self._read(["meta"], _spans(bounds, rows))
-        for piece in _pieces(bounds, rows):
+        (content,) = self._read_columns(["meta"], _locate_spans(bounds, rows))
+        for piece in _locate_pieces(bounds, rows):
             yield msgspec.json.decode(content[piece].data)
 
-    def _read(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
+    def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
         """Of each column the elements within the spans, one after another; all without spans."""
         try:
             fault_point("shard.before_read")
@@ -159,7 +159,7 @@ class ShardReader:
             raise ShardError("; ".join(wrong), key=str(self.path))
 
 
-def _spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
+def _locate_spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
     """Where the rows lie. Neighbors are one span: a ticket's rows, often the whole shard."""
     if not len(rows):
         return []
@@ -168,7 +168,7 @@ def _spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
     return list(zip(bounds[rows[first]].tolist(), bounds[rows[last] + 1].tolist(), strict=True))
 
 
-def _pieces(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
+def _locate_pieces(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     """Where the rows lie once their spans stand one after another."""
     lengths = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(lengths)
@@ -193,17 +193,17 @@ def _read_headers(path: Path) -> dict[str, _Place]:
     access.set_file_locking(False, True)
     file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, fapl=access)
     try:
-        found, version = _attribute(file, b"format"), _attribute(file, b"version")
+        found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
         if found != FORMAT.encode():
             raise ValueError(f"expected format {FORMAT!r}, got {found!r}")
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
-        return {expected.name: _place(file, expected) for expected in DATASETS}
+        return {expected.name: _locate_dataset(file, expected) for expected in DATASETS}
     finally:
         file.close()
 
 
-def _attribute(file: h5f.FileID, name: bytes) -> Any:
+def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
     """An attribute of the root group, text as bytes; None if there is none."""
     if not h5a.exists(file, name):
         return None
@@ -213,7 +213,7 @@ def _attribute(file: h5f.FileID, name: bytes) -> Any:
     return value.item()
 
 
-def _place(file: h5f.FileID, expected: DatasetSpec) -> _Place:
+def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _Place:
     """The place of a dataset, which must be as the schema says."""
     dataset = h5d.open(file, expected.name.encode())
     shape = dataset.shape

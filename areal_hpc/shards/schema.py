@@ -3,8 +3,6 @@
 `docs/shard-format-v1.md` says what each holds, and what may change.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Every sealed shard is what its index line says, byte for byte; what a crash left is repaired."""
 
-from __future__ import annotations
-
 import logging
 import os
 import zlib
@@ -86,7 +84,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
     if digest != shard.digest:
         return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
     try:
-        actual = _describe(path, size_bytes, digest)
+        actual = _describe_row(path, size_bytes, digest)
     except ShardError as error:
         return [error.problems[0].message]
     return [
@@ -110,10 +108,10 @@ def digest_file(path: Path) -> tuple[int, str]:
 
 def describe_shard(path: Path) -> SealedShard:
     """The index line that belongs to a whole shard; ShardError if it is none."""
-    return _describe(path, *digest_file(path))
+    return _describe_row(path, *digest_file(path))
 
 
-def _describe(path: Path, size_bytes: int, digest: str) -> SealedShard:
+def _describe_row(path: Path, size_bytes: int, digest: str) -> SealedShard:
     reader = ShardReader(path)
     return SealedShard(
         file=path.name,

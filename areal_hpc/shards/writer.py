@@ -5,8 +5,6 @@ straight from the trajectories into that space with `pwritev`: nothing is copied
 while one-shot `create_dataset(data=...)` concatenates first and measures 0.6 times as fast.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,12 +49,12 @@ def seal_shard(
     for number, trajectory in enumerate(trajectories):
         if defect := find_defect(trajectory):
             raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
-    pieces = _pieces(trajectories)
+    pieces = _split_file(trajectories)
     try:
-        partial = _claim(shards_dir, index_dir, writer_name)
+        partial = _claim_file(shards_dir, index_dir, writer_name)
         try:
             offsets = _lay_out(partial, pieces, writer_name)
-            size_bytes, digest = _fill(partial, pieces, offsets)
+            size_bytes, digest = _write_arrays(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
             raise
@@ -92,7 +90,7 @@ def format_digest(crc: int) -> str:
     return f"crc32:{crc:08x}"
 
 
-def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
+def _split_file(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
     metas = [
         np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
     ]
@@ -117,7 +115,7 @@ def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
     return pieces
 
 
-def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
+def _claim_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     """Create the temporary file of the writer's next number, exclusively.
 
     While it exists nobody else can publish that number, so that even a writer believed dead
@@ -129,7 +127,7 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
         path = shards_dir / schema.format_shard_name(writer, sequence)
         partial = path.with_name(path.name + schema.PARTIAL_SUFFIX)
         try:
-            _create(partial)
+            _create_file(partial)
         except FileExistsError:
             continue
         if not path.exists():
@@ -137,7 +135,7 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
         partial.unlink()
 
 
-def _create(path: Path) -> None:
+def _create_file(path: Path) -> None:
     """Create an empty file, exclusively.
 
     To ask for its folder first would cost the metadata server of a shared file system two calls.
@@ -178,7 +176,7 @@ def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     return offsets
 
 
-def _fill(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
+def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
     """Write the arrays, make the file durable, return its size in bytes and its digest."""
     descriptor = os.open(path, os.O_RDWR)
     try:
@@ -189,7 +187,7 @@ def _fill(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple
         with ThreadPoolExecutor(1) as pool:
             synced = pool.submit(os.fsync, descriptor)
             crc = 0
-            for block in _blocks(descriptor, size_bytes, pieces, offsets):
+            for block in _list_blocks(descriptor, size_bytes, pieces, offsets):
                 crc = zlib.crc32(block, crc)
             synced.result()
     finally:
@@ -197,7 +195,7 @@ def _fill(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple
     return size_bytes, format_digest(crc)
 
 
-def _blocks(
+def _list_blocks(
     descriptor: int, size_bytes: int, pieces: ColumnPieces, offsets: Mapping[str, int]
 ) -> Iterator[memoryview | bytes]:
     """The whole file in order: arrays as they are in memory, what lies between read back.

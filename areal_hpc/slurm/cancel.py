@@ -1,7 +1,5 @@
 """Cancellation of Slurm jobs: signal, wait for the grace period, scancel."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +47,7 @@ def cancel_jobs(
     while True:
         ids = job_ids()
         snapshot = queue.poll(ids).of(ids, label)
-        if snapshot.silence:
+        if snapshot.outage:
             _wait_for_slurm(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
@@ -66,9 +64,9 @@ def cancel_jobs(
             )
         try:
             if waited_s >= grace_s:
-                _scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
+                _call_scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
             else:
-                _scancel([key for key in alive if phases[key] is JobPhase.WAITING])
+                _call_scancel([key for key in alive if phases[key] is JobPhase.WAITING])
                 running = {key for key in alive if phases[key] is JobPhase.RUNNING}
                 fresh = sorted(running - asked)
                 if fresh:
@@ -76,7 +74,7 @@ def cancel_jobs(
                         f"sent SIGTERM to {len(fresh)} jobs; "
                         f"waiting {grace_s:.0f} s for their checkpoints"
                     )
-                _scancel(fresh, "--signal=TERM")
+                _call_scancel(fresh, "--signal=TERM")
                 asked |= set(fresh)
         except SlurmTimeoutError:
             continue  # the next look says so
@@ -85,16 +83,16 @@ def cancel_jobs(
 
 def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
     """Wait for Slurm to answer."""
-    if snapshot.silent_s > SLURM_TIMEOUT_S:
+    if snapshot.outage_s > SLURM_TIMEOUT_S:
         raise ClusterError(
-            f"Slurm has not responded for {snapshot.silent_s:.0f} s: {snapshot.silence}",
+            f"Slurm has not responded for {snapshot.outage_s:.0f} s: {snapshot.outage}",
             hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
         )
-    say(f"slurmctld has not responded for {snapshot.silent_s:.0f} s; next try in {pause_s:.0f} s")
+    say(f"slurmctld has not responded for {snapshot.outage_s:.0f} s; next try in {pause_s:.0f} s")
     time.sleep(pause_s)
 
 
-def _scancel(job_ids: Sequence[str], *options: str) -> None:
+def _call_scancel(job_ids: Sequence[str], *options: str) -> None:
     """Call scancel. Jobs that ended a moment ago are no error.
 
     With `--signal` it reaches the steps, and not the batch script, which would end the job before

@@ -1,7 +1,5 @@
 """Slurm command-line calls with timeouts and typed errors."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

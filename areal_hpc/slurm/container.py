@@ -1,7 +1,5 @@
 """Command line that starts a job inside its container (Apptainer or Pyxis)."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -63,9 +63,9 @@ class QueueSnapshot:
 
     jobs: dict[str, QueuedJob] = field(default_factory=dict)
     """By id; jobs that nothing is known of are absent."""
-    silence: str = ""
+    outage: str = ""
     """Why there was no answer; empty if there was one."""
-    silent_s: float = 0.0
+    outage_s: float = 0.0
     """Since when there has been none."""
 
     def of(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
@@ -79,7 +79,7 @@ class QueueSnapshot:
             for job_id in job_ids
             if (job := self.jobs.get(job_id)) and (not job.label or label in job.label)
         }
-        return QueueSnapshot(jobs, self.silence, self.silent_s)
+        return QueueSnapshot(jobs, self.outage, self.outage_s)
 
     def state_of(self, job_id: str) -> JobState:
         """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
@@ -151,8 +151,8 @@ class JobQueue:
     """Asks Slurm, remembers since when it has not answered, and says how long to leave it alone."""
 
     def __init__(self) -> None:
-        self._silent_since: float | None = None
-        self._silences = 0
+        self._outage_since: float | None = None
+        self._unanswered_polls = 0
         self._has_accounting = True
         """False once sacct has said that it has nothing to say."""
         self._settled: dict[str, QueuedJob] = {}
@@ -161,10 +161,10 @@ class JobQueue:
     @property
     def pause_s(self) -> float:
         """Time to wait before the next question."""
-        return BACKOFF.get_pause_s(self._silences)
+        return BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
-        """All that Slurm knows of these jobs now. Silence is an answer, not an error.
+        """All that Slurm knows of these jobs now. That it does not answer is no error.
 
         Raises:
             ClusterError: Slurm's commands are not installed here.
@@ -172,25 +172,25 @@ class JobQueue:
         wanted = sorted(set(job_ids))
         if not wanted:
             return QueueSnapshot()
-        silence, asked_at = "", time.monotonic()
+        outage, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
-            found = {job.job_id: job for job in _squeue(wanted)}
-            self._silent_since, self._silences = None, 0
+            found = {job.job_id: job for job in _call_squeue(wanted)}
+            self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
-            silence = error.problems[0].message
-            self._silences += 1
-            self._silent_since = self._silent_since or asked_at
+            outage = error.problems[0].message
+            self._unanswered_polls += 1
+            self._outage_since = self._outage_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.history(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
         # is believed of what is over.
         past = {key: job for key, job in past.items() if not is_alive(job.state)}
-        if not silence:
+        if not outage:
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
-        began = self._silent_since
-        return QueueSnapshot(found, silence, time.monotonic() - began if began is not None else 0.0)
+        began = self._outage_since
+        return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
 
     def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
@@ -217,10 +217,10 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    return [job.job_id for job in _squeue(sorted(set(job_ids))) if is_alive(job.state)]
+    return [job.job_id for job in _call_squeue(sorted(set(job_ids))) if is_alive(job.state)]
 
 
-def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+def _call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Jobs that slurmctld remembers."""
     columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
     jobs: list[QueuedJob] = []

@@ -4,8 +4,6 @@ The reasons are those of squeue(1), "JOB REASON CODES". There are some two hundr
 of limits share a sentence.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -96,13 +94,13 @@ _STUCK = {
 """Reasons that last until somebody does something."""
 
 
-def _spelled(text: str) -> str:
+def _normalize_spelling(text: str) -> str:
     """Slurm writes a reason in several ways: `launch_failed_requeued_held`, or with blanks."""
     return re.sub(r"[^a-z]", "", text.lower())
 
 
 _BY_SPELLING = {
-    _spelled(name): PendingReason(*reason, needs_action)
+    _normalize_spelling(name): PendingReason(*reason, needs_action)
     for table, needs_action in ((_TRANSIENT, False), (_STUCK, True))
     for name, reason in table.items()
 }
@@ -132,7 +130,7 @@ def explain_reason(text: str) -> PendingReason:
     brackets, which is kept. One that is not known is passed on as it is.
     """
     name, _, rest = text.strip().strip("()").partition(",")
-    spelled = _spelled(name)
+    spelled = _normalize_spelling(name)
     families = (
         PendingReason(*reason) for form, reason in _FAMILIES.items() if re.search(form, spelled)
     )

@@ -3,8 +3,6 @@
 Whatever asks Slurm raises what `scontrol.py` raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

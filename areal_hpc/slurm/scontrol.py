@@ -3,8 +3,6 @@
 All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandError of `commands`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -56,29 +54,31 @@ def read_job(shown: str) -> JobFacts:
 
 def show_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job."""
-    return read_job(_ask("scontrol", "show", "job", job_id, "--oneliner"))
+    return read_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
 
 
 def control(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
     """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
-    _ask("scontrol", action, job_id)
+    _call_slurm("scontrol", action, job_id)
 
 
 def update_waiting(job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str) -> None:
     """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
-    _ask("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
+    _call_slurm("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
 def list_waiting_jobs() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
-    shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
+    shown = _call_slurm(
+        "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
+    )
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.split(" ", 1) for line in plain.splitlines())
 
 
 def list_array_members(array_id: str) -> list[str]:
     """The members of a job array that Slurm still knows, `12_0` and so on."""
-    shown = _ask(
+    shown = _call_slurm(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
     )
     return shown.split()
@@ -86,10 +86,10 @@ def list_array_members(array_id: str) -> list[str]:
 
 def submit_script(script: Path, options: Iterable[str]) -> str:
     """Submit an sbatch script from inside a job; the new job's number."""
-    return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
+    return _call_slurm("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
 
 
-def _ask(*command: str) -> str:
+def _call_slurm(*command: str) -> str:
     environ = {
         name: value
         for name, value in os.environ.items()

@@ -101,7 +101,9 @@ def build_job_requests(
     for job in jobs:
         options = slurm.get_options(job.name)
         try:
-            requests.append(_request(job, compute_resources(job, options), options, slurm, place))
+            requests.append(
+                _build_request(job, compute_resources(job, options), options, slurm, place)
+            )
         except RecipeError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
@@ -152,7 +154,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     )
 
 
-def _request(
+def _build_request(
     job: JobSpec, shape: JobResources, options: JobOptions, slurm: SlurmConfig, place: RunContext
 ) -> JobRequest:
     contained = build_container_command(
@@ -181,9 +183,9 @@ def _request(
         "exclusive": options.exclusive or None,
         "signal_delay_s": slurm.signal_before_end_s,
         "stderr_to_stdout": True,
-        "setup": _setup(options, folder, place) or None,
+        "setup": _build_setup_lines(options, folder, place) or None,
         "srun_args": srun_args,
-        "additional_parameters": _further(options, slurm, place),
+        "additional_parameters": _list_further_options(options, slurm, place),
     }
     asked |= {name: getattr(options, name) for name in _SAME_NAMES}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -191,7 +193,9 @@ def _request(
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})
 
 
-def _further(options: JobOptions, slurm: SlurmConfig, place: RunContext) -> dict[str, Any]:
+def _list_further_options(
+    options: JobOptions, slurm: SlurmConfig, place: RunContext
+) -> dict[str, Any]:
     """Options that submitit has no name for."""
     asked: dict[str, Any] = {
         "requeue" if slurm.requeue else "no-requeue": True,
@@ -206,7 +210,7 @@ def _further(options: JobOptions, slurm: SlurmConfig, place: RunContext) -> dict
     return asked
 
 
-def _setup(options: JobOptions, folder: Path, place: RunContext) -> list[str]:
+def _build_setup_lines(options: JobOptions, folder: Path, place: RunContext) -> list[str]:
     """Shell lines before the tasks start."""
     lines = list(options.setup or ())
     if not place.is_array:  # a job that submits this script again gets another number

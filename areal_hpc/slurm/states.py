@@ -4,8 +4,6 @@ Names and meanings are those of squeue(1), "JOB STATE CODES", and of sacct(1); r
 are in `reasons.py`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import StrEnum

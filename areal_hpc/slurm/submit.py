@@ -1,7 +1,5 @@
 """Submission of jobs through submitit; the only module that imports it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +40,7 @@ class JobHandle:
         """True once no task of the job runs any more."""
         return bool(self._job.done())
 
-    def outcomes(self) -> list[TaskExit]:
+    def read_task_exits(self) -> list[TaskExit]:
         """Exit statuses of the tasks that have ended, lowest rank first."""
         return list(read_task_exits(self._launch.paths).values())
 
@@ -99,7 +97,7 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         return 2
 
 
-def _executor(request: JobRequest) -> _SlurmExecutor:
+def _build_executor(request: JobRequest) -> _SlurmExecutor:
     executor = _SlurmExecutor(folder=request.folder, python=request.python)
     executor.update_parameters(**request.parameters)
     return executor
@@ -107,7 +105,7 @@ def _executor(request: JobRequest) -> _SlurmExecutor:
 
 def render_script(request: JobRequest, members: int | None = None) -> str:
     """The sbatch script of a job, or of an array of `members` jobs, to the letter."""
-    executor = _executor(request)
+    executor = _build_executor(request)
     if members is not None:
         executor.parameters["map_count"] = members
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -137,7 +135,7 @@ def submit_slurm(request: JobRequest, launch: LaunchFile, entry: Entry) -> str:
     """
     job = write_job_files(request, launch, entry)
     with _explain_sbatch_errors(request.job):
-        return str(_executor(request).submit(entry, str(job.launch)).job_id)
+        return str(_build_executor(request).submit(entry, str(job.launch)).job_id)
 
 
 def submit_array(
@@ -159,7 +157,7 @@ def submit_array(
     array.folder.mkdir(parents=True, exist_ok=True)
     JobPaths(array.folder.parent).script.write_text(render_script(array, len(paths)))
     with _explain_sbatch_errors(array.job):
-        return [str(job.job_id) for job in _executor(array).map_array(entry, paths)]
+        return [str(job.job_id) for job in _build_executor(array).map_array(entry, paths)]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Small collectives by which all ranks agree, on CPU tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging

@@ -1,7 +1,5 @@
 """Typed configurations of the trainer's processes: RL, SFT, replay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The trainer as a process: `areal_hpc.trainer.job:run`, once per rank."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -32,7 +30,7 @@ from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 
@@ -47,10 +45,12 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
-    run_rank(job, job.trainer, stop, _train)
+    run_rank(job, job.trainer, stop, _run_training)
 
 
-def _train(job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _run_training(
+    job: TrainerJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
+) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None

@@ -1,7 +1,5 @@
 """Learner: the policy of one rank, its updates, checkpoints and exports."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -132,10 +130,10 @@ class Learner:
             ]
         with timer.phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            stats, norms = self._optimize(parts, rate)
-        untrained += self._judge(norms, manifest.step)
+            stats, norms = self._take_optimizer_steps(parts, rate)
+        untrained += self._judge_gradients(norms, manifest.step)
         metrics = summarize_batch(batch, self.version, self.state.forks)
-        self._advance(manifest, untrained)
+        self._advance_state(manifest, untrained)
         sums, maxima = stats.sums, stats.maxima
         tokens = max(1.0, sums["tokens"])
         line: FlatRow = {
@@ -159,7 +157,7 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
+    def _judge_gradients(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
         return check_grad_norms(
             norms,
@@ -172,7 +170,7 @@ class Learner:
             "with some that keep the norm finite, as trainer.objective.proximal=recompute may",
         )
 
-    def _optimize(
+    def _take_optimizer_steps(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
     ) -> tuple[LossStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
@@ -183,30 +181,34 @@ class Learner:
         stats = LossStats()
         if len(parts) > 1 and self._config.objective.proximal == "recompute":
             everything = [batch for part in parts for batch in part]
-            stats.add(run_forward_backward(self.policy, everything, self._remember, backward=False))
+            stats.add(
+                run_forward_backward(
+                    self.policy, everything, self._keep_start_logprobs, backward=False
+                )
+            )
         norms = []
         for number, part in enumerate(parts):
-            loss = partial(self._loss, taken=number / len(parts))
+            loss = partial(self._compute_loss, taken=number / len(parts))
             seen, norm = train_step(self.policy, self._optimizer, part, loss, rate)
             stats.add(seen)
             norms.append(norm)
         return stats.reduce_over_ranks(STEP_SUMS, STEP_MAXIMA), norms
 
-    def _remember(
+    def _keep_start_logprobs(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL] = logprobs_N
         return logprobs_N.sum(), measure_logprob_drift(batch, logprobs_N)
 
-    def _loss(
+    def _compute_loss(
         self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
     ) -> tuple[torch.Tensor, LossStats]:
         """The loss of a micro-batch after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
-            self._proximal(batch, held_N, taken),
+            self._compute_proximal_logprobs(batch, held_N, taken),
             batch.channels_N[BEHAVIOR],
             batch.channels_N[ADVANTAGE],
             batch.rows,
@@ -219,7 +221,9 @@ class Learner:
             stats.add(measure_logprob_drift(batch, held_N))
         return total, stats
 
-    def _proximal(self, batch: MicroBatch, held_N: torch.Tensor, taken: float) -> torch.Tensor:
+    def _compute_proximal_logprobs(
+        self, batch: MicroBatch, held_N: torch.Tensor, taken: float
+    ) -> torch.Tensor:
         """Log-probabilities under the policy that ratios are taken to [N]."""
         match self._config.objective.proximal:
             case "none":
@@ -230,7 +234,7 @@ class Learner:
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
-    def _advance(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
+    def _advance_state(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,

@@ -7,8 +7,6 @@ Megatron 0.16 loses or spoils parts of AdamW's state on the way through a checkp
 Transformer Engine or Apex is installed. The fixes are here and in `optimizer.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +73,7 @@ def build_sharded_state(gpt: Any, optimizer: Any, *, is_loading: bool) -> dict[s
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {"model": gpt.sharded_state_dict(metadata=metadata)}
-    with _replaced(optimizer, "get_parameter_state_dp_zero", _gathering_in_place):
+    with _replace_method(optimizer, "get_parameter_state_dp_zero", _gathering_in_place):
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -90,13 +88,13 @@ def to_torch_state(sharded_state: Any) -> Any:
 
 def load_optimizer_state(optimizer: Any, state: Any) -> None:
     """Give the optimizer the moments, master weights and step counts of a checkpoint."""
-    with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
+    with _replace_method(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
         optimizer.load_state_dict(state)
     _unshare_steps(optimizer)
 
 
 @contextmanager
-def _replaced(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
+def _replace_method(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Each part's method `name` replaced by `wrap(part, method)` for the time of the block."""
     for part in optimizer.chained_optimizers:
         setattr(part, name, wrap(part, getattr(part, name)))

@@ -1,7 +1,5 @@
 """AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""The trainer's ranks: how they find one another and how they are grouped."""
-
-from __future__ import annotations
+"""One rank of a training job: how it finds the others, joins their groups and leaves them."""
 
 import datetime
 import logging
@@ -9,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,53 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.gpus import visible_gpus
-from areal_hpc.jobs.topology import TaskPosition, get_advertised_host
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import TaskPosition, get_advertised_host, get_task_position
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.collectives import report_first_failure
+from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
+from areal_hpc.trainer.model.cpu import megatron_cpu
+
+JobT = TypeVar("JobT", bound=RankJobConfig)
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 logger = logging.getLogger(__name__)
+
+
+def run_rank(
+    job: JobT,
+    sizes: TrainerConfig | SftJobConfig,
+    stop: StopRequest,
+    train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
+) -> None:
+    """Join the other ranks, take this one's part in the work, and leave.
+
+    `train` is the work; it says whether that came to its end. A stop ends the waiting for other
+    ranks, too.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
+            rank failed.
+    """
+    megatron_cpu.patch_megatron_for_cpu()
+    paths = RunPaths(job.run_dir)
+    device = init_process_groups(
+        get_task_position(),
+        sizes.parallel,
+        sizes.device,
+        paths.rendezvous_dir,
+        is_cancelled=lambda: stop.requested,
+    )
+    with report_first_failure():
+        finished = train(job, paths, device, stop)
+    destroy_process_groups()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def init_process_groups(
@@ -50,7 +87,7 @@ def init_process_groups(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    own = _device(device, task.local_rank)
+    own = _choose_device(device, task.local_rank)
     store = _join_store(task, rendezvous_dir, is_cancelled)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
@@ -78,7 +115,7 @@ def destroy_process_groups() -> None:
     dist.destroy_process_group()
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def _choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -103,7 +140,7 @@ def _join_store(
         return dist.HashStore()  # type: ignore[attr-defined]
     if task.is_first:
         host = get_advertised_host()
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=_find_address_family(host))
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so it listens on this address only.
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -114,7 +151,7 @@ def _join_store(
     return _find_store(task, rendezvous_dir, is_cancelled)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _find_address_family(host: str) -> socket.AddressFamily:
     return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 

@@ -3,8 +3,6 @@
 Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -21,7 +19,7 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -29,10 +27,12 @@ from areal_hpc.wire.weight_version import GenerationFork
 def run(config: dict[str, Any]) -> None:
     """Train the steps asked for, from the newest checkpoint or the starting model."""
     job = ReplayJobConfig.model_validate(config)
-    run_rank(job, job.trainer, StopRequest.install(), _train)
+    run_rank(job, job.trainer, StopRequest.install(), _run_replay)
 
 
-def _train(job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _run_replay(
+    job: ReplayJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest
+) -> bool:
     forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
         job.trainer, paths, job.model_path, device, generation=forks[-1].generation, seed=job.seed

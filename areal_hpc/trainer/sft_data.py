@@ -1,7 +1,5 @@
 """Supervised fine-tuning on demonstrations: which tokens are learnt, in which order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,9 +85,9 @@ class ConversationTokenizer:
         replies = [whole[len(prompt) :] for prompt, whole in zip(prompts, wholes, strict=True)]
         ids = self._tokenizer([*prompts, *replies], add_special_tokens=False)["input_ids"]
         half = len(prompts)
-        return [self._row(ids[place], ids[half + place]) for place in range(half)]
+        return [self._build_row(ids[place], ids[half + place]) for place in range(half)]
 
-    def _row(self, prompt: list[int], reply: list[int]) -> TrainingRow:
+    def _build_row(self, prompt: list[int], reply: list[int]) -> TrainingRow:
         if self._end in reply:
             reply = reply[: len(reply) - reply[::-1].index(self._end)]
         loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)

@@ -1,7 +1,5 @@
 """Supervised fine-tuning process, one per rank: `areal_hpc.trainer.sft_job:run`."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
@@ -22,7 +20,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import compute_learning_rate
-from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft_data import (
     ConversationTokenizer,
     get_batch_indices,
@@ -41,10 +39,10 @@ SFT_GENERATION = 0
 def run(config: dict[str, Any]) -> None:
     """Fine-tune, and leave the model in `export/sft`."""
     job = SftJobConfig.model_validate(config)
-    run_rank(job, job, StopRequest.install(), _train)
+    run_rank(job, job, StopRequest.install(), _run_sft)
 
 
-def _train(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)

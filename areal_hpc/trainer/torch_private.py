@@ -3,8 +3,6 @@
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store

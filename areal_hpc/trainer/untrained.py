@@ -1,7 +1,5 @@
 """Untrained parts of consumed batches: tickets left out, optimizer steps not taken."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal

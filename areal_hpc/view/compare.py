@@ -1,7 +1,5 @@
 """Comparison of several runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import JobQueue, QueueSnapshot
 from areal_hpc.view.jobs import build_run_jobs, get_run_state, list_job_ids
 from areal_hpc.view.live_progress import format_metric
-from areal_hpc.view.progress_summary import RunProgress, read_run_progress
+from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 
 NAME_KEYS = ("experiment_name", "trial_name")
@@ -21,7 +19,7 @@ NAME_KEYS = ("experiment_name", "trial_name")
 def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
     advances = [read_run_progress(paths) for paths in runs]
-    states = _states(runs, queue)
+    states = _read_states(runs, queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
@@ -29,8 +27,8 @@ def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
             f"{paths.root.parent.name}/{paths.root.name}",
             state,
             f"{advance.step}/{advance.total_steps}",
-            _last(advance, "reward/mean"),
-            _last(advance, "eval/reward"),
+            _format_last_value(advance, "reward/mean"),
+            _format_last_value(advance, "eval/reward"),
             *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
         for paths, advance, state in zip(runs, advances, states, strict=True)
@@ -38,18 +36,18 @@ def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     return format_table([head, *rows])
 
 
-def _states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+def _read_states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
     snapshot = (
         queue.poll(ids)
         if has_slurm()
-        else QueueSnapshot(silence="there is no Slurm on this machine")
+        else QueueSnapshot(outage="there is no Slurm on this machine")
     )
     return [get_run_state(build_run_jobs(paths, snapshot)) for paths in runs]
 
 
-def _last(advance: RunProgress, name: str) -> str:
+def _format_last_value(advance: RunProgress, name: str) -> str:
     values = [row[name] for row in advance.snapshot.steps if name in row]
     return format_metric(values[-1], ".3f") if values else "-"
 

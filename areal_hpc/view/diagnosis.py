@@ -1,7 +1,5 @@
 """Diagnosis of a failed or waiting run (`areal-hpc why`)."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -61,7 +59,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     """The cause of the state that a run is in."""
     state = get_run_state(evidence.run)
     within_s = RECOVERED_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
-    findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
+    findings = sorted(_collect_events(evidence), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.priority) if chain else None
     if state == "finished":
@@ -70,9 +68,9 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
     if state == "unknown":
-        headline = f"Slurm does not respond: {evidence.run.snapshot.silence}"
+        headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
-    waiting = _waiting(evidence, chain)
+    waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
@@ -89,7 +87,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
+def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
     """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
@@ -126,13 +124,15 @@ def find_last_failure(
     return tuple(reversed(chain))
 
 
-def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
+def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     yield from _of_slurm(evidence)
     for stack in evidence.stacks[:1]:
         yield _of_stack(stack, len(evidence.stacks))
     for row in evidence.events:
         if row["event"] == "process_exited":
-            text = f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}"
+            text = (
+                f"{row['process']} of {row['role']} ended: {_describe_exit_code(row['exit_code'])}"
+            )
             yield FailureEvent(row["time"], text, priority=5)
         elif row["event"] in _AGAIN:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
@@ -239,11 +239,11 @@ def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
     if outcome.exit_code == RecipeError.exit_code:
         rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
     who = f"task {word.rank} of {word.job} failed: {outcome.process or 'the supervisor'}"
-    text = f"{who}: {_code(outcome.exit_code)}"
+    text = f"{who}: {_describe_exit_code(outcome.exit_code)}"
     return FailureEvent(word.at, text, rank, tuple(reason[-MAX_FRAMES:]), hint)
 
 
-def _code(code: int) -> str:
+def _describe_exit_code(code: int) -> str:
     """An exit code in words."""
     if code in _CODES:
         return f"exit code {code} ({_CODES[code]})"

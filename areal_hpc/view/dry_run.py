@@ -1,7 +1,5 @@
 """Dry run of a submission: scripts and maximum cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areal_hpc.rundir.paths import RunPaths
@@ -20,10 +18,10 @@ def format_requests(
     for request in requests:
         where = paths.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
-    return "\n".join([*parts, _written(paths), _cost(requests, members or 1)])
+    return "\n".join([*parts, _list_written_files(paths), _describe_cost(requests, members or 1)])
 
 
-def _written(paths: RunPaths) -> str:
+def _list_written_files(paths: RunPaths) -> str:
     places = (
         (paths.recipe, "the resolved recipe"),
         (paths.provenance, "versions and this command line"),
@@ -36,7 +34,7 @@ def _written(paths: RunPaths) -> str:
     return "\n".join(["==> files that would be written <==", *lines, ""])
 
 
-def _cost(requests: Sequence[JobRequest], runs: int) -> str:
+def _describe_cost(requests: Sequence[JobRequest], runs: int) -> str:
     nodes = runs * sum(request.shape.nodes for request in requests)
     gpus = runs * sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
     gpu_hours = runs * sum(request.shape.gpu_hours for request in requests)

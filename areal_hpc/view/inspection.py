@@ -1,7 +1,5 @@
 """Collection of a run's logs, events and exit statuses for diagnosis."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -81,7 +79,7 @@ def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
         past=tuple(queue.history(submissions)),
         events=events,
         task_exits=task_exits,
-        stacks=tuple(_stacks(paths, events, task_exits)),
+        stacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
     )
@@ -97,12 +95,12 @@ def _launched_at(paths: RunPaths) -> float:
 
 def _task_exits(run: RunJobs) -> Iterator[TaskExitRecord]:
     for job in run.jobs:
-        for rank, outcome in job.outcomes.items():
+        for rank, outcome in job.task_exits.items():
             path = run.paths.job(job.name).task_exit(rank)
             yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 
 
-def _stacks(
+def _find_tracebacks(
     paths: RunPaths, events: Sequence[dict[str, Any]], task_exits: Sequence[TaskExitRecord]
 ) -> list[LogTraceback]:
     """The last traceback of every log whose process died, the oldest first.

@@ -1,7 +1,5 @@
 """The jobs of a run: what was submitted, what Slurm says of it, what the jobs said themselves."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class JobView:
     """None for a job of a foreground run."""
     queued: QueuedJob | None
     """None if Slurm does not know it, or does not answer."""
-    outcomes: dict[int, TaskExit]
+    task_exits: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
     gave_nodes_back: bool = False
     """It holds itself until there is a trainer again."""
@@ -47,7 +45,7 @@ class JobView:
         """True if it is over and should not be."""
         if self.queued is not None and self.queued.state.phase is not JobPhase.UNKNOWN:
             return self.queued.state.is_failure
-        return any(outcome.is_crash for outcome in self.outcomes.values())
+        return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
     def waits_for(self) -> PendingReason | None:
@@ -113,12 +111,12 @@ def build_run_jobs(paths: RunPaths, answer: QueueSnapshot) -> RunJobs:
             read_task_exits(paths.job(name)),
             gave_nodes_back=name in held,
         )
-        for name in sorted(names, key=_order)
+        for name in sorted(names, key=_sort_key)
     )
     return RunJobs(paths, jobs, snapshot, ids)
 
 
-def _order(name: str) -> tuple[bool, bool, str, int]:
+def _sort_key(name: str) -> tuple[bool, bool, str, int]:
     stem, _, number = name.rpartition("-")
     if not number.isdigit():
         stem, number = name, "0"
@@ -134,22 +132,22 @@ def get_run_state(run: RunJobs) -> str:
     if paths.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
-        return "running here" if is_lock_held(paths.lock) else _ended(run)
+        return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
-    return "unknown" if run.snapshot.silence else _ended(run)
+    return "unknown" if run.snapshot.outage else _describe_end(run)
 
 
-def _ended(run: RunJobs) -> str:
+def _describe_end(run: RunJobs) -> str:
     return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
 
 
 def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
-    rows += [_row(job, run.snapshot) for job in run.jobs]
+    rows += [_format_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
@@ -160,20 +158,20 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
-    if run.snapshot.silence:
+    if run.snapshot.outage:
         lines.append(
-            f"Slurm has not responded for {format_duration(run.snapshot.silent_s)} "
-            f"({run.snapshot.silence}); running jobs are not affected"
+            f"Slurm has not responded for {format_duration(run.snapshot.outage_s)} "
+            f"({run.snapshot.outage}); running jobs are not affected"
         )
     return lines
 
 
-def _row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
+def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.queued
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
     if queued is None:
-        return (job.name, job_id, _unknown(job, snapshot), "-", attempt, "-")
+        return (job.name, job_id, _describe_unknown(job, snapshot), "-", attempt, "-")
     if queued.restarts:
         attempt += f", restart {queued.restarts}"
     state, nodes = format_state(queued), queued.nodes or "-"
@@ -192,10 +190,10 @@ def format_state(queued: QueuedJob) -> str:
     return state.name
 
 
-def _unknown(job: JobView, snapshot: QueueSnapshot) -> str:
-    if snapshot.silence:
+def _describe_unknown(job: JobView, snapshot: QueueSnapshot) -> str:
+    if snapshot.outage:
         return "? (Slurm does not answer)"
-    codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
+    codes = sorted({outcome.exit_code for outcome in job.task_exits.values()})
     if codes:
         return f"ended (exit code {', '.join(map(str, codes))})"
     return "unknown (no longer in Slurm's records)"

@@ -1,7 +1,5 @@
 """Plot of the learning curve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

@@ -1,7 +1,5 @@
 """Live progress: a terminal panel or plain lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -46,9 +44,9 @@ class PlainReporter:
         """Show what is new of a stage, about once a second."""
         if time.monotonic() - self._looked_at >= REFRESH_S:
             self._looked_at = time.monotonic()
-            self._show(stage)
+            self._refresh(stage)
 
-    def _show(self, stage: str) -> None:
+    def _refresh(self, stage: str) -> None:
         self.report_new_steps()
 
     def report_new_steps(self) -> None:
@@ -85,7 +83,7 @@ class LiveReporter(PlainReporter):
         self._live.start()
         self._began_at = time.monotonic()
 
-    def _show(self, stage: str) -> None:
+    def _refresh(self, stage: str) -> None:
         self.report_new_steps()
         snapshot = read_run_state(self._paths, ask_ledger=stage == "train")
         rows, total = snapshot.steps, self._total_steps

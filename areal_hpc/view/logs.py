@@ -1,7 +1,5 @@
 """The logs of a run as one stream: every process of every job, in the order of time."""
 
-from __future__ import annotations
-
 import heapq
 import re
 import time
@@ -135,7 +133,7 @@ class LogFollower:
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
-        self._find()
+        self._find_files()
         self._offsets = {path: path.stat().st_size for path in self._files}
 
     @property
@@ -146,8 +144,8 @@ class LogFollower:
     def look(self) -> list[tuple[LogFile, str]]:
         """The whole lines that came since the last look, in the order of time."""
         # No folder is listed to find out whether one has got or lost an entry.
-        if any(_stamp(folder) != stamp for folder, stamp in self._stamps.items()):
-            self._find()
+        if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
+            self._find_files()
         return merge_by_time([(file, self._read_new(path)) for path, file in self._files.items()])
 
     def wait(self) -> None:
@@ -170,23 +168,23 @@ class LogFollower:
         self._offsets[path] = offset + len(whole)
         return whole.decode(errors="replace")
 
-    def _find(self) -> None:
+    def _find_files(self) -> None:
         """List the newest attempt's folders: a few files for each job."""
-        self._stamps = {self._paths.logs_dir: _stamp(self._paths.logs_dir)}
+        self._stamps = {self._paths.logs_dir: _read_change_time(self._paths.logs_dir)}
         attempts = self._paths.attempts()
         if not attempts:
             return
         root = self._paths.log_dir(attempts[-1])
         jobs = [path for path in root.glob("*") if path.is_dir()]
         restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
-        self._stamps |= {folder: _stamp(folder) for folder in [root, *jobs, *restarts]}
+        self._stamps |= {folder: _read_change_time(folder) for folder in [root, *jobs, *restarts]}
         for file in log_files(self._paths, attempts[-1], self._wanted):
             known = self._files.get(file.path)
             if known is None or not known.node:  # the first line may have come since
                 self._files[file.path] = file
 
 
-def _stamp(folder: Path) -> int:
+def _read_change_time(folder: Path) -> int:
     """Time of the folder's last change; 0 while it does not exist."""
     try:
         return folder.stat().st_mtime_ns

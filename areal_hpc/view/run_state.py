@@ -1,7 +1,5 @@
 """Current state of a run from its directory and ledger."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text output of `areal-hpc shards`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Text tables, durations and clock times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Container, Sequence
 

@@ -10,8 +10,6 @@ received, also catches a loader that puts right bytes in the wrong place.
 Experts of mixtures are not compared: their layout after loading depends on the kernel chosen.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -50,7 +48,7 @@ def compute_rank_digests(
             fused.setdefault(get_fused_name(name), []).append((name, tensor))
     return {
         name: frozenset(
-            _hash(pieces, replica_device) for pieces in _held_by(name, parts, tp_rank, tp)
+            _hash_pieces(pieces, replica_device) for pieces in _held_by(name, parts, tp_rank, tp)
         )
         for name, parts in fused.items()
     }
@@ -96,20 +94,20 @@ def _held_by(
             multiple *= tp
         if padding := -rows % multiple:
             table = torch.nn.functional.pad(table, (0, 0, 0, padding))
-        return [[_slice(table, 0, tp_rank, tp)]]
+        return [[_slice_rank(table, 0, tp_rank, tp)]]
     if name.endswith((".o_proj.weight", ".down_proj.weight")):
-        return [[_slice(parts[0][1], 1, tp_rank, tp)]]
+        return [[_slice_rank(parts[0][1], 1, tp_rank, tp)]]
     ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
     tensors = [tensor for _, tensor in ordered]
     if ".gate_up_proj." in name:
-        return [[_slice(tensor, 0, tp_rank, tp) for tensor in tensors]]
+        return [[_slice_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
     if ".qkv_proj." in name:
         query, *key_value = tensors
         # With fewer KV heads than ranks, `copies` neighbors hold the same head.
         return [
             [
-                _slice(query, 0, tp_rank, tp),
-                *(_slice(tensor, 0, tp_rank // copies, tp // copies) for tensor in key_value),
+                _slice_rank(query, 0, tp_rank, tp),
+                *(_slice_rank(tensor, 0, tp_rank // copies, tp // copies) for tensor in key_value),
             ]
             for copies in range(1, tp + 1)
             if tp % copies == 0 and key_value[0].shape[0] % (tp // copies) == 0
@@ -117,12 +115,12 @@ def _held_by(
     return [tensors]
 
 
-def _slice(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+def _slice_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
     length = tensor.shape[dim] // ranks
     return tensor.narrow(dim, rank * length, length)
 
 
-def _hash(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
+def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
     if replica_device != "cpu":

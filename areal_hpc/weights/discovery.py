@@ -1,9 +1,8 @@
-"""Discovery of replicas through the cells' control proxies."""
-
-from __future__ import annotations
+"""Discovery of replicas through the cells' control proxies, and the keys of those found."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -13,19 +12,40 @@ from areal_hpc.rundir.rendezvous import (
     format_cell_name,
     format_control_proxy_name,
 )
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 log = logging.getLogger(__name__)
-
-DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 
 _WAIT_S = 1.0
 """Time limit of a cell that answered last time."""
 _TIMEOUT_S = 3.0
 """Time limit of a cell that has vanished, while nobody waits."""
 _MAX_CONCURRENT_QUERIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaKey:
+    """One start of one SGLang server. A restarted server, or control proxy, has another key."""
+
+    cell: str
+    index: int
+    incarnation: int
+    tp: int
+    """Ranks it brings into an update group."""
+    control_url: str
+    control_started_at: float
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Which replica of which cell, whatever its incarnation."""
+        return self.cell, self.index
+
+    def __str__(self) -> str:
+        return f"replica {self.index} of {self.cell} (incarnation {self.incarnation})"
+
+
+DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 
 
 class ReplicaDiscovery:
@@ -51,7 +71,7 @@ class ReplicaDiscovery:
         """
         for cell in self._cells:
             if cell not in self._questions:
-                self._questions[cell] = self._pool.submit(self._ask, cell)
+                self._questions[cell] = self._pool.submit(self._ask_cell, cell)
         wait(
             [asked for cell, asked in self._questions.items() if cell not in self._vanished],
             timeout=_WAIT_S,
@@ -69,7 +89,7 @@ class ReplicaDiscovery:
                 self._vanished.add(cell)
         return replicas
 
-    def _ask(self, cell: str) -> DiscoveredReplicas | None:
+    def _ask_cell(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
         endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
         if endpoint is None:

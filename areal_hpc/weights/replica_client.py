@@ -3,8 +3,6 @@
 All deadlines follow from `weights.update_timeout_s`: the longest wait for weights on their way.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import httpx
@@ -12,7 +10,7 @@ import msgspec
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     GENERATION_HEADER,
@@ -96,7 +94,7 @@ class ReplicaClient:
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
-        if self._send("begin_weight_update", None, self._control_s).status_code >= 400:
+        if self._send_request("begin_weight_update", None, self._control_s).status_code >= 400:
             self.post("end_weight_update")
             self.post("begin_weight_update")
 
@@ -127,11 +125,13 @@ class ReplicaClient:
 
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        return self._decode(self.post("model_info"), _WeightVersionInfo).weight_version
+        return self._decode_reply(self.post("model_info"), _WeightVersionInfo).weight_version
 
     def checksums(self) -> dict[int, dict[str, str]]:
         """Of everything the server holds: by tensor-parallel rank, by tensor name."""
-        reply = self._decode(self.post_slow("weights_checker", {"action": "checksum"}), _CheckReply)
+        reply = self._decode_reply(
+            self.post_slow("weights_checker", {"action": "checksum"}), _CheckReply
+        )
         return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class ReplicaClient:
 
     def post(self, route: str, body: object = None, timeout_s: float | None = None) -> bytes:
         """One call of `wire.replicas`, of one that moves no weights unless it has a limit."""
-        answer = self._send(route, body, timeout_s or self._control_s)
+        answer = self._send_request(route, body, timeout_s or self._control_s)
         if answer.status_code >= 400:
             raise WeightSyncError(
                 f"{self.key} answered {route} with {answer.status_code}: {answer.text[:500]}"
@@ -151,7 +151,7 @@ class ReplicaClient:
         """One that waits for weights on their way."""
         return self.post(route, body, self._update_timeout_s)
 
-    def _send(self, route: str, body: object, timeout_s: float) -> httpx.Response:
+    def _send_request(self, route: str, body: object, timeout_s: float) -> httpx.Response:
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         try:
             return self._client.post(
@@ -164,7 +164,7 @@ class ReplicaClient:
                 hint="read that cell's log in logs/latest",
             ) from error
 
-    def _decode(self, body: bytes, reply: type[ReplyT]) -> ReplyT:
+    def _decode_reply(self, body: bytes, reply: type[ReplyT]) -> ReplyT:
         try:
             return msgspec.json.decode(body, type=reply)
         except msgspec.DecodeError as error:

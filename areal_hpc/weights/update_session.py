@@ -10,8 +10,6 @@ replicas are out of service. If no sender comes back in time, the cell restarts 
 weights were begun to change and lets the others go on.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +19,8 @@ from typing import Generic, TypeVar
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.checksum import Digests, compare_checksums
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import FenceRequest, ServeRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -47,9 +45,9 @@ class UpdateSession:
     def pause(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
-        self._all(lambda member: member.post("fence", FenceRequest()))
+        self._call_all(lambda member: member.post("fence", FenceRequest()))
         mode = {"mode": self._config.pause_mode}
-        self._all(lambda member: member.post("pause_generation", mode))
+        self._call_all(lambda member: member.post("pause_generation", mode))
 
     def verify(
         self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
@@ -75,12 +73,12 @@ class UpdateSession:
                 digests = expected[member.key.tp, rank]
                 compare_checksums(digests, checksums, f"{member.key}, rank {rank}")
 
-        self._all(check)
+        self._call_all(check)
 
     def flush(self) -> None:
         """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
         if self._config.pause_mode != "in_place":
-            self._all(lambda member: member.post("flush_cache"))
+            self._call_all(lambda member: member.post("flush_cache"))
 
     def resume(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
@@ -89,7 +87,7 @@ class UpdateSession:
             member.post("continue_generation")
             member.post("serve", ServeRequest(str(version)))
 
-        self._all(resume)
+        self._call_all(resume)
 
     def give_up(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
@@ -110,7 +108,7 @@ class UpdateSession:
         for member in self._members:
             member.close()
 
-    def _all(self, call: Callable[[ReplicaClient], object]) -> None:
+    def _call_all(self, call: Callable[[ReplicaClient], object]) -> None:
         """Make one call to every member at once."""
         for future in [self._calls.submit(call, member) for member in self._members]:
             future.result()
@@ -151,15 +149,17 @@ class GroupUpdate(Generic[SessionT]):
                     failures[session] = WeightSyncError(late)
                 except WeightSyncError as error:
                     failures[session] = error
-            self._drop(failures)
+            self._drop_sessions(failures)
 
         return settle
 
     def give_up(self) -> None:
         """The sender itself failed: nobody got complete weights."""
-        self._drop({session: WeightSyncError("the sender failed") for session in self.live})
+        self._drop_sessions(
+            {session: WeightSyncError("the sender failed") for session in self.live}
+        )
 
-    def _drop(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
+    def _drop_sessions(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
         for session, error in failures.items():
             log.warning("excluded from this update: %s", error)
             self.live.remove(session)

@@ -4,8 +4,6 @@ Of Starlette it uses what reads requests and writes responses. Its routing and i
 are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 from abc import ABC, abstractmethod

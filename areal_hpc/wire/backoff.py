@@ -1,7 +1,5 @@
 """Pauses between retries, each twice as long as the one before. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count

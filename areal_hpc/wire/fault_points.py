@@ -16,8 +16,6 @@ first comes to any. The variable holds faults, separated by spaces:
 Example: `AREAL_HPC_FAULTS="checkpoint.before_rename@2=kill journal.before_append=hold:/tmp/gate"`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -103,7 +101,7 @@ class FaultInjector:
             visit = self._visits[point]
         for fault in self._faults[point]:
             if fault.visit in (None, visit):
-                _act(point, fault.action)
+                _carry_out(point, fault.action)
 
 
 def fault_point(name: str) -> None:
@@ -114,26 +112,26 @@ def fault_point(name: str) -> None:
     Raises:
         OSError: A test wants it.
     """
-    if (injector := _injector()) is not None:
+    if (injector := _get_injector()) is not None:
         injector.visit(name)
 
 
 @cache
-def _injector() -> FaultInjector | None:
+def _get_injector() -> FaultInjector | None:
     faults = parse_faults(os.environ.get(VARIABLE, ""))
     return FaultInjector(faults) if faults else None
 
 
-def _act(point: str, action: str) -> None:
+def _carry_out(point: str, action: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "error":
         raise OSError(errno.EIO, f"a fault at {point}")
     else:
-        _hold(Path(action.removeprefix("hold:")))
+        _hold_process(Path(action.removeprefix("hold:")))
 
 
-def _hold(gate: Path) -> None:
+def _hold_process(gate: Path) -> None:
     if not gate.exists():
         return
     try:

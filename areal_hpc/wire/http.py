@@ -1,7 +1,5 @@
 """One JSON call over HTTP: msgspec in, msgspec out, errors with a name."""
 
-from __future__ import annotations
-
 import time
 from typing import TypeVar
 
@@ -71,7 +69,7 @@ class WireClient:
             ClusterError: The peer could not be reached in time.
         """
         url = f"{self._base_url}{route}"
-        method, body = _encode(request)
+        method, body = _encode_request(request)
         limit = timeout_s or self._client.timeout
         give_up_at = time.monotonic() + patience_s
         pauses = iter(BACKOFF)
@@ -79,7 +77,7 @@ class WireClient:
             try:
                 answer = self._client.request(method, url, content=body, timeout=limit)
                 if answer.status_code not in RETRYABLE_STATUSES:
-                    return _decode(answer.status_code, url, answer.content, reply)
+                    return _decode_answer(answer.status_code, url, answer.content, reply)
                 trouble = f"answered {answer.status_code}: {answer.text[:200]}"
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
@@ -122,7 +120,7 @@ class AsyncWireClient:
             HttpStatusError: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
-        method, body = _encode(request)
+        method, body = _encode_request(request)
         url = f"{self._base_url}{route}"
         headers = {"Authorization": f"Bearer {key or self._key}"}
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -136,7 +134,7 @@ class AsyncWireClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ClusterError(f"{url} is unreachable ({reason})") from error
-        return _decode(answer.status, url, content, reply)
+        return _decode_answer(answer.status, url, content, reply)
 
     async def close(self) -> None:
         """Close pooled connections."""
@@ -145,11 +143,11 @@ class AsyncWireClient:
             self._session = None
 
 
-def _encode(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
+def _encode_request(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
     return ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
 
 
-def _decode(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
+def _decode_answer(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
     if status >= 400:
         raise HttpStatusError(status, url, content.decode(errors="replace"))
     return msgspec.json.decode(content, type=reply)

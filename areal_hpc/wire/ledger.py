@@ -17,8 +17,6 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 | /status      | Empty            | LedgerStatus   | anyone        |
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field

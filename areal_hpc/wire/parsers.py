@@ -5,8 +5,6 @@ The proxy writes `ParseRequest`s and `ConstrainRequest`s to its standard input a
 empty `ParserReply`: it is ready.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec import Struct, field

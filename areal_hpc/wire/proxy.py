@@ -20,8 +20,6 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /healthz (GET)     | none    |                     | ProxyHealth         |
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field

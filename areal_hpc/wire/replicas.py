@@ -21,8 +21,6 @@ When a sender has vanished, a replica whose weights it had not begun to change g
 any other is restarted, and waits for a full resend.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

@@ -11,8 +11,6 @@ Shape letters used in names across the package:
 | V      | vocabulary (the local shard under TP)        |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

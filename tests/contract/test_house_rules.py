@@ -44,18 +44,18 @@ OFFENSES: list[tuple[Rule, str]] = [
     (nothing_is_unpickled, "torch.load(path, map_location='cpu')"),
     (nothing_is_unpickled, "import cloudpickle"),
 ]
-ALLOWED: dict[Rule, set[tuple[str, int]]] = {
-    broad_excepts_say_why: set(),
+ALLOWED: dict[Rule, list[str]] = {
+    broad_excepts_say_why: [],
     # The one place that unpickles: agents that a script handed over, from the run's own directory.
-    nothing_is_unpickled: {("rollout/execution/agent_pickle.py", 16)},
+    nothing_is_unpickled: ["rollout/execution/agent_pickle.py"],
 }
-"""Offenses we live with, by rule. It may only shrink: one that is mended must be taken out."""
+"""Modules with an offense that we live with, one for each. It may only shrink: one that is mended must be taken out."""
 
 
 @pytest.mark.parametrize("rule", ALLOWED)
 def test_the_package_keeps_the_rule(rule: Rule) -> None:
-    found = {(module, line) for module, text in sources().items() for line in rule(text)}
-    assert found == ALLOWED[rule]
+    found = [(module, line) for module, text in sources().items() for line in rule(text)]
+    assert [module for module, _ in found] == ALLOWED[rule], found
 
 
 @pytest.mark.parametrize(("rule", "offense"), OFFENSES)

@@ -12,8 +12,9 @@ import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.report import ReplicaKey, UpdateReport
+from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 
 AWAIT_S = 20.0

@@ -245,12 +245,8 @@ class DatasetConfig:
     max_length: int | None = None
 
 
-class TrainDatasetConfig(DatasetConfig):
-    """`train_dataset`."""
-
-
-class ValidDatasetConfig(DatasetConfig):
-    """`valid_dataset`."""
+TrainDatasetConfig = ValidDatasetConfig = DatasetConfig
+"""AReaL's names of it by section."""
 
 
 @dataclass
@@ -265,9 +261,8 @@ class TimerConfig:
     freq_secs: int | None = None
 
 
-@dataclass
-class SaverConfig(TimerConfig):
-    """`saver`: models in Hugging Face format."""
+SaverConfig = TimerConfig
+"""`saver`: models in Hugging Face format."""
 
 
 @dataclass
@@ -341,9 +336,8 @@ class PPOConfig(BaseExperimentConfig):
     dynamic_bs: bool = False
 
 
-@dataclass
-class GRPOConfig(PPOConfig):
-    """The name that AReaL's examples use; the variants differ by configuration alone."""
+GRPOConfig = PPOConfig
+"""The name that AReaL's examples use; the variants differ by configuration alone."""
 
 
 @dataclass

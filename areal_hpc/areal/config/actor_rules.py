@@ -1,7 +1,5 @@
 """Translation rules for AReaL's `actor`, `ref` and `critic` keys."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
 GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
 
 
-def _clip(value: Any, source: Source) -> dict[str, Any]:
+def _translate_clip(value: Any, source: Source) -> dict[str, Any]:
     higher = source("actor.eps_clip_higher")
     return {
         "trainer.objective.clip_low": value,
@@ -34,13 +32,13 @@ def _clip(value: Any, source: Source) -> dict[str, Any]:
     }
 
 
-def _dtype(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_dtype(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if value not in ("bfloat16", "float32"):
         return Untranslatable("bfloat16 or float32")
     return {"trainer.dtype": value, "inference.dtype": value}
 
 
-def _proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
     if not value and not source("actor.recompute_logprob"):
         return {
@@ -51,11 +49,11 @@ def _proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if method not in PROXIMAL_MODES:
         return Untranslatable(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
     found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODES[method]}
-    weighed = _correction(source) if value else {"off_policy_correction": "none"}
+    weighed = _translate_correction(source) if value else {"off_policy_correction": "none"}
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
-def _correction(source: Source) -> dict[str, Any]:
+def _translate_correction(source: Source) -> dict[str, Any]:
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
@@ -72,51 +70,51 @@ def _correction(source: Source) -> dict[str, Any]:
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
-def _metric(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_rejection_metric(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if value in ("ratio", "kl_k3"):
         return {}
     return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
 
 
-def _betas(value: Any, source: Source) -> dict[str, Any]:
+def _translate_betas(value: Any, source: Source) -> dict[str, Any]:
     betas = (source("actor.optimizer.beta1"), source("actor.optimizer.beta2"))
     return {"trainer.optimizer.betas": list(betas)}
 
 
-def _decay(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_decay(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if value in DECAYS:
         return {"trainer.optimizer.decay": value}
     return Untranslatable(f"one of {', '.join(DECAYS)}")
 
 
-def _warmup(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_warmup(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable("a recipe counts steps: set trainer.optimizer.warmup_steps")
     return {"trainer.optimizer.warmup_steps": round(float(value) * source.total_steps)}
 
 
-def _transport(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_transport(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     ways = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
     if value not in ways:
         return Untranslatable(f"one of {', '.join(ways)}")
     return {"weights.transport": ways[value]}
 
 
-def _bucket(value: Any, source: Source) -> dict[str, Any]:
+def _translate_bucket_size(value: Any, source: Source) -> dict[str, Any]:
     return {"weights.bucket_bytes": int(value) * 1024 * 1024}
 
 
-def _level(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_norm_level(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     return {} if value == "group" else Untranslatable(GROUP_NORM_REASON)
 
 
-def _group_size(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_group_size(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if value in (1, source("gconfig.n_samples")):
         return {}
     return Untranslatable("a group is the rollout.n_samples episodes of a task")
 
 
-def _model(value: Any, source: Source) -> dict[str, Any]:
+def _translate_model(value: Any, source: Source) -> dict[str, Any]:
     """AReaL loads what is a folder from there, and all else from the hub."""
     is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
     return {"model.hub" if is_repository else "model.path": value}
@@ -126,12 +124,12 @@ ACTOR_RULES = (
     Rule(
         "actor.path",
         "`model.path`, or `model.hub` for `owner/name` that is no folder",
-        _model,
+        _translate_model,
         only_if_given=True,
     ),
     Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
     *run_name_rules("actor", has_fileroot=False),
-    Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
+    Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _translate_dtype),
     fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
     fixed_rule(
@@ -143,22 +141,29 @@ ACTOR_RULES = (
     fixed_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
     renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
     renamed_rule("actor.optimizer.weight_decay", "trainer.optimizer.weight_decay"),
-    Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _betas),
-    Rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _betas),
+    Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _translate_betas),
+    Rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _translate_betas),
     renamed_rule("actor.optimizer.eps", "trainer.optimizer.eps"),
-    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _decay),
+    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _translate_decay),
     renamed_rule("actor.optimizer.min_lr_ratio", "trainer.optimizer.min_lr_ratio"),
     Rule(
         "actor.optimizer.warmup_steps_proportion",
         "`trainer.optimizer.warmup_steps`: times the steps of the run",
-        _warmup,
+        _translate_warmup,
     ),
     renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
     fixed_rule("actor.optimizer.offload", False, "the optimizer stays on its device"),
-    Rule("actor.weight_update_mode", "`weights.transport`", _transport),
-    Rule("actor.weight_chunked_mem_mb", "`weights.bucket_bytes`", _bucket, only_if_given=True),
+    Rule("actor.weight_update_mode", "`weights.transport`", _translate_transport),
+    Rule(
+        "actor.weight_chunked_mem_mb",
+        "`weights.bucket_bytes`",
+        _translate_bucket_size,
+        only_if_given=True,
+    ),
     renamed_rule("actor.ppo_n_minibatches", "trainer.minibatches"),
-    Rule("actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _clip),
+    Rule(
+        "actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _translate_clip
+    ),
     ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
     unsupported_rule("actor.c_clip", "no second bound for negative advantages"),
     alias_rule(
@@ -167,15 +172,15 @@ ACTOR_RULES = (
         "log-probabilities are at the temperature that each reply was sampled with",
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
-    Rule("actor.group_size", "as `rollout.n_samples`", _group_size),
-    Rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _level, only_if_given=True),
-    Rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _level, only_if_given=True),
+    Rule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
+    Rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _check_norm_level, only_if_given=True),
+    Rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _check_norm_level, only_if_given=True),
     fixed_rule("actor.reward_norm.mean_leave1out", False, GROUP_NORM_REASON),
     ignored_rule(
         "actor.reward_norm.std_unbiased", "it scales all advantages of a group size alike"
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
-    Rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _group_size),
+    Rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
     ignored_rule("actor.reward_norm", f"{GROUP_NORM_REASON}, without this section too"),
     ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
     ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
@@ -197,7 +202,7 @@ ACTOR_RULES = (
     Rule(
         "actor.use_decoupled_loss",
         "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
-        _proximal,
+        _translate_proximal,
     ),
     ignored_rule(
         "actor.recompute_logprob", "`trainer.objective.proximal`, by `use_decoupled_loss`"
@@ -213,7 +218,7 @@ ACTOR_RULES = (
     Rule(
         "actor.rejection_sampling.metric",
         "`trainer.objective.off_policy_correction_metric`",
-        _metric,
+        _translate_rejection_metric,
     ),
     fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
     ignored_rule(

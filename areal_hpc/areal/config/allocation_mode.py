@@ -1,7 +1,5 @@
 """Parser of AReaL's allocation modes (`sglang:d4t2+megatron:d4`)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -21,7 +19,7 @@ def parse_allocation_mode(value: Any, source: Source) -> dict[str, Any] | Untran
         return Untranslatable(
             "one part only: a recipe has replicas and trainer ranks, side by side"
         )
-    if not _kind(training):
+    if not _parse_backend_name(training):
         training = f"fsdp:{training}"
     found: dict[str, Any] = {}
     for part in (parse_engine_backend(generating, source), parse_trainer_backend(training, source)):
@@ -35,10 +33,10 @@ def parse_engine_backend(value: Any, source: Source) -> dict[str, Any] | Untrans
     """`rollout.backend`: as many replicas in a cell as a node has GPUs for, one cell a node."""
     if not value:
         return {}
-    if _kind(str(value)) == "vllm":
+    if _parse_backend_name(str(value)) == "vllm":
         return Untranslatable("SGLang serves here: write sglang")
-    sizes = _sizes(str(value))
-    if sizes is None or _kind(str(value)) not in ("sglang", ""):
+    sizes = _parse_sizes(str(value))
+    if sizes is None or _parse_backend_name(str(value)) not in ("sglang", ""):
         return Untranslatable("not a layout of the form sglang:d4t2")
     if sizes.get("p", 1) > 1:
         return Untranslatable("a replica is not split over pipeline stages: use t")
@@ -56,11 +54,11 @@ def parse_trainer_backend(value: Any, source: Source) -> dict[str, Any] | Untran
     """`actor.backend`: FSDP's and Archon's ranks become Megatron's."""
     if not value:
         return {}
-    if _kind(str(value)) not in TRAINER_NAMES:
+    if _parse_backend_name(str(value)) not in TRAINER_NAMES:
         return Untranslatable(f"not a layout of one of {', '.join(TRAINER_NAMES)}")
     hybrid = re.search(r"attn:([^|)]+)\|ffn:([^)]+)", str(value))
-    sizes = _sizes(hybrid[1] if hybrid else str(value))
-    experts = _sizes(hybrid[2]) if hybrid else sizes
+    sizes = _parse_sizes(hybrid[1] if hybrid else str(value))
+    experts = _parse_sizes(hybrid[2]) if hybrid else sizes
     if sizes is None or experts is None:
         return Untranslatable("not a layout of the form megatron:d4t2p2c1e1")
     if "s" in sizes:
@@ -72,13 +70,13 @@ def parse_trainer_backend(value: Any, source: Source) -> dict[str, Any] | Untran
     return {**found, "trainer.parallel.ep": experts.get("e", 1)}
 
 
-def _kind(text: str) -> str:
+def _parse_backend_name(text: str) -> str:
     """The backend's name before the sizes."""
     match = re.match(r"\s*([a-z]+)\s*[:.]", text)
     return match[1] if match and match[1] in (*ENGINE_NAMES, *TRAINER_NAMES) else ""
 
 
-def _sizes(text: str) -> dict[str, int] | None:
+def _parse_sizes(text: str) -> dict[str, int] | None:
     """Letter -> size; None if the text is no layout."""
     letters = re.sub(r"^[a-z]+[:.]", "", text.strip()).strip("() ")
     if not re.fullmatch(rf"(?:{_SIZES.pattern})+", letters):

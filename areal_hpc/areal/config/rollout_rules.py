@@ -1,7 +1,5 @@
 """Translation rules for AReaL's `rollout`, `gconfig` and `sglang` keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_engine_backend
@@ -25,21 +23,21 @@ TOOL_PARSER_NAMES = {"qwen": "qwen25"}
 _LEAST = "`inference.context_length`: the least of the bounds given"
 
 
-def _concurrency(value: Any, source: Source) -> dict[str, Any]:
+def _translate_concurrency(value: Any, source: Source) -> dict[str, Any]:
     """AReaL counts groups, a recipe episodes."""
     groups = value or source("train_dataset.batch_size")
     episodes = int(groups) * int(source("gconfig.n_samples"))
     return {"rollout.max_concurrent_rollouts": episodes}
 
 
-def _context(value: Any, source: Source) -> dict[str, Any]:
+def _translate_context(value: Any, source: Source) -> dict[str, Any]:
     """The least of the bounds that are given."""
     bounds = [source(key) for key in CONTEXT_KEYS if key in source.given]
     known = [int(bound) for bound in bounds if bound is not None]
     return {"inference.context_length": min(known)} if known else {}
 
 
-def _sampling(name: str) -> tuple[Rule, ...]:
+def _sampling_rules(name: str) -> tuple[Rule, ...]:
     """A parameter of generation, for training and for evaluation."""
     train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
 
@@ -60,15 +58,15 @@ def _evaluate_greedily(value: Any, source: Source) -> dict[str, Any]:
     return {"evaluation.sampling.temperature": 0.0} if value else {}
 
 
-def _tool_parser(value: Any, source: Source) -> dict[str, Any]:
+def _translate_tool_parser(value: Any, source: Source) -> dict[str, Any]:
     return {"inference.tool_call_parser": TOOL_PARSER_NAMES.get(value, value)} if value else {}
 
 
-def _partial_groups(value: Any, source: Source) -> dict[str, Any]:
+def _translate_partial_groups(value: Any, source: Source) -> dict[str, Any]:
     return {} if value else {"rollout.min_samples": 2}
 
 
-def _generation(section: str) -> tuple[Rule, ...]:
+def _generation_rules(section: str) -> tuple[Rule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
         fixed_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
@@ -82,7 +80,7 @@ def _generation(section: str) -> tuple[Rule, ...]:
     )
 
 
-def _agent(section: str) -> tuple[Rule, ...]:
+def _agent_rules(section: str) -> tuple[Rule, ...]:
     """`rollout.agent`, and `rollout.openai` as it was called."""
     here = "rollout.agent"
     given = section != here
@@ -95,7 +93,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
         Rule(
             f"{section}.tool_call_parser",
             "`inference.tool_call_parser`, under SGLang's name",
-            _tool_parser,
+            _translate_tool_parser,
             only_if_given=given,
         ),
         unsupported_rule(
@@ -111,7 +109,7 @@ def _agent(section: str) -> tuple[Rule, ...]:
         Rule(
             f"{section}.engine_max_tokens",
             _LEAST,
-            _context,
+            _translate_context,
             only_if_given=True,
         ),
         unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
@@ -144,22 +142,22 @@ CONTEXT_KEYS = (
 
 ROLLOUT_RULES = (
     renamed_rule("gconfig.n_samples", "rollout.n_samples"),
-    *_sampling("max_new_tokens"),
-    *_sampling("temperature"),
-    *_sampling("top_p"),
-    *_sampling("top_k"),
-    Rule("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
+    *_sampling_rules("max_new_tokens"),
+    *_sampling_rules("temperature"),
+    *_sampling_rules("top_p"),
+    *_sampling_rules("top_k"),
+    Rule("gconfig.max_tokens", _LEAST, _translate_context, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
-    *_generation("gconfig"),
+    *_generation_rules("gconfig"),
     Rule(
         "gconfig.drop_incomplete_group",
         "`rollout.min_samples`: 2 if false",
-        _partial_groups,
+        _translate_partial_groups,
         only_if_given=True,
     ),
     fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
     Rule("eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily),
-    *_generation("eval_gconfig"),
+    *_generation_rules("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
@@ -168,7 +166,7 @@ ROLLOUT_RULES = (
     Rule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
-        _concurrency,
+        _translate_concurrency,
     ),
     unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
     Rule(
@@ -202,9 +200,9 @@ ROLLOUT_RULES = (
     unsupported_rule("rollout.schedule_policy", "sessions are sticky to a replica while it serves"),
     fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
     *scheduling_rules("rollout"),
-    *_agent("rollout.agent"),
-    *_agent("rollout.openai"),
-    Rule("sglang.context_length", _LEAST, _context, only_if_given=True),
+    *_agent_rules("rollout.agent"),
+    *_agent_rules("rollout.openai"),
+    Rule("sglang.context_length", _LEAST, _translate_context, only_if_given=True),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),

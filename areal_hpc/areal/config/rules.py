@@ -1,7 +1,5 @@
 """Building blocks of the translation rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

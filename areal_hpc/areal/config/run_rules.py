@@ -1,7 +1,5 @@
 """Translation rules for AReaL's names, paths, data and schedule keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +22,7 @@ AREAL_PREFIX = "areal."
 """AReaL's import root."""
 
 
-def _steps(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_total_steps(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable(
             "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
@@ -33,7 +31,7 @@ def _steps(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     return {"trainer.total_steps": source.total_steps}
 
 
-def _every(target: str) -> TranslateValue:
+def _translate_epochs_to(target: str) -> TranslateValue:
     """Epochs as steps."""
 
     def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
@@ -46,17 +44,21 @@ def _every(target: str) -> TranslateValue:
     return becomes
 
 
-def _timer(section: str, target: str) -> tuple[Rule, ...]:
+def _timer_rules(section: str, target: str) -> tuple[Rule, ...]:
     """How often something happens; steps win over epochs, so they come last."""
     return (
         *run_name_rules(section),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
-        Rule(f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)),
+        Rule(
+            f"{section}.freq_epochs",
+            f"`{target}`, in steps of the training set",
+            _translate_epochs_to(target),
+        ),
         renamed_rule(f"{section}.freq_steps", target),
     )
 
 
-def _workflow(value: Any, source: Source) -> dict[str, Any]:
+def _translate_workflow(value: Any, source: Source) -> dict[str, Any]:
     return {"rollout.workflow": map_areal_module(str(value))} if value else {}
 
 
@@ -75,7 +77,7 @@ def map_areal_paths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task_file(section: str) -> TranslateValue:
+def _translate_task_file(section: str) -> TranslateValue:
     def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
         if not value:
             return {}
@@ -89,7 +91,7 @@ def _task_file(section: str) -> TranslateValue:
     return becomes
 
 
-def _script_key(name: str) -> Rule:
+def _script_key_rule(name: str) -> Rule:
     """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{name}"
 
@@ -99,7 +101,7 @@ def _script_key(name: str) -> Rule:
     return Rule(name, f"`{target}`", becomes)
 
 
-def _launched(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_scheduler(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
@@ -114,11 +116,15 @@ RUN_RULES = (
     fixed_rule("enable_offload", False, "trainer and replicas keep their own devices"),
     fixed_rule("async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"),
     fixed_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
-    Rule("total_train_epochs", "`trainer.total_steps`, where the rows are known", _steps),
+    Rule(
+        "total_train_epochs",
+        "`trainer.total_steps`, where the rows are known",
+        _translate_total_steps,
+    ),
     renamed_rule("total_train_steps", "trainer.total_steps"),
     alias_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
     Rule("allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode),
-    Rule("workflow", "`rollout.workflow`", _workflow),
+    Rule("workflow", "`rollout.workflow`", _translate_workflow),
     Rule(
         "eval_workflow",
         "`evaluation.workflow`",
@@ -128,11 +134,11 @@ RUN_RULES = (
             else {}
         ),
     ),
-    _script_key("agent_type"),
-    _script_key("n_trajs"),
-    _script_key("agent_builder_path"),
-    _script_key("agent_builder_kwargs"),
-    _script_key("reward_fn_path"),
+    _script_key_rule("agent_type"),
+    _script_key_rule("n_trajs"),
+    _script_key_rule("agent_builder_path"),
+    _script_key_rule("agent_builder_kwargs"),
+    _script_key_rule("reward_fn_path"),
     renamed_rule("max_turns", "rollout.limits.max_turns"),
     renamed_rule("max_tokens_per_trajectory", "rollout.limits.max_tokens"),
     renamed_rule("cluster.fileroot", "cluster.fileroot"),
@@ -145,19 +151,19 @@ RUN_RULES = (
     Rule(
         "scheduler.type",
         "how a run is started: `areal-hpc run` here, or submitted to Slurm",
-        _launched,
+        _check_scheduler,
     ),
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
     unsupported_rule("launcher.*", SLURM_REASON),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
-    Rule("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),
+    Rule("train_dataset.path", "`train_dataset.path`", _translate_task_file("train_dataset")),
     fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
     ignored_rule("train_dataset.pin_memory", _LOADER),
     ignored_rule("train_dataset.num_workers", _LOADER),
     fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
-    Rule("valid_dataset.path", "`valid_dataset.path`", _task_file("valid_dataset")),
+    Rule("valid_dataset.path", "`valid_dataset.path`", _translate_task_file("valid_dataset")),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
     ignored_rule("valid_dataset.pin_memory", _LOADER),
@@ -165,10 +171,10 @@ RUN_RULES = (
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
-    *_timer("saver", "trainer.export_every_steps"),
-    *_timer("evaluator", "evaluation.every_steps"),
+    *_timer_rules("saver", "trainer.export_every_steps"),
+    *_timer_rules("evaluator", "evaluation.every_steps"),
     ignored_rule("evaluator.eval_before_train", "the first weights are always evaluated"),
-    *_timer("recover", "trainer.checkpoint_every_steps"),
+    *_timer_rules("recover", "trainer.checkpoint_every_steps"),
     ignored_rule("recover.mode", "a run always resumes from its last checkpoint"),
     unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
     fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),

@@ -1,7 +1,5 @@
 """Translation of an AReaL configuration into a recipe, with reasons for what is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
@@ -64,7 +62,9 @@ def translate_to_recipe(
     defaults = flatten(dataclasses.asdict(AgentRLConfig()))
     if isinstance(config, BaseExperimentConfig):
         leaves = flatten(dataclasses.asdict(config))
-        given = {key for key, value in leaves.items() if value != defaults.get(_newer(key))}
+        given = {
+            key for key, value in leaves.items() if value != defaults.get(_rename_old_section(key))
+        }
     else:
         if not any(section in config for section in AREAL_SECTIONS):
             raise RecipeError(
@@ -76,23 +76,23 @@ def translate_to_recipe(
         if any(key.startswith(f"{REJECTION}.") for key in stated):
             own = dataclasses.asdict(RejectionSamplingConfig())
             defaults |= flatten(own, f"{REJECTION}.")
-        absent = {key: value for key, value in defaults.items() if not _under(key, stated)}
+        absent = {key: value for key, value in defaults.items() if not _is_replaced(key, stated)}
         leaves, given = absent | stated, set(stated)
-    return _translated(Source(leaves, frozenset(given), train_rows))
+    return _apply_rules(Source(leaves, frozenset(given), train_rows))
 
 
-def _newer(key: str) -> str:
+def _rename_old_section(key: str) -> str:
     """The present name of a key: an older section has the defaults of the one that replaced it."""
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
-def _under(key: str, stated: Mapping[str, Any]) -> bool:
+def _is_replaced(key: str, stated: Mapping[str, Any]) -> bool:
     """Whether a default is replaced: by a value, or by an empty section it would be in."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _translated(source: Source) -> Translation:
+def _apply_rules(source: Source) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
@@ -102,7 +102,7 @@ def _translated(source: Source) -> Translation:
         value, is_given = source(key), key in source.given
         if rule is None:
             if is_given and value is not None:
-                untranslated.append(UntranslatedKey(key, value, _unknown(key)))
+                untranslated.append(UntranslatedKey(key, value, _explain_unknown(key)))
         elif rule.key == SGLANG_ARGUMENT_KEYS:
             arguments += _as_arguments(key.removeprefix("sglang."), value)
         elif is_given or not rule.only_if_given:
@@ -141,7 +141,7 @@ def _as_arguments(name: str, value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _unknown(key: str) -> str:
+def _explain_unknown(key: str) -> str:
     near = difflib.get_close_matches(key, [name for name in RULES if "*" not in name], n=1)
     if near:
         return f"unknown AReaL key; did you mean {near[0]}?"

@@ -4,8 +4,6 @@ AReaL's launcher starts servers, and then the script beside them. Here the scrip
 `PPOTrainer` starts all jobs of a run, so this runs the script and nothing else.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence
@@ -21,14 +19,14 @@ def run_as_main(argv: Sequence[str]) -> int:
         The exit code. Errors of ours are told as the command line tells them.
     """
     try:
-        _run(list(argv))
+        _run_script(list(argv))
     except ArealError as error:
         sys.stderr.write(f"error: {error}\n")
         return int(getattr(error, "code", error.exit_code))
     return 0
 
 
-def _run(argv: list[str]) -> None:
+def _run_script(argv: list[str]) -> None:
     if argv[:1] == ["-m"] and len(argv) > 1:
         sys.argv = argv[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -1,7 +1,5 @@
 """AReaL's `areal.utils.dynamic_import` (a wrapper of `import_by_path`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areal_hpc.areal.config.run_rules import map_areal_module

@@ -1,7 +1,5 @@
 """AReaL's `areal.utils.hf_utils` (tokenizer loading)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

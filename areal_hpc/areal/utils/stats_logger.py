@@ -1,7 +1,5 @@
 """AReaL's `areal.utils.stats_logger` (log paths)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from areal_hpc.areal.api.cli_args import StatsLoggerConfig

@@ -1,7 +1,5 @@
 """Check results: ok, warning or failure, and their listing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Checks of each role's Python: interpreter and packages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -33,10 +31,10 @@ print(json.dumps(found))
 def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
     """Ask every role's interpreter for the versions of its packages; nothing heavy is imported."""
     for role, python in pythons.items():
-        yield _check(role, python)
+        yield _check_interpreter(role, python)
 
 
-def _check(role: str, python: str) -> CheckResult:
+def _check_interpreter(role: str, python: str) -> CheckResult:
     name, key = f"python {role}", f"cluster.{role}.python"
     if shutil.which(python) is None:
         hint = f"make setup, or {key}=/path/to/python"

@@ -1,7 +1,5 @@
 """Checks of Slurm: commands, controller, partitions, accounts."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile
@@ -33,13 +31,13 @@ def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
         yield fail("slurmctld", error.problems[0].message, hint)
         return
     yield ok("slurmctld", "answers")
-    yield _accounting(config)
-    yield from _partitions(slurm)
-    yield from _acceptance(slurm, scripts)
-    yield from _container(slurm)
+    yield _check_accounting(config)
+    yield from _check_partitions(slurm)
+    yield from _check_acceptance(slurm, scripts)
+    yield from _check_container(slurm)
 
 
-def _accounting(config: str) -> CheckResult:
+def _check_accounting(config: str) -> CheckResult:
     found = re.search(r"^AccountingStorageType\s*= (\S+)", config, re.MULTILINE)
     if found and found[1].endswith("slurmdbd") and shutil.which("sacct"):
         return ok("accounting", "on: sacct tells what happened to jobs of long ago")
@@ -50,7 +48,7 @@ def _accounting(config: str) -> CheckResult:
     )
 
 
-def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
+def _list_job_options(slurm: SlurmConfig) -> dict[str, JobOptions]:
     """By a job of each kind that has options of its own."""
     found = {job: slurm.get_options(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options(EVALUATION_CELL)
@@ -59,9 +57,9 @@ def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
     return found
 
 
-def _partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
+def _check_partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
     limits: dict[str, int] = {}
-    for options in _options(slurm).values():
+    for options in _list_job_options(slurm).values():
         for name in (options.partition or "").split(","):
             if name:
                 limits[name] = max(limits.get(name, 0), options.time_limit_minutes or 0)
@@ -73,16 +71,16 @@ def _partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
         except ClusterError:
             yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
             continue
-        yield _partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_limit_minutes)
+        yield _judge_partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_limit_minutes)
 
 
-def _partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
+def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
     what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
     if facts.get("State") != "UP":
         return fail(
             f"partition {name}", f"is {facts.get('State')}", "sinfo -s; name one that is up"
         )
-    most_min = _minutes(facts.get("MaxTime", ""))
+    most_min = _parse_minutes(facts.get("MaxTime", ""))
     if most_min is not None and time_limit_minutes > most_min:
         hint = f"time_limit_minutes={most_min}; the run continues in the next job"
         return fail(
@@ -91,7 +89,7 @@ def _partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> 
     return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
 
 
-def _minutes(text: str) -> int | None:
+def _parse_minutes(text: str) -> int | None:
     """Minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not found:
@@ -100,7 +98,7 @@ def _minutes(text: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
+def _check_acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
     """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
     asked: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +109,7 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
         if not scripts:
             asked = {
                 job: (*get_sbatch_flags(options), "--wrap=true")
-                for job, options in _options(slurm).items()
+                for job, options in _list_job_options(slurm).items()
             }
         for job, arguments in asked.items():
             try:
@@ -135,7 +133,7 @@ def get_sbatch_flags(options: JobOptions) -> tuple[str, ...]:
     return (*told, *(options.sbatch_flags or ()))
 
 
-def _container(slurm: SlurmConfig) -> Iterator[CheckResult]:
+def _check_container(slurm: SlurmConfig) -> Iterator[CheckResult]:
     container = slurm.container
     if container.kind == "none":
         return

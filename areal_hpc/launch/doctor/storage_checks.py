@@ -1,7 +1,5 @@
 """Checks of the file root: POSIX semantics, space, quota; shared, by a short job on a node."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets
@@ -61,15 +59,15 @@ def check_storage(fileroot: Path) -> Iterator[CheckResult]:
         return
     try:
         yield ok("file root", f"{fileroot} can be written")
-        yield _kind(fileroot)
-        yield from _promises(folder)
-        yield _room(fileroot)
-        yield from _quota()
+        yield _check_kind(fileroot)
+        yield from _check_file_operations(folder)
+        yield _check_room(fileroot)
+        yield from _check_quota()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kind(fileroot: Path) -> CheckResult:
+def _check_kind(fileroot: Path) -> CheckResult:
     """Kind of the file system. Only another node can tell whether it is shared."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],
@@ -84,7 +82,7 @@ def _kind(fileroot: Path) -> CheckResult:
     return warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
 
 
-def _promises(folder: Path) -> Iterator[CheckResult]:
+def _check_file_operations(folder: Path) -> Iterator[CheckResult]:
     """Rename over a file, fsync, exclusive creation, locks, and the time of files."""
     old, new = folder / "old", folder / "new"
     try:
@@ -112,7 +110,7 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
         yield ok("rename, fsync", "rename is atomic; exclusive creation works")
     else:
         yield fail("rename, fsync", "a rename did not replace a file", "use another file system")
-    yield _locks(old)
+    yield _check_locks(old)
     skew_s = old.stat().st_mtime - time.time()
     off = f"files are {skew_s:+.1f} s off this node's time"
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
@@ -122,7 +120,7 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
         yield warn("clock", off, hint)
 
 
-def _locks(path: Path) -> CheckResult:
+def _check_locks(path: Path) -> CheckResult:
     first, second = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +137,7 @@ def _locks(path: Path) -> CheckResult:
     return warn("locks", message, "do not start the same run twice")
 
 
-def _room(fileroot: Path) -> CheckResult:
+def _check_room(fileroot: Path) -> CheckResult:
     facts = os.statvfs(fileroot)
     free_bytes = facts.f_bavail * facts.f_frsize
     room = f"{free_bytes / (1 << 30):.0f} GiB free"
@@ -153,7 +151,7 @@ def _room(fileroot: Path) -> CheckResult:
     return ok("room", room)
 
 
-def _quota() -> Iterator[CheckResult]:
+def _check_quota() -> Iterator[CheckResult]:
     """Answer of `quota`, where there is such a command; Lustre has its own."""
     if shutil.which("quota") is None:
         return
@@ -217,7 +215,7 @@ def _await_answer(folder: Path, job_id: str, token: str, patience_s: float) -> C
             )
         if found and found.reason:
             waits_for = explain_reason(found.reason).meaning
-        time.sleep(max(POLL_S, queue.pause_s if look.silence else 0.0))
+        time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
     run_slurm_command("scancel", job_id)
     hint = "try again when nodes are free"
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)

@@ -1,7 +1,5 @@
 """Prompts: token reuse, tokenization, length and grammar limits."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -104,18 +102,18 @@ class PromptBuilder:
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         _check_session_limits(session, call.n)
-        turn, new_ids, prompt_tokens = await self._tokenize(session, call)
+        turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
             self._metrics.rewritten_histories.labels(turn.forked).inc()
-        sampling = self._fit(session, call, prompt_tokens)
+        sampling = self._fit_reply_limit(session, call, prompt_tokens)
         if sampling.sampling_seed is None:
             # One that differs between calls, episodes and tickets, and repeats with the run's seed.
             asked = session.request
             text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{session.calls}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
-        sampling, reasons_first = await self._constrain(call, turn, sampling)
+        sampling, reasons_first = await self._add_grammar(call, turn, sampling)
         session.calls += 1
         new_json = encode_ids(new_ids)
         return Prompt(
@@ -134,7 +132,7 @@ class PromptBuilder:
             reasons_first=reasons_first,
         )
 
-    async def _constrain(
+    async def _add_grammar(
         self, call: ModelCall, turn: TreeTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
@@ -154,11 +152,13 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, **grammar)
         return sampling, found.reasons_first and bool(sampling.grammars)
 
-    async def _tokenize(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int], int]:
+    async def _tokenize_call(
+        self, session: Session, call: ModelCall
+    ) -> tuple[TreeTurn, list[int], int]:
         """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
         encoder, key = self._model.encoder, call.prompt_key
         if call.prompt is None:
-            turn = self._render(session, call)
+            turn = self._render_turn(session, call)
             new_ids = turn.new_ids(await self.encode(turn.text))
         elif isinstance(call.prompt, str):
             turn = match_text_prompt(session.tree, call.prompt, encoder)
@@ -173,7 +173,7 @@ class PromptBuilder:
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         return turn, new_ids, prior + len(new_ids)
 
-    def _render(self, session: Session, call: ModelCall) -> TreeTurn:
+    def _render_turn(self, session: Session, call: ModelCall) -> TreeTurn:
         messages, normalize, most = call.messages, self._model.normalize, self._limits.max_messages
         if len(messages) > most:
             problem = f"too many messages: {len(messages)} (limit {most})"
@@ -200,10 +200,12 @@ class PromptBuilder:
         Raises:
             RequestError: The prompt is none for this model.
         """
-        turn, new_ids, prompt_tokens = await self._tokenize(session, call)
+        turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         return session.tree.sequence_json(turn.parent, encode_ids(new_ids)), prompt_tokens
 
-    def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
+    def _fit_reply_limit(
+        self, session: Session, call: ModelCall, prompt_tokens: int
+    ) -> SamplingParams:
         """The sampling parameters with a reply limit that the context has room for.
 
         A limit beyond that room is an upper bound like any other, as in AReaL: agents ask for as

@@ -1,7 +1,5 @@
 """Completion service: one model call from prompt to recorded interaction."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -9,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import RequestError, UnsoundCallError
 from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.failover import ReplyFailover
@@ -21,7 +19,7 @@ from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.tree import ABORTED, encode_ids, join_ids_json
@@ -69,21 +67,21 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._began(session, call.n)
+        self._count_call_start(session, call.n)
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
-            generations = await _together(
-                [self._generate(prompt, choice) for choice in range(call.n)]
+            generations = await _gather_or_cancel(
+                [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
-            said = [await self._parsed(prompt, generation.text) for generation in generations]
+            said = [await self._parse_reply(prompt, generation.text) for generation in generations]
             return [
-                self._record(prompt, choice, generation, said[choice])
+                self._record_reply(prompt, choice, generation, said[choice])
                 for choice, generation in enumerate(generations)
             ]
         finally:
-            self._ended(session, call.n)
+            self._count_call_end(session, call.n)
 
-    async def _generate(self, prompt: Prompt, choice: int) -> Generation:
+    async def _generate_choice(self, prompt: Prompt, choice: int) -> Generation:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
         Sampling it anew would favor short replies: those are broken off more rarely.
@@ -104,9 +102,9 @@ class CompletionService:
                 raise EngineLostError(f"{replica.url} aborted the generation")
             return failover.whole(generation)
 
-        return await self._routed(prompt, choice, generate)
+        return await self._generate_with_failover(prompt, choice, generate)
 
-    async def _parsed(self, prompt: Prompt, text: str) -> ReplyDelta:
+    async def _parse_reply(self, prompt: Prompt, text: str) -> ReplyDelta:
         if self._parsers is None or prompt.parsed_tools is None:
             return ReplyDelta(text)
         said = ReplyDelta()
@@ -120,11 +118,11 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._began(session, call.n)  # each reply ends by itself
+        self._count_call_start(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
-            self._ended(session, call.n)
+            self._count_call_end(session, call.n)
             raise
         live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -161,7 +159,7 @@ class CompletionService:
             return failover.whole(generation)
 
         try:
-            generation = await self._routed(
+            generation = await self._generate_with_failover(
                 prompt, choice, generate, lambda: failover.is_possible and not live.abandoned
             )
             if reader is not None:
@@ -169,16 +167,16 @@ class CompletionService:
                 said.add(rest)
                 live.put(ReplyChunk(choice, rest, NO_TOKENS))
             if generation.output_ids or not live.abandoned:
-                live.put(self._record(prompt, choice, generation, said))
+                live.put(self._record_reply(prompt, choice, generation, said))
         except Exception as error:  # boundary: raised again where the stream is read
             if live.abandoned:
                 log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
             live.generated(choice)
-            self._ended(prompt.session, 1)
+            self._count_call_end(prompt.session, 1)
 
-    async def _routed(
+    async def _generate_with_failover(
         self,
         prompt: Prompt,
         choice: int,
@@ -203,7 +201,7 @@ class CompletionService:
                 self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _began(self, session: Session, replies: int) -> None:
+    def _count_call_start(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
         most = self._limits.max_concurrent_calls
         if self._calls >= most:
@@ -211,12 +209,12 @@ class CompletionService:
         self._calls += 1
         session.in_flight += replies
 
-    def _ended(self, session: Session, replies: int) -> None:
+    def _count_call_end(self, session: Session, replies: int) -> None:
         self._calls -= 1
         session.in_flight -= replies
         session.touch()
 
-    def _record(
+    def _record_reply(
         self, prompt: Prompt, choice: int, generation: Generation, said: ReplyDelta
     ) -> RecordedReply:
         session = prompt.session
@@ -233,7 +231,7 @@ class CompletionService:
         return RecordedReply(choice, interaction, generation, said)
 
 
-async def _together(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def _gather_or_cancel(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
     """All results, or the first failure after the others have been cancelled."""
     if len(calls) == 1:
         return [await calls[0]]

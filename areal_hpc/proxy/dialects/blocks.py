@@ -1,7 +1,5 @@
 """A reply as a sequence of blocks: what Anthropic calls content blocks, OpenAI output items."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -43,25 +41,25 @@ class BlockReader:
     def feed(self, said: ReplyDelta) -> Iterator[BlockChange]:
         """What the next part changes."""
         if said.reasoning:
-            yield from self._extend("reasoning", said.reasoning)
+            yield from self._extend_block("reasoning", said.reasoning)
         if said.text:
             text, self._held = self._held + said.text, ""
             if text.strip() or (self._open is not None and self._open.kind == "text"):
-                yield from self._extend("text", text)
+                yield from self._extend_block("text", text)
             else:
                 self._held = text
         for call in said.calls:
             self._held = ""
-            yield from self._extend("call", call.arguments, call.name, call.call_id)
+            yield from self._extend_block("call", call.arguments, call.name, call.call_id)
 
     def finish(self) -> Iterator[BlockChange]:
         """What the end changes."""
         if all(block.kind == "reasoning" for block in self.blocks):
-            yield from self._extend("text", self._held)
+            yield from self._extend_block("text", self._held)
         if self._open is not None:
             yield "end", self._open, ""
 
-    def _extend(
+    def _extend_block(
         self, kind: BlockKind, text: str, name: str = "", call_id: str = ""
     ) -> Iterator[BlockChange]:
         block = self._open

@@ -1,7 +1,5 @@
 """Interface of a dialect, as the routes use it."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ changes neither how the model samples nor what is said, so it is accepted whatev
 counted. A dialect declares each as a field of type `Hint`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, get_type_hints
@@ -46,7 +44,7 @@ def without_nulls(body: bytes, form: Any) -> bytes:
 
 
 def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
-    plain = [*_plain(forms)]
+    plain = [*_unwrap_types(forms)]
     structs = [one for one in plain if isinstance(one, inspect.StructType)]
     items = tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
     if structs and raw[:1] == b"{":
@@ -67,12 +65,12 @@ def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
     return raw
 
 
-def _plain(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
+def _unwrap_types(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
     """The types that a value may have, out of unions and constraints."""
     for form in forms:
         if isinstance(form, inspect.Metadata):
-            yield from _plain((form.type,))
+            yield from _unwrap_types((form.type,))
         elif isinstance(form, inspect.UnionType):
-            yield from _plain(form.types)
+            yield from _unwrap_types(form.types)
         else:
             yield form

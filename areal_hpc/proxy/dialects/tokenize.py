@@ -1,7 +1,5 @@
 """`/tokenize` and `/detokenize` routes, as in SGLang."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

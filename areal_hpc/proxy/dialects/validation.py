@@ -1,7 +1,5 @@
 """Request validation shared by all dialects."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache

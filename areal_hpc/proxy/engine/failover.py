@@ -5,8 +5,6 @@ be: they would come out otherwise. The other replica is then asked to go on afte
 recorded is exactly what was sampled: every token with its log-probability and its version.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_chars

@@ -144,8 +144,8 @@ def decode_generation(where: str, answer: bytes) -> Generation:
         EngineLostError: It is not a sound answer.
         RequestError: The server found the request at fault only while it ran.
     """
-    reply = _decoded(_reply_decoder, where, answer)
-    return _whole(where, reply.text, bytes(reply.output_ids), reply.meta_info)
+    reply = _decode_reply(_reply_decoder, where, answer)
+    return _build_generation(where, reply.text, bytes(reply.output_ids), reply.meta_info)
 
 
 class ChunkReader:
@@ -175,7 +175,7 @@ class ChunkReader:
             if not self._is_sound or ids != self._output_ids or len(self._versions) != 1:
                 return None
             try:
-                version = _packed(self._where, *self._versions)
+                version = _pack_version(self._where, *self._versions)
             except EngineLostError:
                 return None
             spans.append(VersionSpan(version, 0, len(ids)))
@@ -201,9 +201,9 @@ class ChunkReader:
             RequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
-            raise _refused(self._where, data)
+            raise _build_refusal(self._where, data)
         self._is_sound = False  # unless this comes to its end
-        reply = _decoded(_piece_decoder, self._where, data)
+        reply = _decode_reply(_piece_decoder, self._where, data)
         meta = reply.meta_info
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens
@@ -227,7 +227,7 @@ class ChunkReader:
             meta.output_token_logprobs = self._logprobs
             meta.output_top_logprobs = self._top_logprobs
             ids_json = msgspec.json.encode(self._output_ids)
-            whole = _whole(self._where, self._text, ids_json, meta)
+            whole = _build_generation(self._where, self._text, ids_json, meta)
         safe = len(self._text)
         if whole is None:
             safe -= count_stop_prefix_chars(self._text, self._stop)
@@ -248,14 +248,14 @@ def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
     return longest
 
 
-def _decoded(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) -> Decoded:
+def _decode_reply(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) -> Decoded:
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
         raise EngineLostError(f"{where} sent an unexpected reply: {error}") from error
 
 
-def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
+def _build_generation(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     reason = meta.finish_reason
     if reason is None:
         raise EngineLostError(f"{where} ended the reply without a finish reason")
@@ -266,7 +266,9 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
         raise EngineLostError(f"{where}: token ids and log-probabilities differ in length")
-    spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
+    spans = [
+        VersionSpan(_pack_version(where, s.version), s.start, s.end) for s in meta.weight_versions
+    ]
     covered = 0
     for span in spans:
         if span.start != covered:
@@ -287,14 +289,14 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     )
 
 
-def _packed(where: str, version: str) -> int:
+def _pack_version(where: str, version: str) -> int:
     try:
         return 0 if version == UNKNOWN_VERSION else WeightVersion.parse(version).packed
     except ValueError as error:
         raise EngineLostError(f"{where}: {error}") from error
 
 
-def _refused(where: str, data: bytes) -> Exception:
+def _build_refusal(where: str, data: bytes) -> Exception:
     """The exception for an `error` event; SGLang marks the request's fault by its code."""
     try:
         error = _error_decoder.decode(data).error

@@ -5,8 +5,6 @@ every kind. That is most of what a call to SGLang would cost here, and nothing o
 send bytes to a server of our own and to wake up once, when all of its answer has come.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -34,7 +32,7 @@ class _TimeLimits:
         """The connection's call fails at that time of the loop's clock."""
         self._limits[connection] = limit
         if self._timer is None or limit < self._timer.when():
-            self._arm(limit)
+            self._set_timer(limit)
 
     def drop(self, connection: Connection) -> None:
         """Its call has ended."""
@@ -46,12 +44,12 @@ class _TimeLimits:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, limit: float) -> None:
+    def _set_timer(self, limit: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(limit, self._look)
+        self._timer = self._loop.call_at(limit, self._fail_late_calls)
 
-    def _look(self) -> None:
+    def _fail_late_calls(self) -> None:
         self._timer = None
         now = self._loop.time() + TIMER_STEP_S
         for connection, limit in [*self._limits.items()]:
@@ -59,7 +57,7 @@ class _TimeLimits:
                 self.drop(connection)
                 connection.fail(TimeoutError())
         if self._limits:
-            self._arm(min(self._limits.values()))
+            self._set_timer(min(self._limits.values()))
 
 
 class ConnectionPool:
@@ -95,10 +93,10 @@ class ConnectionPool:
             OSError: It cannot be found.
         """
         give_up_at = self._loop.time() + timeout_s
-        connection = await self._take(timeout_s)
+        connection = await self._take_connection(timeout_s)
         self._limits.add(connection, give_up_at)
         try:
-            connection.send(self._request(path, body))
+            connection.send(self._build_request(path, body))
             answer = await connection.whole()
         except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
@@ -116,9 +114,9 @@ class ConnectionPool:
             ConnectionError: The server does not accept, left, or does not speak HTTP.
             OSError: It cannot be found.
         """
-        connection = await self._take()
+        connection = await self._take_connection()
         try:
-            connection.send(self._request(path, body), reads_parts=True)
+            connection.send(self._build_request(path, body), reads_parts=True)
             await connection.head()
         except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
@@ -136,11 +134,11 @@ class ConnectionPool:
             connection.close()
         self._idle.clear()
 
-    def _request(self, path: str, body: bytes) -> bytes:
+    def _build_request(self, path: str, body: bytes) -> bytes:
         head = f"POST {self._path}{path} {self._headers}content-length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
-    async def _take(self, timeout_s: float = math.inf) -> Connection:
+    async def _take_connection(self, timeout_s: float = math.inf) -> Connection:
         """An open connection, the one used last if there is any."""
         self.used_at = self._loop.time()
         while self._idle:

@@ -4,8 +4,6 @@ Answers must say where they end (SGLang's do): one that lasts until the server h
 broken off.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 
@@ -54,28 +52,28 @@ class Connection(asyncio.Protocol):
             self._reads_parts = False
             self._transport.resume_reading()
         while not self._is_whole:
-            await self._changed()
-        return self._taken()
+            await self._wait_for_change()
+        return self._take_blocks()
 
     async def head(self) -> None:
         """Wait until the status is known. Raises as `whole` does."""
         while not self.status:
-            await self._changed()
+            await self._wait_for_change()
 
     async def part(self) -> bytes:
         """More of the body, nothing at its end. Raises as `whole` does."""
         while not self._blocks and not self._is_whole:
-            await self._changed()
-        return self._taken()
+            await self._wait_for_change()
+        return self._take_blocks()
 
-    def _taken(self) -> bytes:
+    def _take_blocks(self) -> bytes:
         blocks = self._blocks
         self._blocks, self._unread_bytes = [], 0
         if self._reads_parts:
             self._transport.resume_reading()
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         if self._trouble is not None:
             raise self._trouble
         self._change = self._loop.create_future()
@@ -84,7 +82,7 @@ class Connection(asyncio.Protocol):
         finally:
             self._change = None
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._change is not None and not self._change.done():
             self._change.set_result(None)
 
@@ -92,7 +90,7 @@ class Connection(asyncio.Protocol):
         """End the call, and the connection with it."""
         self._is_reusable = False
         self._trouble = trouble
-        self._wake()
+        self._wake_reader()
 
     def close(self) -> None:
         """Hang up."""
@@ -112,7 +110,7 @@ class Connection(asyncio.Protocol):
             self.fail(ConnectionError(f"the server does not speak HTTP: {error}"))
             return
         if self._is_whole or self._reads_parts:
-            self._wake()
+            self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has left, or was hung up on."""

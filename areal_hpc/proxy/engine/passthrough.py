@@ -1,7 +1,5 @@
 """`/generate` passthrough for clients that record their own calls."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Annotated
@@ -76,7 +74,7 @@ class GeneratePassthrough:
         if not request.input_ids or max(request.input_ids) >= self._vocab_size:
             message = f"expected ids below {self._vocab_size}, and one at least"
             raise RequestError(400, message, key="input_ids")
-        body = self._fitted(request, body)
+        body = self._fit_reply_limit(request, body)
         give_up_at = time.monotonic() + self._timeout_s
         replica = await self._router.pick(session.session_id, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
@@ -97,7 +95,7 @@ class GeneratePassthrough:
             session.touch()
             self._router.on_call_finished(replica)
 
-    def _fitted(self, request: _Request, body: bytes) -> bytes:
+    def _fit_reply_limit(self, request: _Request, body: bytes) -> bytes:
         """The body, its reply bounded by what the context has left: SGLang would refuse more.
 
         A client in a driver knows its tokenizer, and not how long a context the replicas have.

@@ -1,7 +1,5 @@
 """Replica list of the cell's control proxy, or of the command line."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,10 +70,10 @@ class StaticReplicaSource:
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout)
-        views = (self._view(self._http, index, url) for index, url in enumerate(self._urls))
+        views = (self._view_server(self._http, index, url) for index, url in enumerate(self._urls))
         return list(await asyncio.gather(*views))
 
-    async def _view(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
+    async def _view_server(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
         try:
             async with http.get(f"{url}/ready") as answer:
                 if answer.status >= 500:

@@ -1,7 +1,5 @@
 """Router: a verified replica for each session, sticky by session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -50,14 +48,14 @@ class Router:
         """Look again and again until cancelled."""
         while True:
             self._refresh_now.clear()
-            await self._refresh()
+            await self._refresh_replicas()
             self._refreshed.set()
             self._refreshed = asyncio.Event()
             pause_s = POLL_S if self._serving else NO_REPLICA_POLL_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refresh_now.wait(), pause_s)
 
-    async def _refresh(self) -> None:
+    async def _refresh_replicas(self) -> None:
         try:
             replicas = await self._source.refresh()
         except ClusterError as error:

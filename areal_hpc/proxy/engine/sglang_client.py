@@ -1,7 +1,5 @@
 """Client of SGLang's `/generate`: token ids in, token ids out."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -102,11 +100,11 @@ class SGLangClient:
         reader = ChunkReader(base_url, request.sampling.stop or ())
 
         async def read() -> Generation:
-            server, body = self._server(base_url), request.body(stream=True)
+            server, body = self._get_pool(base_url), request.body(stream=True)
             async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
                 if answer.status != 200:
-                    _check(base_url, answer.status, await answer.whole())
-                async for data in _events(answer):
+                    _check_status(base_url, answer.status, await answer.whole())
+                async for data in _read_events(answer):
                     piece, whole = reader.read(data)
                     if piece.output_ids or piece.text:
                         await take(piece)
@@ -115,7 +113,7 @@ class SGLangClient:
             raise EngineLostError(f"{base_url} ended the stream early")
 
         try:
-            return await self._guarded(base_url, request.rid, timeout_s, read())
+            return await self._guard_call(base_url, request.rid, timeout_s, read())
         except EngineLostError as lost:
             lost.partial = reader.partial()
             raise
@@ -127,12 +125,12 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        call = self._server(base_url).ask("/generate", body, timeout_s)
-        status, answer = await self._guarded(base_url, rid, timeout_s, call)
-        _check(base_url, status, answer)
+        call = self._get_pool(base_url).ask("/generate", body, timeout_s)
+        status, answer = await self._guard_call(base_url, rid, timeout_s, call)
+        _check_status(base_url, status, answer)
         return answer
 
-    async def _guarded(
+    async def _guard_call(
         self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
@@ -148,7 +146,7 @@ class SGLangClient:
         except OSError as error:
             raise EngineLostError(f"{base_url}: {type(error).__name__}: {error}") from error
 
-    def _server(self, base_url: str) -> ConnectionPool:
+    def _get_pool(self, base_url: str) -> ConnectionPool:
         server = self._servers.get(base_url)
         if server is None:
             server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
@@ -169,7 +167,7 @@ class SGLangClient:
     async def _send_abort(self, base_url: str, rid: str) -> None:
         try:
             body = msgspec.json.encode({"rid": rid})
-            await self._server(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
+            await self._get_pool(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
         except OSError as error:
             log.info("abort of %s did not reach %s: %s", rid, base_url, error)
 
@@ -181,14 +179,14 @@ class SGLangClient:
             server.close()
 
 
-def _check(base_url: str, status: int, answer: bytes) -> None:
+def _check_status(base_url: str, status: int, answer: bytes) -> None:
     if status >= 500:
         raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
     if status >= 400:
         raise RequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 
 
-async def _events(answer: Connection) -> AsyncIterator[bytes]:
+async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
     """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
     while block := await answer.part():

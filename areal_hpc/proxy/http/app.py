@@ -1,7 +1,5 @@
 """ASGI application of the proxy: routes, keys, size limits, errors."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import inspect
@@ -77,11 +75,11 @@ class ProxyApp:
         completions.metrics.watch(store)
         self._routes = Routes(
             (
-                *_routes_of_drivers(driver_api),
-                Route("POST", "/generate", "session", self._generate, bytes),
+                *_list_driver_routes(driver_api),
+                Route("POST", "/generate", "session", self._pass_generate_on, bytes),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
-                    for route in self._routes_of_agents()
+                    for route in self._list_agent_routes()
                     for prefix in ("", "/v1")
                 ),
                 Route("GET", "/healthz", "anyone", driver_api.health),
@@ -90,9 +88,11 @@ class ProxyApp:
             )
         )
 
-    def _routes_of_agents(self) -> Iterator[Route]:
+    def _list_agent_routes(self) -> Iterator[Route]:
         for path, dialect in DIALECT_BY_ROUTE.items():
-            said = Route("POST", path, "session", self._speaking(path, dialect), dialect.request)
+            said = Route(
+                "POST", path, "session", self._build_handler(path, dialect), dialect.request
+            )
             yield replace(said, refused=dialect.refused, streams=True)
         path, refused = "/messages/count_tokens", MESSAGES.refused
         yield Route("POST", path, "session", self._count_tokens, MESSAGES.request, refused)
@@ -102,7 +102,7 @@ class ProxyApp:
         yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
         answer = partial(tokenize.detokenize, self._model)
         yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
-        yield Route("GET", "/models", "session", self._models, when_ended=True)
+        yield Route("GET", "/models", "session", self._list_models, when_ended=True)
         yield Route("GET", "/responses/{response_id}", "session", responses.retrieve_response)
         yield Route("DELETE", "/responses/{response_id}", "session", responses.delete_response)
 
@@ -127,10 +127,10 @@ class ProxyApp:
                 elif name == b"x-api-key" and not key:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
-                    raise self._too_large()
-            session = self._opened(route, key)  # without a key no memory for a body
-            body = await self._body(receive)
-            result = route.answer(*self._given(route, session, named, body, scope))
+                    raise self._too_large_error()
+            session = self._open_session(route, key)  # without a key no memory for a body
+            body = await self._read_body(receive)
+            result = route.answer(*self._list_arguments(route, session, named, body, scope))
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
             if isinstance(result, tuple):
@@ -141,7 +141,7 @@ class ProxyApp:
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
-            refusal = _refusal(caught)
+            refusal = _to_request_error(caught)
             status, content, form = refusal.status, refused(refusal), JSON
         headers = [
             (b"content-type", form.encode()),
@@ -156,10 +156,10 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _too_large(self) -> RequestError:
+    def _too_large_error(self) -> RequestError:
         return RequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _read_body(self, receive: Receive) -> bytes:
         body = b""
         while True:
             message = await receive()
@@ -168,11 +168,11 @@ class ProxyApp:
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > self._max_request_bytes:
-                raise self._too_large()
+                raise self._too_large_error()
             if not message.get("more_body"):
                 return body
 
-    def _opened(self, route: Route, key: str) -> Session | None:
+    def _open_session(self, route: Route, key: str) -> Session | None:
         """The session that a key opens, if the route is one of sessions."""
         if route.opened_by == "admin" and not hmac.compare_digest(
             key.encode("latin-1"), self._admin_key
@@ -186,7 +186,7 @@ class ProxyApp:
         session.touch()
         return session
 
-    def _given(
+    def _list_arguments(
         self, route: Route, session: Session | None, named: str, body: bytes, scope: Scope
     ) -> Iterator[object]:
         """What the route's answer takes."""
@@ -208,12 +208,12 @@ class ProxyApp:
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _generate(self, session: Session, body: bytes) -> bytes:
+    async def _pass_generate_on(self, session: Session, body: bytes) -> bytes:
         if self._passthrough is None:
             raise RequestError(404, "there is no route /generate")
         return await self._passthrough.generate(session, body)
 
-    def _models(self, session: Session) -> bytes:
+    def _list_models(self, session: Session) -> bytes:
         return openai_format.format_models(self._model.name, self._model.context_tokens)
 
     async def _count_tokens(
@@ -224,7 +224,7 @@ class ProxyApp:
         _, count = await self._completions.prompts.prompt_json(session, call)
         return msgspec.json.encode({"input_tokens": count})
 
-    def _speaking(
+    def _build_handler(
         self, path: str, dialect: Dialect
     ) -> Callable[[Session, msgspec.Struct], Coroutine[Any, Any, RouteResult]]:
         """Answers model calls in a dialect."""
@@ -240,7 +240,7 @@ class ProxyApp:
         return answer
 
 
-def _routes_of_drivers(driver_api: DriverApi) -> tuple[Route, ...]:
+def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
     def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
         return Route("POST", path, "admin", answer, request)
 
@@ -304,7 +304,7 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
             try:
                 block = await anext(events, None)
             except Exception as caught:  # boundary: told to the client within the stream
-                block = exchange.broken(_refusal(caught))
+                block = exchange.broken(_to_request_error(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 break
         await send({"type": "http.response.body", "body": b""})
@@ -313,7 +313,7 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
         await events.aclose()
 
 
-def _refusal(caught: Exception) -> RequestError:
+def _to_request_error(caught: Exception) -> RequestError:
     if isinstance(caught, RequestError):
         return caught
     log.error("a request failed", exc_info=caught)

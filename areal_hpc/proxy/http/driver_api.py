@@ -1,7 +1,5 @@
 """Routes for rollout drivers: sessions, rewards, finished tickets."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -9,10 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, RequestError
+from areal_hpc.errors import InvalidRewardError, RequestError, UnsoundCallError
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
-from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
@@ -69,7 +67,7 @@ class DriverApi:
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
         """Open a session and hand out its key."""
         if request.ref is not None:
-            self._of_run()
+            self._require_sealer()
         key = request.api_key or generate_key()
         if len(key) < MIN_KEY_CHARS:
             problem = f"session keys need at least {MIN_KEY_CHARS} characters"
@@ -82,18 +80,18 @@ class DriverApi:
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise RequestError(429, f"too many open sessions (limit {most})")
         if not self._online or request.ref is not None or request.disposable:
-            return wire.StartSessionReply(self._open(request, key), key)
+            return wire.StartSessionReply(self._open_session(request, key), key)
         free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
         if not free:
             problem = "no episode is waiting for an external program now"
             raise RequestError(429, problem, hint="repeat the request")
         slot = min(free, key=lambda one: one.rank)
         self._free_slots.discard(slot)
-        session_id = self._open(slot.request.session, key)
+        session_id = self._open_session(slot.request.session, key)
         slot.taken.set_result(session_id)
         return wire.StartSessionReply(session_id, key, slot.request.task)
 
-    def _open(self, request: wire.StartSessionRequest, key: str) -> str:
+    def _open_session(self, request: wire.StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
         self._recorder.record(events.SessionOpened(session_id, hash_key(key), request))
@@ -117,7 +115,7 @@ class DriverApi:
         """Tell when a session of a ticket has ended."""
         give_up_at = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
-            session = self._session(request.session_id)
+            session = self._find_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
                 return wire.AwaitSessionReply(session.ended, get_final_reward(session.tree))
             await asyncio.sleep(ENDED_POLL_S)
@@ -130,7 +128,7 @@ class DriverApi:
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
         while True:
-            session = self._session(request.session_id)
+            session = self._find_session(request.session_id)
             if session.request.ref is not None:
                 problem = f"session {request.session_id!r} belongs to a ticket"
                 raise RequestError(409, f"{problem} and cannot be exported", key="session_id")
@@ -141,7 +139,7 @@ class DriverApi:
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
-    def _session(self, session_id: str, key: str = "session_id") -> Session:
+    def _find_session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._store.sessions.get(session_id)
         if session is None:
             raise RequestError(404, f"there is no session {session_id!r}", key=key)
@@ -199,7 +197,7 @@ class DriverApi:
 
     def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
-        sealer = self._of_run()
+        sealer = self._require_sealer()
         ref, rows = request.ref, self._store.rows_of(request.ref)
         if request.discard:
             if rows is not None:
@@ -210,15 +208,15 @@ class DriverApi:
                     self._recorder.record(events.SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
         if rows is None:
-            rows = self._finish(request)
+            rows = self._finish_sessions(request)
             sealer.wake()
         return wire.FinishTicketReply(rows)
 
-    def _finish(self, request: wire.FinishTicketRequest) -> int:
+    def _finish_sessions(self, request: wire.FinishTicketRequest) -> int:
         if not request.session_ids:
             raise RequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
-            session = self._session(session_id, "session_ids")
+            session = self._find_session(session_id, "session_ids")
             name = f"session {session_id!r}"
             if session.request.ref != request.ref or not session.is_recorded:
                 raise RequestError(409, f"{name} is not one of this ticket", key="session_ids")
@@ -233,9 +231,9 @@ class DriverApi:
 
     async def seal(self) -> wire.SealReply:
         """Seal and settle what is finished."""
-        return wire.SealReply(await self._of_run().seal_now())
+        return wire.SealReply(await self._require_sealer().seal_now())
 
-    def _of_run(self) -> TicketSealer:
+    def _require_sealer(self) -> TicketSealer:
         if self._sealer is None:
             raise RequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer

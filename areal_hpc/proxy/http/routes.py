@@ -1,7 +1,5 @@
 """Route table of the proxy and its OpenAPI description."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,7 +40,7 @@ class Route:
     """Also for a session that has ended."""
 
     @property
-    def names(self) -> str:
+    def path_parameter(self) -> str:
         """What the last part of the path names; empty if it is a part like any other."""
         last = self.path.rpartition("/")[2]
         return last[1:-1] if last.startswith("{") else ""
@@ -56,7 +54,7 @@ class Routes:
         self._named: dict[str, dict[str, Route]] = {}
         """By what comes before the name."""
         for route in routes:
-            if route.names:
+            if route.path_parameter:
                 head = route.path.rpartition("/")[0]
                 self._named.setdefault(head, {})[route.method] = route
             else:
@@ -109,7 +107,7 @@ def render_openapi(routes: Routes) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         body = bodies.get(route.request) if route.request else None
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, body)
+        paths.setdefault(route.path, {})[route.method.lower()] = _describe_operation(route, body)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -123,7 +121,7 @@ def render_openapi(routes: Routes) -> bytes:
     )
 
 
-def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
+def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
     kind = "object" if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
@@ -139,8 +137,8 @@ def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
     }
     if route.opened_by != "anyone":
         operation["security"] = [{name: []} for name in _KEYS]
-    if route.names:
-        place = {"name": route.names, "in": "path", "required": True, "schema": {"type": "string"}}
+    if name := route.path_parameter:
+        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]
     if body is not None:
         content = {"application/json": {"schema": body}}

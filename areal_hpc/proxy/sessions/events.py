@@ -4,8 +4,6 @@ A live proxy applies an event after writing it; a restarted one applies what it 
 else changes a `SessionStore`, so both arrive at the same state.
 """
 
-from __future__ import annotations
-
 import msgspec
 from msgspec import Struct
 

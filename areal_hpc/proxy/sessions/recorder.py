@@ -1,14 +1,12 @@
 """Write-ahead journal of session events, replayed at restart."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, UnsoundCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
@@ -27,10 +25,6 @@ _REMOVING = (
     events.TicketFinished,
     events.TicketsSealed,
 )
-
-
-class UnsoundCallError(ValueError):
-    """A model call that could never be trained on: it was neither journaled nor applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +83,7 @@ class JournaledRecorder:
         began = time.monotonic()
         count = 0
         for record in read_journal(path):
-            self._replay(decode_event(record.payload))
+            self._replay_event(decode_event(record.payload))
             count += 1
         if count:
             log.info(
@@ -116,7 +110,7 @@ class JournaledRecorder:
             except ClusterError as error:
                 self.failure = error
                 raise
-        self._apply(event)
+        self._apply_event(event)
 
     def holds(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
@@ -126,20 +120,20 @@ class JournaledRecorder:
         tree = self.store.sessions[event.session_id].tree
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
-    def _replay(self, event: Event) -> None:
+    def _replay_event(self, event: Event) -> None:
         """Let what the journal holds have happened.
 
         Journals of earlier versions may hold unsound calls. Such a call is left out, and its
         session marked: the session's ticket is then dropped where it would be sealed.
         """
         if isinstance(event, events.InteractionAdded) and (defect := self._defect_of(event)):
-            self._mark(event.session_id, defect)
+            self._mark_unsound(event.session_id, defect)
         elif isinstance(event, events.InteractionAdded):
             try:
-                self._apply(event)
+                self._apply_event(event)
             except Exception as error:  # boundary: one call must not keep the cell from starting
                 log.exception("session %s: a recorded call cannot be replayed", event.session_id)
-                self._mark(event.session_id, repr(error))
+                self._mark_unsound(event.session_id, repr(error))
         elif isinstance(event, events.RewardSet) and (
             event.interaction_id not in self.store.sessions[event.session_id].tree
         ):
@@ -147,9 +141,9 @@ class JournaledRecorder:
                 "session %s: ignored a reward for a call that was not replayed", event.session_id
             )
         else:
-            self._apply(event)
+            self._apply_event(event)
 
-    def _mark(self, session_id: str, defect: str) -> None:
+    def _mark_unsound(self, session_id: str, defect: str) -> None:
         session = self.store.sessions[session_id]
         session.defect = session.defect or f"its journal holds an unsound call: {defect}"
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
@@ -168,7 +162,7 @@ class JournaledRecorder:
             case _:
                 return True
 
-    def _apply(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         known = set(self.store.sessions) if isinstance(event, _REMOVING) else set()
         self.store.apply(event)
         self._gone_sessions |= known - self.store.sessions.keys()
@@ -231,7 +225,7 @@ class MemoryRecorder(JournaledRecorder):
     def _is_durable(self, event: Event) -> bool:
         return False
 
-    def _apply(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         self.store.apply(event)
 
     async def rotate_if_due(self) -> None:

@@ -8,8 +8,6 @@ A ticket that cannot become sound rows is dropped with the reason, in the journa
 ledger, which issues another one in its place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -71,7 +69,7 @@ class TicketSealer:
         repair(self._paths, self._cell)
         indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
         found = [
-            _settled(ref, *indexed[ref.ticket_id, ref.attempt])
+            _build_settled(ref, *indexed[ref.ticket_id, ref.attempt])
             for ref in self._store.finished
             if (ref.ticket_id, ref.attempt) in indexed
         ]
@@ -94,8 +92,8 @@ class TicketSealer:
                 continue
             try:
                 if self._is_due():
-                    await self._seal()
-                await self._settle()
+                    await self._seal_finished()
+                await self._settle_sealed()
                 pauses = iter(BACKOFF)
             except ClusterError as error:
                 pause_s = next(pauses)
@@ -108,9 +106,9 @@ class TicketSealer:
         Raises:
             ClusterError: The storage refused.
         """
-        count = await self._seal()
+        count = await self._seal_finished()
         try:
-            await self._settle()
+            await self._settle_sealed()
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
         return count
@@ -126,7 +124,7 @@ class TicketSealer:
             or time.time() - oldest_at >= self._config.seal_after_s
         )
 
-    async def _seal(self) -> int:
+    async def _seal_finished(self) -> int:
         async with self._sealing:
             tickets = list(self._store.finished.values())
             if not tickets:
@@ -137,11 +135,13 @@ class TicketSealer:
                 self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
             if not rows_of:
                 return 0
-            settled = await asyncio.to_thread(self._write, rows_of)
+            settled = await asyncio.to_thread(self._write_shard, rows_of)
             self._recorder.record(TicketsSealed(settled))
             return len(settled)
 
-    def _write(self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]) -> list[SettledTicket]:
+    def _write_shard(
+        self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]
+    ) -> list[SettledTicket]:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
@@ -155,9 +155,11 @@ class TicketSealer:
             time.monotonic() - began,
         )
         places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
-        return [_settled(ref, shard.file, places[ref.ticket_id, ref.attempt]) for ref in rows_of]
+        return [
+            _build_settled(ref, shard.file, places[ref.ticket_id, ref.attempt]) for ref in rows_of
+        ]
 
-    async def _settle(self) -> None:
+    async def _settle_sealed(self) -> None:
         async with self._settling:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
@@ -201,5 +203,5 @@ def _build_rows(
     return rows_of, defects
 
 
-def _settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:
+def _build_settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:
     return SettledTicket(ref, shard, place.rows, place.rewards, place.oldest_version)

@@ -1,7 +1,5 @@
 """Session store: sessions, keys, tickets; changed by events only."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time
@@ -136,9 +134,9 @@ class SessionStore:
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}
             case events.SessionDropped():
-                self._remove(self.sessions[event.session_id])
+                self._remove_session(self.sessions[event.session_id])
             case events.TicketFinished():
-                self._finish(event)
+                self._finish_ticket(event)
             case events.TicketDropped():
                 self._forget_finished(event.ref)
                 self.dropped[event.ref] = event.reason
@@ -148,21 +146,21 @@ class SessionStore:
                     self.sealed[ticket.ref] = ticket
             case events.TicketsSettled():
                 for ref in event.refs:
-                    self._settle(ref)
+                    self._settle_ticket(ref)
 
-    def _finish(self, event: events.TicketFinished) -> None:
+    def _finish_ticket(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept:
-                self._remove(session)
+                self._remove_session(session)
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
 
     def _forget_finished(self, ref: TicketRef) -> None:
         finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it
         for session in finished.sessions if finished else []:
-            self._remove(session)
+            self._remove_session(session)
 
-    def _settle(self, ref: TicketRef) -> None:
+    def _settle_ticket(self, ref: TicketRef) -> None:
         ticket = self.sealed.pop(ref, None)
         if ticket is None and self.dropped.pop(ref, None) is None:
             return
@@ -170,7 +168,7 @@ class SessionStore:
         while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]
 
-    def _remove(self, session: Session) -> None:
+    def _remove_session(self, session: Session) -> None:
         del self.sessions[session.session_id]
         if self._by_key.get(session.opened.key_digest) is session:  # not if it was given on
             del self._by_key[session.opened.key_digest]

@@ -1,7 +1,5 @@
 """Recipe sections `train_dataset`, `valid_dataset` and `sft.dataset`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 

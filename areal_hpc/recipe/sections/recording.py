@@ -1,7 +1,5 @@
 """Recipe sections `proxy` and `shards`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

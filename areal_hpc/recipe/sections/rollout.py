@@ -1,7 +1,5 @@
 """Recipe sections `rollout` and `evaluation`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

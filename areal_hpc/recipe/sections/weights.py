@@ -1,7 +1,5 @@
 """Recipe section `weights`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

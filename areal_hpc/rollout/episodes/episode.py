@@ -1,7 +1,5 @@
 """One episode: open a session, run the agent or wait for a program, record rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from dataclasses import dataclass
@@ -80,9 +78,9 @@ async def run_episode(
         incarnation = proxy.instance
         try:
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _record(validate_rewards(returned), session, proxy)
+            reward = await _record_rewards(validate_rewards(returned), session, proxy)
         except (AgentError, TimeoutError) as error:
-            is_served = await _close(session, proxy)
+            is_served = await _close_session(session, proxy)
             is_late = isinstance(error, TimeoutError)
             reason = f"took longer than {spec.timeout_s:g} s" if is_late else encodable(str(error))
         else:
@@ -131,16 +129,16 @@ def validate_rewards(returned: object) -> dict[str | None, float]:
         AgentError: It is neither a finite number nor a dict of finite numbers.
     """
     if not isinstance(returned, dict):
-        return {None: _finite(returned, "")}
+        return {None: _check_reward(returned, "")}
     if not returned:
         raise AgentError("the agent returned an empty dict, expected a reward per interaction id")
     for key in returned:
         if not isinstance(key, str):
             raise AgentError(f"the agent returned a dict with the key {key!r}, expected ids (str)")
-    return {key: _finite(value, f" for {key}") for key, value in returned.items()}
+    return {key: _check_reward(value, f" for {key}") for key, value in returned.items()}
 
 
-def _finite(value: object, place: str) -> float:
+def _check_reward(value: object, place: str) -> float:
     try:
         return validate_reward(value)
     except InvalidRewardError as refusal:
@@ -156,7 +154,7 @@ async def _run_agent(
     """What the agent returned."""
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
-        _contain(
+        _call_agent(
             agent,
             spec.data,
             base_url=f"{proxy_url}/v1",
@@ -182,7 +180,7 @@ async def _run_agent(
     return returned
 
 
-async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
+async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
     """What the agent returned, or an AgentError in place of what it raised."""
     try:
         return await agent.run(data, **extra_kwargs)
@@ -192,7 +190,7 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
         return describe_failure(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
-async def _record(
+async def _record_rewards(
     rewards: dict[str | None, float], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
     """Give the rewards to the proxy and end the session. The reward of the last interaction."""
@@ -208,7 +206,7 @@ async def _record(
     return ended.reward
 
 
-async def _close(session: StartSessionReply, proxy: ServiceClient) -> bool:
+async def _close_session(session: StartSessionReply, proxy: ServiceClient) -> bool:
     """End a session whose episode is lost; false if no replica of the cell serves."""
     try:
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)

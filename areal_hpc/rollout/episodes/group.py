@@ -1,7 +1,5 @@
 """Group of episodes of one ticket: run concurrently, then filtered."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ async def run_group(
     try:
         while pending and len(tasks) - len(pending) - len(failed) < wanted:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            failed += [_failure(task) for task in done if task.exception() is not None]
+            failed += [_get_agent_error(task) for task in done if task.exception() is not None]
             if len(tasks) - len(failed) < least:
                 raise failed[-1]
     finally:
@@ -62,7 +60,7 @@ async def run_group(
     return GroupResult(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
 
 
-def _failure(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
+def _get_agent_error(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
     error = task.exception()
     if isinstance(error, AgentError):
         return error

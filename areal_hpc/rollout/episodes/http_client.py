@@ -1,7 +1,5 @@
 """Shared HTTP client for the agents' OpenAI SDK."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import Any

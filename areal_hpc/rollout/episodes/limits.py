@@ -1,7 +1,5 @@
 """Limits of an episode: from the recipe, overridden by its task."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError

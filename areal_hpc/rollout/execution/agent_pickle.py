@@ -5,8 +5,6 @@ directory, as a pickle beside a module of its own: from there it is named by a d
 any other agent. Whoever can write there could put any code there; nothing else is unpickled.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -114,10 +112,10 @@ class PickledFunction:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (cloudpickle.dumps(self._function),)
+        return _load_function, (cloudpickle.dumps(self._function),)
 
 
-def _arrived(data: bytes) -> PickledFunction:
+def _load_function(data: bytes) -> PickledFunction:
     return PickledFunction(cloudpickle.loads(data))
 
 

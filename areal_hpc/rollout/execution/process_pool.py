@@ -65,7 +65,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._pipe, end = _SPAWN.Pipe()
-        self._child = _SPAWN.Process(target=_serve, args=(end, os.getpid()), daemon=True)
+        self._child = _SPAWN.Process(target=_serve_calls, args=(end, os.getpid()), daemon=True)
         self._child.start()
         end.close()
         self._answering = False
@@ -109,7 +109,7 @@ class _Process:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, parent: int) -> None:
+def _serve_calls(pipe: Connection, parent: int) -> None:
     """The child: answer calls until the pipe closes."""
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
@@ -121,17 +121,17 @@ def _serve(pipe: Connection, parent: int) -> None:
         except EOFError:
             return
         except Exception as error:  # boundary: unpickling imports the user's modules
-            _send(pipe, None, error)
+            _send_result(pipe, None, error)
             continue
         try:
             returned = function(*args, **kwargs)
         except (Exception, SystemExit) as error:  # boundary: the user's code; sent to the parent
-            _send(pipe, None, error)
+            _send_result(pipe, None, error)
         else:
-            _send(pipe, returned, None)
+            _send_result(pipe, returned, None)
 
 
-def _send(pipe: Connection, returned: Any, raised: BaseException | None) -> None:
+def _send_result(pipe: Connection, returned: Any, raised: BaseException | None) -> None:
     try:
         pipe.send((returned, raised))
     except Exception as error:  # boundary: what the user's code gave cannot be pickled

@@ -1,7 +1,5 @@
 """`AsyncRewardWrapper`: blocking reward functions in worker processes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

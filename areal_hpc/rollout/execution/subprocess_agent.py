@@ -4,8 +4,6 @@ An agent in a process learns from the environment whom to call, as any program d
 has its process to itself; one that hangs or crashes is replaced and costs that episode alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import traceback
@@ -36,7 +34,7 @@ class SubprocessAgent:
         Raises:
             RecipeError: It cannot be built.
         """
-        await self._pool.call(_check, self._workflow, self._kwargs)
+        await self._pool.call(_check_agent, self._workflow, self._kwargs)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Agent]:
@@ -94,7 +92,7 @@ _agents: dict[str, Agent] = {}
 """Agents built from dotted paths: once per process."""
 
 
-def _agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
+def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     if not isinstance(workflow, str):
         return load_agent(workflow, kwargs, extra_kwargs=())
     key = f"{workflow} {kwargs!r}"
@@ -103,15 +101,15 @@ def _agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     return _agents[key]
 
 
-def _check(workflow: Any, kwargs: Mapping[str, Any]) -> None:
-    _agent(workflow, kwargs)
+def _check_agent(workflow: Any, kwargs: Mapping[str, Any]) -> None:
+    _get_agent(workflow, kwargs)
 
 
 def _run_episode_in_child(
     workflow: Any, kwargs: Mapping[str, Any], data: dict[str, Any], variables: Mapping[str, str]
 ) -> Any:
     os.environ.update(variables)
-    agent = _agent(workflow, kwargs)
+    agent = _get_agent(workflow, kwargs)
     try:
         return asyncio.run(agent.run(data))
     except RecipeError:

@@ -1,7 +1,5 @@
 """Lifecycle of a devcluster: up, down, kill and restore nodes, health."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -98,11 +96,11 @@ def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> De
         host.check_commands(settings)
         facts = host.inspect_host(settings)
     made = plan_devcluster(settings, facts, paths)
-    _write(made)
+    _write_files(made)
     return made
 
 
-def _write(made: DevclusterPlan) -> None:
+def _write_files(made: DevclusterPlan) -> None:
     paths = made.paths
     paths.made_of.write_text(dump_plan(made.settings, made.facts))  # first: `down` goes by it
     folders = [paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir]

@@ -1,7 +1,5 @@
 """Start and stop of munged, mariadbd, slurmdbd and slurmctld."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 

@@ -1,7 +1,5 @@
 """Requirements of the host: commands, namespaces, memory, free ports and subnets."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -7,8 +7,6 @@ power. It outlives slurmd, as a machine does.
 Runs as a file, isolated (`python -I node.py ORDER`), hence nothing but the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

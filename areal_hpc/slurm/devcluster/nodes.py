@@ -1,7 +1,5 @@
 """Power, cables and Slurm states of nodes, and the bridge between them."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time
@@ -124,16 +122,16 @@ def wait_until_up(
 
 def ensure_bridge(made: DevclusterPlan) -> None:
     """Make the bridge unless it is there."""
-    if made.bridge and not _exists(made.bridge):
-        _ip("link", "add", made.bridge, "type", "bridge")
-        _ip("address", "add", made.bridge_address, "dev", made.bridge)
-        _ip("link", "set", made.bridge, "up")
+    if made.bridge and not _link_exists(made.bridge):
+        _call_ip("link", "add", made.bridge, "type", "bridge")
+        _call_ip("address", "add", made.bridge_address, "dev", made.bridge)
+        _call_ip("link", "set", made.bridge, "up")
 
 
 def remove_bridge(made: DevclusterPlan) -> None:
     """Remove the bridge if it is there."""
-    if made.bridge and _exists(made.bridge):
-        _ip("link", "delete", made.bridge)
+    if made.bridge and _link_exists(made.bridge):
+        _call_ip("link", "delete", made.bridge)
 
 
 def attach_node(
@@ -155,27 +153,27 @@ def attach_node(
             )
         time.sleep(0.005)
     peer = ("peer", "name", "eth0", "netns", str(inside[0].pid))
-    _ip("link", "add", node.link, "type", "veth", *peer)
-    _ip("link", "set", node.link, "master", made.bridge, "up")
+    _call_ip("link", "add", node.link, "type", "veth", *peer)
+    _call_ip("link", "set", node.link, "master", made.bridge, "up")
 
 
 def block_traffic(node: DevclusterNode) -> None:
     """Let nothing more through: a node without power does not say good-bye."""
-    if node.link and _exists(node.link):
-        _ip("link", "set", node.link, "down")
+    if node.link and _link_exists(node.link):
+        _call_ip("link", "set", node.link, "down")
 
 
 def detach_node(node: DevclusterNode) -> None:
     """Remove the cable. The kernel does so too, some time after the namespace's last process."""
     if node.link:
-        _ip("link", "delete", node.link, may_fail=True)
+        _call_ip("link", "delete", node.link, may_fail=True)
 
 
-def _exists(link: str) -> bool:
+def _link_exists(link: str) -> bool:
     return Path(f"/sys/class/net/{link}").exists()
 
 
-def _ip(*arguments: str, may_fail: bool = False) -> None:
+def _call_ip(*arguments: str, may_fail: bool = False) -> None:
     done = processes.run_command(("ip", *arguments), {})
     if done.returncode and not may_fail:
         raise ClusterError(

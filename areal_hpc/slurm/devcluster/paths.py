@@ -1,7 +1,5 @@
 """Paths in the state directory of a devcluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -3,8 +3,6 @@
 `templates/` holds the files' templates. Why single settings are as they are stands there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -151,7 +149,7 @@ def plan_devcluster(
         RecipeError: The state directory's path is too long for sockets, or the machine too small.
     """
     _check_limits(settings, facts, paths)
-    nodes = tuple(_node(settings, facts, paths, number) for number in range(settings.nodes))
+    nodes = tuple(_plan_node(settings, facts, paths, number) for number in range(settings.nodes))
     controller_address = f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
     words = {
         "settings": settings,
@@ -176,7 +174,7 @@ def plan_devcluster(
             if (settings.accounting or name not in DATABASE_FILES)
             and (settings.namespaces or name not in NAMESPACE_FILES)
         },
-        daemons=_daemons(settings, facts, paths),
+        daemons=_plan_daemons(settings, facts, paths),
         nodes=nodes,
         environ=environ,
         bridge=f"areal-dc{facts.network}" if settings.namespaces else "",
@@ -206,7 +204,7 @@ def _node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
     return facts.memory_mib // settings.nodes
 
 
-def _node(
+def _plan_node(
     settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths, number: int
 ) -> DevclusterNode:
     name = f"n{number + 1:02d}"
@@ -237,7 +235,7 @@ def _node(
     )
 
 
-def _daemons(
+def _plan_daemons(
     settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
 ) -> tuple[Daemon, ...]:
     # --force: munged wants a socket that all users reach, and $XDG_RUNTIME_DIR is private.

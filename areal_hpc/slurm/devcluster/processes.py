@@ -1,7 +1,5 @@
 """Background processes identified by pid and start time."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -92,7 +90,9 @@ def find_process(record: Path) -> psutil.Process | None:
     try:
         kept = json.loads(record.read_text())
         process = psutil.Process(kept["pid"])
-        return process if process.create_time() == kept["started"] and _runs(process) else None
+        return (
+            process if process.create_time() == kept["started"] and _is_running(process) else None
+        )
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
 
@@ -103,10 +103,10 @@ def list_descendants(process: psutil.Process) -> list[psutil.Process]:
         children = process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if _runs(child)]
+    return [child for child in children if _is_running(child)]
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     """False after its end too, when a parent that never asks for it keeps it in the table."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
@@ -124,11 +124,11 @@ def kill_tree(process: psutil.Process) -> None:
     # In rounds, because they may fork meanwhile; the ancestor last, because it adopts.
     while remaining := list_descendants(process):
         for child in remaining:
-            _kill(child)
-        _pause(deadline, remaining)
-    _kill(process)
-    while _runs(process):
-        _pause(deadline, [process])
+            _kill_process(child)
+        _wait_or_fail(deadline, remaining)
+    _kill_process(process)
+    while _is_running(process):
+        _wait_or_fail(deadline, [process])
 
 
 def terminate(process: psutil.Process, grace_s: float) -> None:
@@ -136,18 +136,18 @@ def terminate(process: psutil.Process, grace_s: float) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
     deadline = time.monotonic() + grace_s
-    while _runs(process) and time.monotonic() < deadline:
+    while _is_running(process) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if _runs(process):
+    if _is_running(process):
         kill_tree(process)
 
 
-def _kill(process: psutil.Process) -> None:
+def _kill_process(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
 
 
-def _pause(deadline: float, remaining: Sequence[psutil.Process]) -> None:
+def _wait_or_fail(deadline: float, remaining: Sequence[psutil.Process]) -> None:
     if time.monotonic() > deadline:
         raise ClusterError(
             f"expected killed processes to be gone after {MAX_KILL_S:.0f} s, got "

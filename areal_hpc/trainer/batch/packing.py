@@ -6,8 +6,6 @@ chunks r and 2cp-1-r (zig-zag, so that causal work is even), and under sequence 
 rank's tokens are a multiple of tp.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a batch manifest to rows to train on."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -35,10 +33,10 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajector
         ShardError: This rank could not read a shard although it waited.
         OtherRankError: Another one could not.
     """
-    return read_on_all_ranks(partial(_read, manifest, shards_dir), ShardError)
+    return read_on_all_ranks(partial(_read_rows, manifest, shards_dir), ShardError)
 
 
-def _read(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
+def _read_rows(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
@@ -96,7 +94,7 @@ def build_rows(
         [row.episode for row in batch],
         objective.min_reward_std,
     )
-    tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch)
+    tempered = any(_get_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in find_equal_versions(current, forks)]
     rows = []
     for trajectory, advantage in zip(batch, advantages_B, strict=True):
@@ -107,9 +105,9 @@ def build_rows(
             CURRENT: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
         if objective.proximal == "log_linear":
-            channels[AGE] = _ages(trajectory.versions_T, current, forks)
+            channels[AGE] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
-            channels[TEMPERATURE] = np.full(size, _temperature(trajectory), dtype=np.float32)
+            channels[TEMPERATURE] = np.full(size, _get_temperature(trajectory), dtype=np.float32)
         rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
     return rows
 
@@ -126,7 +124,7 @@ def find_equal_versions(
     ]
 
 
-def _ages(
+def _compute_ages(
     versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
@@ -138,7 +136,7 @@ def _ages(
     return ages_T
 
 
-def _temperature(trajectory: Trajectory) -> float:
+def _get_temperature(trajectory: Trajectory) -> float:
     """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
     return trajectory.temperature or 1.0
 

@@ -1,7 +1,5 @@
 """A checkpoint of a run as a model directory that transformers and SGLang load. One process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -10,8 +10,6 @@ Random state needs no file: nothing draws random numbers but the order of data, 
 function of `seed` and `step`.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import uuid
@@ -133,7 +131,7 @@ class CheckpointStore:
         target = self._directory / format_step_dir(state.step)
         partial = unfinished_path(self._directory, state.step, state.generation)
         is_first = dist.get_rank() == 0
-        with _storage(partial):
+        with _explain_storage_errors(partial):
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -206,7 +204,7 @@ class CheckpointStore:
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
         fault_point("checkpoint.before_marker")
-        with _storage(partial):
+        with _explain_storage_errors(partial):
             (partial / MARKER).touch()
             fsync_path(partial / MARKER)
             fsync_path(partial)
@@ -249,7 +247,7 @@ def _check_visible(path: Path) -> None:
 
 
 @contextmanager
-def _storage(path: Path) -> Iterator[None]:
+def _explain_storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

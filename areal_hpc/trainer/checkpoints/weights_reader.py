@@ -6,8 +6,6 @@ PyTorch's checkpoint reader finds the pieces that a part of it needs, so any lay
 be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,7 +65,7 @@ class CheckpointWeights:
             if isinstance(stored, TensorStorageMetadata)
         }
         for parameter in build_weight_map(arch):
-            self._check(parameter)
+            self._check_parameter(parameter)
 
     def specs(self) -> list[HfSpec]:
         """Name, shape and dtype of every tensor, in the order of `tensors`. Reads nothing."""
@@ -80,13 +78,13 @@ class CheckpointWeights:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
         for parameter in build_weight_map(self._arch):
-            whole = self._read(parameter)
+            whole = self._read_parameter(parameter)
             for spec, tensor in zip(
                 parameter.hf, to_hf(parameter, [whole], self._arch), strict=True
             ):
                 yield spec.name, tensor
 
-    def _read(self, parameter: Parameter) -> torch.Tensor:
+    def _read_parameter(self, parameter: Parameter) -> torch.Tensor:
         name, place = get_stored_name(parameter), _get_place(parameter)
         stored = self._stored[name]
         shape = stored.size[len(place) :]
@@ -99,7 +97,7 @@ class CheckpointWeights:
         self._reader.read_data(plan, _TensorLoadPlanner(target)).wait()
         return target.reshape(shape)
 
-    def _check(self, parameter: Parameter) -> None:
+    def _check_parameter(self, parameter: Parameter) -> None:
         stored = self._stored.get(get_stored_name(parameter))
         shape: tuple[int, ...] = stored.size[len(_get_place(parameter)) :] if stored else ()
         least = sum(tensor.shape[0] for tensor in parameter.hf)

@@ -1,7 +1,5 @@
 """The checkpoint writer as its rank sees it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -45,9 +43,9 @@ class WriterClient:
         self._tries = 0
         self._doomed: list[Path] = []
         """Directories that the writer was told to delete."""
-        self._process = self._start()
+        self._process = self._start_writer()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start_writer(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "areal_hpc.trainer.checkpoints.writer_process",
              str(self._memory), str(os.getpid())],
@@ -73,7 +71,7 @@ class WriterClient:
         size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
         self._request = WriteRequest(str(path), size_bytes, neighbors)
         self._tries = 1
-        self._send(self._request)
+        self._send_request(self._request)
 
     def poll(self, timeout_s: float) -> bool:
         """True once the file, its neighbors and their directory are on disk.
@@ -90,7 +88,7 @@ class WriterClient:
             return False
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            self._replace()
+            self._replace_writer()
             return False
         reply = msgspec.json.decode(line, type=WriteReply)
         if reply.error:
@@ -100,9 +98,9 @@ class WriterClient:
         self.took_s = reply.seconds
         return True
 
-    def _replace(self) -> None:
+    def _replace_writer(self) -> None:
         assert self._request is not None
-        self._abandon()
+        self._close_pipes()
         code = self._process.wait()
         if self._tries == MAX_TRIES:
             raise ClusterError(
@@ -113,18 +111,18 @@ class WriterClient:
         logger.error(
             "the writer of checkpoints died with exit code %d: the file is written anew", code
         )
-        self._process = self._start()
+        self._process = self._start_writer()
         self._tries += 1
-        self._send(self._request)
+        self._send_request(self._request)
         for directory in self._doomed:
-            self._send(RemoveRequest(str(directory)))
+            self._send_request(RemoveRequest(str(directory)))
 
     def remove(self, directory: Path) -> None:
         """Delete a directory in the background, after what is in the writing."""
         self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
-        self._send(RemoveRequest(str(directory)))
+        self._send_request(RemoveRequest(str(directory)))
 
-    def _send(self, request: WriteRequest | RemoveRequest) -> None:
+    def _send_request(self, request: WriteRequest | RemoveRequest) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -141,10 +139,10 @@ class WriterClient:
             logger.warning("the writer of checkpoints is still deleting: ended")
             self._process.kill()
             self._process.wait()
-        self._abandon()
+        self._close_pipes()
         os.close(self._memory)
 
-    def _abandon(self) -> None:
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -5,8 +5,6 @@ come in on standard input and replies go out on standard output, one JSON object
 lives as long as its rank, hears none of the signals meant for that one, and imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -71,7 +69,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     try:
         path = Path(request.path)
         fault_point("checkpoint.before_write")
-        _copy(memory, path, request.size_bytes)
+        _copy_to_file(memory, path, request.size_bytes)
         for name in request.neighbors:
             fsync_path(path.parent / name)
         fsync_path(path.parent)
@@ -80,7 +78,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     return WriteReply(time.perf_counter() - began)
 
 
-def _copy(memory: int, path: Path, size_bytes: int) -> None:
+def _copy_to_file(memory: int, path: Path, size_bytes: int) -> None:
     """Within the kernel: this process never holds the bytes itself."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

@@ -4,12 +4,9 @@ One version at a time, and always the trainer's present one, because it has no o
 evaluation is due and the cell is free, or has lost the weights that it was judging.
 """
 
-from __future__ import annotations
-
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import DiscoveredReplicas
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.weights.publisher import find_outdated
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -22,20 +19,22 @@ class AsyncEvaluation:
         self.under_way: WeightVersion | None = None
         """The version whose episodes are being played, or wait for its weights."""
 
-    def is_pending(self, step: int) -> bool:
+    def has_unjudged_up_to(self, step: int) -> bool:
         """Weights up to `step` remain to be judged."""
         due = self._schedule.evaluated_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)
 
     def receivers(self, found: DiscoveredReplicas, current: WeightVersion) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
-        return find_outdated(found, current) if self._wanted(found, current) == current else []
+        return (
+            find_outdated(found, current) if self._choose_version(found, current) == current else []
+        )
 
     def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:
         """The current version's episodes can be granted: no replica would play them on another."""
-        if self.under_way == current or self._wanted(found, current) != current:
+        if self.under_way == current or self._choose_version(found, current) != current:
             return False
-        held = _held(found)
+        held = _list_held_versions(found)
         return bool(held) and all(version in ("", str(current)) for version in held)
 
     def begin(self, current: WeightVersion) -> list[int]:
@@ -52,7 +51,9 @@ class AsyncEvaluation:
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None
 
-    def _wanted(self, found: DiscoveredReplicas, current: WeightVersion) -> WeightVersion | None:
+    def _choose_version(
+        self, found: DiscoveredReplicas, current: WeightVersion
+    ) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._is_lost(found):
             return self.under_way
@@ -60,10 +61,10 @@ class AsyncEvaluation:
 
     def _is_lost(self, found: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""
-        held = _held(found)
+        held = _list_held_versions(found)
         return bool(held) and str(self.under_way) not in held
 
 
-def _held(found: DiscoveredReplicas) -> list[str]:
+def _list_held_versions(found: DiscoveredReplicas) -> list[str]:
     """The versions that replicas serve; empty for one that is up and serves none."""
     return [view.version for _, view in found if view.state in ("ready", "serving")]

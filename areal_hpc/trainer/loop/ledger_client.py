@@ -1,7 +1,5 @@
 """Trainer's client of the ledger, followed across restarts."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -60,37 +58,37 @@ class LedgerClient:
         If the evaluation of `evaluated_step` is under way, it may go on.
         """
         request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
-        self._call("/open_generation", request, Acknowledged)
+        self._call_ledger("/open_generation", request, Acknowledged)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""
-        return self._call(
+        return self._call_ledger(
             "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
         )
 
     def publish(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
-        self._call("/publish", PublishRequest(self._generation, step), Acknowledged)
+        self._call_ledger("/publish", PublishRequest(self._generation, step), Acknowledged)
 
     def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
         """Ask for the evaluation of `step`, or how far it is."""
         request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
-        return self._call("/evaluate", request, EvaluateReply, wait_s)
+        return self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
 
     def finish(self) -> None:
         """The run is complete."""
-        self._call("/finish", FinishRequest(self._generation), Acknowledged)
+        self._call_ledger("/finish", FinishRequest(self._generation), Acknowledged)
 
     def close(self) -> None:
         """Close pooled connections."""
         self._client.close()
 
-    def _call(
+    def _call_ledger(
         self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
     ) -> ReplyT:
         give_up_at = float("inf")
         while True:
-            url = f"{self._url or self._find()}{route}"
+            url = f"{self._url or self._find_ledger()}{route}"
             try:
                 return self._client.call(
                     url, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
@@ -106,7 +104,7 @@ class LedgerClient:
                 logger.info("reconnecting to the ledger: %s", error)
                 self._url = ""
 
-    def _find(self) -> str:
+    def _find_ledger(self) -> str:
         self._url = rendezvous.await_endpoint(
             self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
         ).url

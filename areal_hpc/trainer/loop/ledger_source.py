@@ -1,7 +1,5 @@
 """Batches from the ledger of a run, and the replicas that get the weights trained on them."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable
@@ -22,9 +20,8 @@ from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
-from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.retry_backoff import UpdateBackoff
+from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.publisher import Publisher, UpdateBackoff
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -211,7 +208,7 @@ class LedgerSource(BatchSource):
     def is_settled(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
-        if evaluation is None or not evaluation.is_pending(self._record.version.step):
+        if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
             return True
         if time.monotonic() - self._logged_at > LOG_REPEAT_S:
             self._logged_at = time.monotonic()

@@ -16,8 +16,8 @@ One turn of `run_loop` is one command. For each version of the weights they come
                                                           next batch
     Stop             leave the loop
 
-`Coordinator._decide` is this order in code. While rank 0 waits it looks once a second for replicas
-that came late, and every turn for a stop and for the checkpoint being written.
+`Coordinator._decide_command` is this order in code. While rank 0 waits it looks once a second for
+replicas that came late, and every turn for a stop and for the checkpoint being written.
 
 The next step is not trained before the evaluation is over: a replica that restarts meanwhile can
 then still be given the weights under evaluation. With an evaluation cell it is: that cell keeps the
@@ -158,7 +158,7 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             if trouble is not None:
                 raise trouble
             return command.finished
-        _execute(command, learner, coordinator)
+        _execute_command(command, learner, coordinator)
 
 
 def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, ArealError | None]:
@@ -174,7 +174,9 @@ def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, Area
     return broadcast_object(command, RankCommand), trouble
 
 
-def _execute(command: RankCommand, learner: Learner, coordinator: Coordinator | None) -> None:
+def _execute_command(
+    command: RankCommand, learner: Learner, coordinator: Coordinator | None
+) -> None:
     match command:
         case TrainStep(manifest):
             try:
@@ -244,14 +246,14 @@ class Coordinator:
         """
         if not self._stop.requested:
             try:
-                return self._decide()
+                return self._decide_command()
             except ClusterError:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
                 # The ledger was told to stop as well.
         return self._finish_early()
 
-    def _decide(self) -> RankCommand:
+    def _decide_command(self) -> RankCommand:
         step = self._record.version.step
         match self.source.get_publish_state():
             case "publish":

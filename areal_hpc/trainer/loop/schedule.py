@@ -1,7 +1,5 @@
 """Schedule: which steps evaluate, checkpoint and export. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

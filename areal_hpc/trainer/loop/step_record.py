@@ -1,7 +1,5 @@
 """Row of metrics of the step in progress, kept by rank 0."""
 
-from __future__ import annotations
-
 import time
 
 from areal_hpc.metrics.step_metrics import PhaseTimer

@@ -6,8 +6,6 @@ embeddings are applied here too, from one table per pack: Megatron's packed path
 into its sequences.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -101,16 +99,18 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        return _turned(states_TND, cos_TD, sin_TD)
+        return _rotate_halves(states_TND, cos_TD, sin_TD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_TD, sin_TD = ctx.saved_tensors
-        return _turned(gradient_TND, cos_TD, -sin_TD), None, None
+        return _rotate_halves(gradient_TND, cos_TD, -sin_TD), None, None
 
 
-def _turned(states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+def _rotate_halves(
+    states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+) -> torch.Tensor:
     turned_TND = torch.empty_like(states_TND, memory_format=torch.contiguous_format)
     first, second = states_TND.chunk(2, -1)
     turned_first, turned_second = turned_TND.chunk(2, -1)

@@ -1,7 +1,5 @@
 """A model directory in Hugging Face's form, written tensor by tensor and put in place whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -59,7 +57,7 @@ def write_model(
     which the files' headers need before the first is there. Another file is begun at `file_bytes`.
     A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
     """
-    _sweep(target_dir.parent)
+    _remove_leftovers(target_dir.parent)
     # Another process may be writing the same model: the trainer, and a person who exports it.
     writer = f"{socket.gethostname()}_{os.getpid()}"
     partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
@@ -78,7 +76,7 @@ def write_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sweep(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Tidy up after writers of this host that were killed: a model half put in place is restored.
 
     A hidden directory that this process left behind, by an error, is swept as well.
@@ -123,7 +121,7 @@ def _write_tensors(
         if len(parts) == 1:
             file = "model.safetensors"
         with (directory / file).open("wb") as stream:
-            stream.write(_header(part))
+            stream.write(_build_header(part))
             for spec in part:
                 _write_tensor(stream, *next(tensors), spec)
         file_of |= dict.fromkeys((name for name, _, _ in part), file)
@@ -156,7 +154,7 @@ def get_size_bytes(spec: HfSpec) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _header(specs: Sequence[HfSpec]) -> bytes:
+def _build_header(specs: Sequence[HfSpec]) -> bytes:
     """The head of a file: github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0

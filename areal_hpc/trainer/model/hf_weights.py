@@ -3,8 +3,6 @@
 Nothing here ever holds the whole model: tensors are read, gathered and written one by one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

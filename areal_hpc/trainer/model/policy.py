@@ -1,7 +1,5 @@
 """This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2). Pure numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

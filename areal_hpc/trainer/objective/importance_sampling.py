@@ -8,8 +8,6 @@ fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked Ic
 docs/objectives.md lists the settings, and AReaL's names for them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

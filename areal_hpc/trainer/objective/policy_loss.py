@@ -1,7 +1,5 @@
 """The clipped policy gradient with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
 
-from __future__ import annotations
-
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig

@@ -1,7 +1,5 @@
 """Reader of the files that tell what happened to each ticket."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,8 +9,7 @@ import yaml
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
-from areal_hpc.rundir.drops import read_drops
-from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
@@ -61,7 +58,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
             reasons = filtered if drop.kind == "filtered" else drops
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(paths.index_dir)
-    batch_size, offpolicyness, total_steps = _limits(paths)
+    batch_size, offpolicyness, total_steps = _read_limits(paths)
     return TicketRecords(
         checkpoint,
         manifests,
@@ -69,7 +66,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
         filtered,
         requeued,
         shards,
-        dict(_sizes(paths.shards_dir)),
+        dict(_list_sizes(paths.shards_dir)),
         is_finished,
         total_steps,
         batch_size,
@@ -78,7 +75,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     )
 
 
-def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
+def _list_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     for path in directory.iterdir() if directory.is_dir() else ():
         with suppress(FileNotFoundError):  # got its final name just now; the index has it by then
             yield path.name, path.stat().st_size
@@ -112,7 +109,7 @@ def _whole_manifests(
         yield step, manifest
 
 
-def _limits(paths: RunPaths) -> tuple[int, int, int]:
+def _read_limits(paths: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.

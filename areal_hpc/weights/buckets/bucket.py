@@ -5,8 +5,6 @@ The format of a packed bucket is SGLang's `flattened_bucket`
 place every tensor is a message of its own. Names, dtypes and shapes travel beside both as JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -5,8 +5,6 @@ padding, in the order they are named, and refuses a tensor whose byte offset is 
 of its item size; ordering a bucket by falling item size makes every offset aligned.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Broadcast transport: weight buckets through process groups."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence, Set
@@ -15,8 +13,8 @@ from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
 from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log
@@ -44,7 +42,7 @@ class BroadcastSession(UpdateSession):
 
     def join(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
-        self._all(lambda member: member.post("fence", FenceRequest()))
+        self._call_all(lambda member: member.post("fence", FenceRequest()))
         group = self._group
         body = {
             "master_address": group.host,
@@ -58,7 +56,7 @@ class BroadcastSession(UpdateSession):
             self._calls.submit(member.post_slow, route, body | {"rank_offset": first})
             for member, first in zip(self._members, self._first_ranks, strict=False)
         ]
-        self._together(joining, group.join)
+        self._run_collective(joining, group.join)
         for call in joining:
             call.result()
 
@@ -66,7 +64,7 @@ class BroadcastSession(UpdateSession):
         """Stop generation and open the update session."""
         super().pause()
         self._loading = []
-        self._all(lambda member: member.begin())
+        self._call_all(lambda member: member.begin())
 
     def send(self, full: OpenBucket, version: WeightVersion | None) -> None:
         """Broadcast one bucket and wait until every member has loaded the one before it.
@@ -87,7 +85,7 @@ class BroadcastSession(UpdateSession):
             self._await_loaded()
         before = self._loading
         receiving = [self._calls.submit(receive, member) for member in self._members]
-        self._together(
+        self._run_collective(
             receiving,
             lambda refused: self._group.broadcast(
                 full.messages, lambda: refused() or _has_failed(before)
@@ -108,7 +106,7 @@ class BroadcastSession(UpdateSession):
         fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
-        self._all(lambda member: member.post_slow("end_weight_update"))
+        self._call_all(lambda member: member.post_slow("end_weight_update"))
         self.load_s += time.monotonic() - began
 
     def close(self) -> None:
@@ -138,7 +136,7 @@ class BroadcastSession(UpdateSession):
         self._group.abandon()
         super().give_up()
 
-    def _together(
+    def _run_collective(
         self, calls: Sequence[Future[Any]], own_part: Callable[[Callable[[], bool]], None]
     ) -> None:
         """Take this rank's part in a collective while the members are called to take theirs.
@@ -188,7 +186,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
-    def _carry(
+    def _transfer(
         self,
         update: GroupUpdate[BroadcastSession],
         order: UpdateOrder,
@@ -202,7 +200,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
             return update.start("send", lambda session: session.send(full, complete))
 
         with timer.phase("group_join"):
-            self._gather(update, order)
+            self._gather_groups(update, order)
         with timer.phase("pause_call"):
             update.each("pause", lambda session: session.pause())
         with timer.phase("transfer"):
@@ -211,7 +209,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
 
-    def _gather(self, update: GroupUpdate[BroadcastSession], order: UpdateOrder) -> None:
+    def _gather_groups(self, update: GroupUpdate[BroadcastSession], order: UpdateOrder) -> None:
         """Take the groups that still stand and form the others."""
         groups = partition_replicas(order.replicas, self._config.replicas_per_group, self._suspects)
         places = {key.place for key in order.replicas}
@@ -239,9 +237,11 @@ class BroadcastTransport(Transport[BroadcastSession]):
             self._backend,
             self._config.update_timeout_s,
         )
-        return BroadcastSession(group, [self._connect(key, version) for key in keys], self._config)
+        return BroadcastSession(
+            group, [self._connect_replica(key, version) for key in keys], self._config
+        )
 
-    def _keep(self, update: GroupUpdate[BroadcastSession]) -> None:
+    def _keep_sessions(self, update: GroupUpdate[BroadcastSession]) -> None:
         self._sessions.update({session.keys: session for session in update.live})
         self._suspects |= {key.place for key in update.failed}
 

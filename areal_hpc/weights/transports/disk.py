@@ -3,8 +3,6 @@
 Each bucket becomes one safetensors file. A folder gets its name when it is complete.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil
@@ -43,7 +41,7 @@ class WeightsFolder:
         self._root = root
         self._partial = root / f".{self.name}.partial"
         self._files = 0
-        with _writing(self._partial):
+        with _explain_write_errors(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
 
@@ -51,13 +49,13 @@ class WeightsFolder:
         """Write one bucket and force it to disk."""
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
-        with _writing(path):
+        with _explain_write_errors(path):
             save_file(dict(full.tensors), path, metadata={"format": "pt"})
             fsync_path(path)
 
     def put_in_place(self) -> None:
         """Give the folder its name; those of earlier versions are then of no more use."""
-        with _writing(self._root):
+        with _explain_write_errors(self._root):
             fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
             fsync_path(self._root)
@@ -70,17 +68,17 @@ class WeightsFolder:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
             match = _FOLDER.fullmatch(path.name)
-            if match and _age(match[1]) < _age(self.name):
+            if match and _parse_age(match[1]) < _parse_age(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _age(name: str) -> list[int]:
+def _parse_age(name: str) -> list[int]:
     """Generation, step, serial number."""
     return [int(part) for part in name.split(".")]
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -101,7 +99,7 @@ class DiskSession(UpdateSession):
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadRequest(folder, str(version))
-        self._all(lambda member: member.post_slow("load", request))
+        self._call_all(lambda member: member.post_slow("load", request))
         self.load_s = time.monotonic() - began
 
 
@@ -120,7 +118,7 @@ class DiskTransport(Transport[DiskSession]):
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
-    def _carry(
+    def _transfer(
         self,
         update: GroupUpdate[DiskSession],
         order: UpdateOrder,
@@ -129,18 +127,18 @@ class DiskTransport(Transport[DiskSession]):
     ) -> None:
         with timer.phase("write"):
             try:
-                folder = self._write(order, watch)
+                folder = self._write_folder(order, watch)
             except WeightStorageError as error:
                 update.failed = dict.fromkeys(order.replicas, error)
                 return
         for key in order.replicas:
-            update.live.append(DiskSession(self._connect(key, order.version), self._config))
+            update.live.append(DiskSession(self._connect_replica(key, order.version), self._config))
         with timer.phase("pause_call"):
             update.each("pause", lambda session: session.pause())
         with timer.phase("load"):
             update.each("load", lambda session: session.load(folder.name, order.version))
 
-    def _write(self, order: UpdateOrder, watch: WatchBucket) -> WeightsFolder:
+    def _write_folder(self, order: UpdateOrder, watch: WatchBucket) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, order.version, next(self._serial))
 
@@ -156,7 +154,7 @@ class DiskTransport(Transport[DiskSession]):
         self._folder = folder
         return folder
 
-    def _keep(self, update: GroupUpdate[DiskSession]) -> None:
+    def _keep_sessions(self, update: GroupUpdate[DiskSession]) -> None:
         """Every replica has loaded the newest folder or will get another: the others can go."""
         for session in update.live:
             session.release()

@@ -7,8 +7,6 @@ SGLang, every wait here ends: an operation that does not finish in time, or that
 pointless because a receiver refused, is given up and the group is void.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -60,8 +58,8 @@ class UpdateProcessGroup:
             WeightSyncError: Not all came in time, or `refused` said that a member will not come.
         """
         # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
-        forming = _start_daemon(self._construct)
-        self._await(
+        forming = _start_daemon(self._construct_group)
+        self._wait_until(
             lambda wait_s: not wait([forming], wait_s).not_done,
             refused,
             "the process group did not form",
@@ -72,7 +70,7 @@ class UpdateProcessGroup:
         except RuntimeError as error:
             raise WeightSyncError(f"group {self.name} did not form: {error}") from error
 
-    def _construct(self) -> dist.ProcessGroup:
+    def _construct_group(self) -> dist.ProcessGroup:
         group, _ = c10d._new_process_group_helper(
             self.world_size,
             0,
@@ -101,15 +99,19 @@ class UpdateProcessGroup:
             ]
             # Gloo tells when a message has left; NCCL only that it is queued, and must be asked.
             trouble = "the broadcast did not complete"
-            left = [_future_of(work) for work in works]
-            self._await(lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S)
-            self._await(lambda wait_s: _wait_until_done(works, wait_s), refused, trouble, _POLL_S)
+            left = [_make_future(work) for work in works]
+            self._wait_until(
+                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S
+            )
+            self._wait_until(
+                lambda wait_s: _wait_until_done(works, wait_s), refused, trouble, _POLL_S
+            )
             for work in works:
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error
 
-    def _await(
+    def _wait_until(
         self,
         done: Callable[[float], bool],
         refused: Callable[[], bool],
@@ -149,7 +151,7 @@ class UpdateProcessGroup:
         _start_daemon(destroy)
 
 
-def _future_of(work: dist.Work) -> Future[None]:
+def _make_future(work: dist.Work) -> Future[None]:
     """Is done when torch says that the operation is, well or not."""
     future: Future[None] = Future()
     work.get_future().add_done_callback(lambda _: future.set_result(None))

@@ -1,22 +1,21 @@
 """Transport interface: one update from pause to resume."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 import torch
 
+from areal_hpc.errors import WeightSyncError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient, get_step_deadline_s
-from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.update_session import GroupUpdate, SessionT
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -34,6 +33,21 @@ class UpdateOrder:
     buckets: Sequence[BucketPlan]
     arrivals: Iterator[tuple[str, torch.Tensor]]
     replicas: Sequence[ReplicaKey]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The outcome of one `Publisher.publish`."""
+
+    version: WeightVersion
+    ok: tuple[ReplicaKey, ...]
+    """Verified and open to agents."""
+    failed: dict[ReplicaKey, WeightSyncError]
+    """Left out of service; `Publisher.outdated` names them again for a full resend."""
+    size_bytes: int
+    """Bytes of all parameters (sent once to each group)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
 
 
 class Transport(ABC, Generic[SessionT]):
@@ -65,7 +79,7 @@ class Transport(ABC, Generic[SessionT]):
                 digests.update(compute_rank_digests(full.tensors, rank, tp, self._replica_device))
 
         try:
-            self._carry(update, order, timer, watch)
+            self._transfer(update, order, timer, watch)
             digests = expected if compares else None
             with timer.phase("verify"):
                 update.each("verify", lambda session: session.verify(order.version, digests))
@@ -76,7 +90,7 @@ class Transport(ABC, Generic[SessionT]):
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.give_up()
             raise
-        self._keep(update)
+        self._keep_sessions(update)
         return UpdateReport(
             order.version,
             ok=tuple(key for session in update.live for key in session.keys),
@@ -86,7 +100,7 @@ class Transport(ABC, Generic[SessionT]):
         )
 
     @abstractmethod
-    def _carry(
+    def _transfer(
         self,
         update: GroupUpdate[SessionT],
         order: UpdateOrder,
@@ -96,10 +110,10 @@ class Transport(ABC, Generic[SessionT]):
         """Pause the replicas and load the weights there; `watch` sees every full bucket."""
 
     @abstractmethod
-    def _keep(self, update: GroupUpdate[SessionT]) -> None:
+    def _keep_sessions(self, update: GroupUpdate[SessionT]) -> None:
         """Keep what later updates can use, and nothing else."""
 
-    def _connect(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
+    def _connect_replica(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
             key, self._admin_key, version.generation, self._config.update_timeout_s
         )

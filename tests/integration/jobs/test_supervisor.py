@@ -108,7 +108,7 @@ def test_the_job_ends_with_its_leading_process(
 ) -> None:
     job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish_after_w", ends_job=True))
     wait_for(job.done)
-    (outcome,) = job.outcomes()
+    (outcome,) = job.read_task_exits()
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
 
@@ -117,7 +117,7 @@ def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., 
     spec = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
     job = submit(spec)
     wait_for(job.done)
-    assert job.outcomes()[0].exit_code == 0
+    assert job.read_task_exits()[0].exit_code == 0
     assert (folder / "c.txt").read_text() == "3"
     assert (folder / "events.jsonl").read_text().count("process_exited") == 2
 
@@ -125,7 +125,7 @@ def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., 
 def test_too_many_crashes_fail_the_job(folder: Path, submit: Callable[..., JobHandle]) -> None:
     job = submit(actor(folder, "c", "crash_until", crashes=9, restarts=1, ends_job=True))
     wait_for(job.done)
-    (outcome,) = job.outcomes()
+    (outcome,) = job.read_task_exits()
     assert outcome.exit_code == 128 + signal.SIGKILL
     assert outcome.log.endswith("c.log")
 
@@ -135,7 +135,7 @@ def test_a_mistake_of_the_user_is_not_retried(
 ) -> None:
     job = submit(actor(folder, "r", "refuse", restarts=5))
     wait_for(job.done)
-    (outcome,) = job.outcomes()
+    (outcome,) = job.read_task_exits()
     assert outcome.exit_code == 78
     assert outcome.reason == "the shoe does not fit\n  at: shoe.size\n  try: use a larger one"
     assert (folder / "r.txt").read_text() == "x"
@@ -150,7 +150,7 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
         tasks=2,
     )
     wait_for(job.done)
-    assert len(job.outcomes()) == 2
+    assert len(job.read_task_exits()) == 2
     assert sorted(path.name for path in (folder / "logs" / "job").iterdir()) == [
         "all-0.log",
         "all-1.log",
@@ -190,4 +190,4 @@ def test_the_job_stops_when_the_launcher_vanishes(
         assert is_running(pid)
     wait_for(job.done)
     assert not is_running(pid)
-    assert job.outcomes()[0].reason == "the launcher is gone"
+    assert job.read_task_exits()[0].reason == "the launcher is gone"

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, VerifierLostError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
-from areal_hpc.reward.verifier_pool import ProcessDiedError, VerifierPool
+from areal_hpc.reward.verifier_pool import VerifierPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.waiting import wait_for
 
@@ -162,7 +162,7 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
     assert pool.ask(EASY) == math_process.EQUAL
     (pid,) = children() - before
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(ProcessDiedError):
+    with pytest.raises(VerifierLostError):
         pool.ask(QUESTION)
     assert children() == before
     pool.close()

@@ -18,9 +18,8 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.discovery import ReplicaDiscovery
+from areal_hpc.weights.discovery import ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.update_session import GroupUpdate

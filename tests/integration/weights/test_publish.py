@@ -23,9 +23,9 @@ from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.checksum import compute_rank_digests
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.report import UpdateReport
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, logprobs_of, running_cell, tiny_qwen3
 from tests.support.update_faults import Reader, Sender, Trap, gates

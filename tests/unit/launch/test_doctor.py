@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.launch.doctor.checks import CheckStatus, fail, format_checks, ok, warn
 from areal_hpc.launch.doctor.python_checks import check_interpreters
-from areal_hpc.launch.doctor.slurm_checks import _minutes
+from areal_hpc.launch.doctor.slurm_checks import _parse_minutes
 from areal_hpc.launch.doctor.storage_checks import check_storage
 
 
@@ -43,7 +43,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)],
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
-    assert _minutes(text) == minutes
+    assert _parse_minutes(text) == minutes
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:

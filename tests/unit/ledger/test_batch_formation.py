@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, BatchManifest, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import rebuilt, settled
@@ -54,7 +54,7 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 
 
 def fill(tickets: TicketTable) -> BatchManifest:
-    for ref in tickets.lease("b", 2 - tickets.settled, 0.0):
+    for ref in tickets.lease("b", 2 - tickets.n_settled, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
     return batch_of(tickets)
 
@@ -76,7 +76,7 @@ def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
     (drop,) = too_old(tickets)
     assert drop == DroppedTicket(ref, "sampled 2 steps ago; the limit is 1", "stale")
-    tickets.set_aside(drop)
+    tickets.drop_settled(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
     manifest = fill(tickets)
     assert ref not in {ticket.ref for ticket in manifest.tickets}
@@ -86,7 +86,7 @@ def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
 def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("requeue", steps=2)
     (drop,) = too_old(tickets)
-    tickets.set_aside(drop)
+    tickets.drop_settled(drop)
     assert tickets.state_of(ref.ticket_id) == "waiting"
     assert tickets.lease("b", 1, 0.0) == [TicketRef(ref.ticket_id, ref.attempt + 1)]
     tickets.settle(settled(TicketRef(ref.ticket_id, ref.attempt + 1), WeightVersion(1, 2)))
@@ -98,7 +98,7 @@ def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() 
 def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
     """Its proxy may settle again; its driver reports finished tickets for a long time."""
     tickets, ref = overtaken("requeue", steps=2)
-    tickets.set_aside(too_old(tickets)[0])
+    tickets.drop_settled(too_old(tickets)[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
     tickets.report("a", [], [ref], 1.0)
     assert tickets.state_of(ref.ticket_id) == "waiting"
@@ -114,7 +114,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     tickets.expire(100.0)
     second = tickets.lease("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.set_aside(DroppedTicket(ref, "as stale", "requeued"))
+    tickets.drop_settled(DroppedTicket(ref, "as stale", "requeued"))
     assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
@@ -124,7 +124,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str)
     sealed = settled(ref, WeightVersion(1, 0))
     drop = DroppedTicket(ref, "", kind)
     tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
-    assert tickets.settled == 0
+    assert tickets.n_settled == 0
     assert tickets.state_of(0) == state
     assert tickets.drop_stats.counts(0).stale_requeued == (kind == "requeued")
 
@@ -216,7 +216,7 @@ def test_looking_once_finds_what_looking_always_does(
         if event in ("look", "batch"):
             assert ages.too_old(tickets, generation, forks) == found
             for drop in found:
-                tickets.set_aside(drop)
+                tickets.drop_settled(drop)
         if event == "batch" and (manifest := form_next_batch(tickets, generation, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)

@@ -10,7 +10,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from tests.unit.ledger.ticket_world import rebuilt, settled
 
@@ -69,7 +69,7 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     tickets.expire(31.0)
     tickets.lease("b", 9, 31.0)
     assert not tickets.drop(DroppedTicket(old, "boom"))
-    assert tickets.leased == 2
+    assert tickets.n_leased == 2
 
 
 def test_the_run_ends_with_nothing_issued_in_vain() -> None:
@@ -93,7 +93,7 @@ def test_asking_for_a_batch_changes_nothing_until_it_is_recorded() -> None:
     for ref in tickets.lease("a", 2, 0.0):
         tickets.settle(settled(ref))
     assert form_next_batch(tickets, 1) == form_next_batch(tickets, 1)
-    assert tickets.settled == 2
+    assert tickets.n_settled == 2
 
 
 def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> None:
@@ -128,7 +128,7 @@ def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
     refs = tickets.lease("a", 2, 0.0)
     tickets.expire(31.0)
     tickets.report("a", refs, [], 32.0)
-    assert tickets.leased == 2
+    assert tickets.n_leased == 2
     assert tickets.lease("b", 2, 32.0) == []
 
 
@@ -163,7 +163,7 @@ def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
         fill_batch(tickets)
         tickets.publish(step)
     tickets.publish(1)
-    assert tickets.batched == 4
+    assert tickets.n_batched == 4
     assert tickets.lease("a", 9, 0.0) == []
     tickets.publish(3)
     assert tickets.capacity() == 4
@@ -198,7 +198,7 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     tickets = TicketTable(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
     tickets.report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
-    assert tickets.leased == tickets.finished == 0
+    assert tickets.n_leased == tickets.n_finished == 0
     assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
 
 

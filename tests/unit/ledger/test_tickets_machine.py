@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketState, TicketTable
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit.ticket_status import TicketStatus
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
@@ -162,7 +162,7 @@ class TicketHistories(RuleBasedStateMachine):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
-            self.ledger.set_aside(drop)
+            self.ledger.drop_settled(drop)
         manifest = form_next_batch(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None
@@ -266,14 +266,14 @@ class TicketHistories(RuleBasedStateMachine):
     def no_issued_ticket_is_forgotten(self) -> None:
         assert self.count("unissued") == 0
         ledger = self.ledger
-        assert ledger.leased == self.count("leased")
-        assert ledger.finished == self.count("finished")
-        assert ledger.settled == self.count("settled")
+        assert ledger.n_leased == self.count("leased")
+        assert ledger.n_finished == self.count("finished")
+        assert ledger.n_settled == self.count("settled")
         assert ledger.drop_stats.count("failed", "stale") == self.count("dropped")
         assert ledger.drop_stats.count("filtered") == self.count("filtered")
         assert ledger.drop_stats.count("requeued") == len(self.disk.requeued)
-        assert ledger.trained == self.count("trained")
-        assert ledger.batched == self.count("batched")
+        assert ledger.n_trained == self.count("trained")
+        assert ledger.n_batched == self.count("batched")
 
     @invariant()
     def the_audit_finds_nothing_at_fault(self) -> None:

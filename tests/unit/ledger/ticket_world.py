@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
-from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.view.audit.records import TicketRecords
 from areal_hpc.view.audit.ticket_status import AuditReport, classify_tickets

@@ -8,8 +8,7 @@ import pytest
 from areal_hpc.errors import ShardError
 from areal_hpc.ledger.batch_formation import read_settled
 from areal_hpc.rundir import manifests
-from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
-from areal_hpc.rundir.manifests import LedgerState
+from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef

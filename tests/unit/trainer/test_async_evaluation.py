@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import DiscoveredReplicas
-from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -63,7 +62,7 @@ def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
     for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
         assert not beside.may_begin(replicas, at(0))
         assert beside.receivers(replicas, at(0)) == []
-    assert beside.is_pending(0)
+    assert beside.has_unjudged_up_to(0)
 
 
 def test_what_is_under_way_keeps_its_weights_while_training_goes_on() -> None:
@@ -107,23 +106,23 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
     assert beside.may_begin(cell("1.11"), at(11))
     assert beside.begin(at(11)) == [5, 10]
     beside.end()
-    assert beside.is_pending(TOTAL), "the last step is never left out"
-    assert not beside.is_pending(TOTAL - 1)
+    assert beside.has_unjudged_up_to(TOTAL), "the last step is never left out"
+    assert not beside.has_unjudged_up_to(TOTAL - 1)
 
 
 def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
     beside = judging(10)
-    assert beside.is_pending(TOTAL)
+    assert beside.has_unjudged_up_to(TOTAL)
     beside.end()
-    assert beside.is_pending(TOTAL)
+    assert beside.has_unjudged_up_to(TOTAL)
     assert beside.begin(at(TOTAL)) == []
     beside.end()
-    assert not beside.is_pending(TOTAL)
+    assert not beside.has_unjudged_up_to(TOTAL)
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
-    assert not AsyncEvaluation(SCHEDULE, judged_step=5).is_pending(9)
-    assert AsyncEvaluation(SCHEDULE, judged_step=4).is_pending(9)
+    assert not AsyncEvaluation(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
+    assert AsyncEvaluation(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
     assert AsyncEvaluation(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
 
 
@@ -147,4 +146,4 @@ def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves:
             beside.end()
     assert judged == sorted(set(judged)), "later labels are newer weights"
     assert judged[-1] == TOTAL
-    assert not beside.is_pending(TOTAL)
+    assert not beside.has_unjudged_up_to(TOTAL)

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.drops import DroppedTicket, append_drop
-from areal_hpc.rundir.manifests import write_manifest
+from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef

@@ -167,7 +167,7 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
     silent = dataclasses.replace(
         found.run,
-        snapshot=QueueSnapshot(silence="squeue had no answer"),
+        snapshot=QueueSnapshot(outage="squeue had no answer"),
         jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
     )
     assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline

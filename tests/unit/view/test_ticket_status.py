@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.drops import DroppedTicket, append_drop
+from areal_hpc.rundir.manifests import DroppedTicket, append_drop
 from areal_hpc.view.audit.ticket_status import AuditReport, TicketStatus, audit_run
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.view.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import plan_buckets
-from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.transports.disk import WeightsFolder
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import publishing, specs_of

@@ -6,8 +6,8 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import partition_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import publishing

@@ -1,7 +1,7 @@
 import dataclasses
 
-from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.retry_backoff import MAX_URGENT_PAUSE_S, MIN_PAUSE_S, UpdateBackoff
+from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.weights.publisher import MAX_URGENT_PAUSE_S, MIN_PAUSE_S, UpdateBackoff
 
 GOOD = ReplicaKey("cell-0", 0, 1, 1, "http://relay", 0.0)
 BAD = dataclasses.replace(GOOD, index=1)

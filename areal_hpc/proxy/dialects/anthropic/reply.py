@@ -1,7 +1,5 @@
 """Anthropic Messages replies, whole or streamed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
@@ -57,8 +55,8 @@ class _MessagesExchange(Exchange):
     def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
         blocks = split_into_blocks(_as_objects(answer.said))
-        content = [_content(block) for block in blocks]
-        ending = {**_end(answer, blocks), "usage": _usage(answer)}
+        content = [_format_block(block) for block in blocks]
+        ending = {**_describe_stop(answer, blocks), "usage": _count_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
     async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
@@ -68,10 +66,13 @@ class _MessagesExchange(Exchange):
         beginning = format_named_event({"type": "message_start", "message": message})
         async for happened in live:
             if isinstance(happened, ReplyChunk):
-                yield beginning + _events(reader.feed(_as_objects(happened.said)))
+                yield beginning + _format_changes(reader.feed(_as_objects(happened.said)))
             else:
-                rest = _events(reader.finish())
-                ending = {"delta": _end(happened, reader.blocks), "usage": _usage(happened)}
+                rest = _format_changes(reader.finish())
+                ending = {
+                    "delta": _describe_stop(happened, reader.blocks),
+                    "usage": _count_usage(happened),
+                }
                 end = format_named_event({"type": "message_delta", **ending})
                 yield beginning + rest + end + format_named_event({"type": "message_stop"})
             beginning = b""
@@ -97,26 +98,30 @@ def _as_objects(said: ReplyDelta) -> ReplyDelta:
     return said if len(calls) == len(said.calls) else ReplyDelta(text, said.reasoning, calls)
 
 
-def _content(block: ContentBlock) -> dict[str, Any]:
+def _format_block(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": _signature(block)}
+        return {"type": "thinking", "thinking": block.text, "signature": _sign_reasoning(block)}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     tool_use = {"type": "tool_use", "id": block.call_id, "name": block.name}
     return {**tool_use, "input": msgspec.Raw(block.text.encode())}
 
 
-def _signature(block: ContentBlock) -> str:
+def _sign_reasoning(block: ContentBlock) -> str:
     """Clients hand it back as it is and drop reasoning that has none. Nobody checks it."""
     return hashlib.blake2b(block.text.encode(), digest_size=16).hexdigest()
 
 
-def _events(changes: Iterable[BlockChange]) -> bytes:
+def _format_changes(changes: Iterable[BlockChange]) -> bytes:
     parts = []
     for kind, block, text in changes:
         place = {"index": block.index}
         if kind == "begin":
-            event = {"type": "content_block_start", **place, "content_block": _begun(block)}
+            event = {
+                "type": "content_block_start",
+                **place,
+                "content_block": _format_block_start(block),
+            }
             parts.append(format_named_event(event))
         elif kind == "add":
             delta_type, field = _DELTAS[block.kind]
@@ -125,14 +130,14 @@ def _events(changes: Iterable[BlockChange]) -> bytes:
             parts.append(format_named_event(event))
         else:
             if block.kind == "reasoning":
-                delta = {"type": "signature_delta", "signature": _signature(block)}
+                delta = {"type": "signature_delta", "signature": _sign_reasoning(block)}
                 event = {"type": "content_block_delta", **place, "delta": delta}
                 parts.append(format_named_event(event))
             parts.append(format_named_event({"type": "content_block_stop", **place}))
     return b"".join(parts)
 
 
-def _begun(block: ContentBlock) -> dict[str, Any]:
+def _format_block_start(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind == "text":
@@ -140,7 +145,7 @@ def _begun(block: ContentBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _end(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+def _describe_stop(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Why the reply ended."""
     generation = answer.generation
     if generation.finish_reason == "length":
@@ -152,7 +157,7 @@ def _end(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(answer: RecordedReply) -> dict[str, Any]:
+def _count_usage(answer: RecordedReply) -> dict[str, Any]:
     """Anthropic counts what came from the prefix cache apart from the other input."""
     cached_tokens = answer.generation.cached_tokens
     return {

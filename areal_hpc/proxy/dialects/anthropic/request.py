@@ -1,7 +1,5 @@
 """Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -127,11 +125,11 @@ def build_call(
         hint = "let the agent connect to them and offer their tools"
         raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*hints_in(request)]
-    tools = _tools(request.tools or [], ignored)
-    choice = _tool_choice(request.tool_choice, tools, model)
+    tools = _parse_tools(request.tools or [], ignored)
+    choice = _parse_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
     return ModelCall(
-        messages=[*_system(request.system), *_conversation(request.messages)],
+        messages=[*_build_system_message(request.system), *_build_conversation(request.messages)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=_thinking_variables(request.thinking, model, ignored),
@@ -150,7 +148,7 @@ def build_call(
 # Messages ---------------------------------------------------------------------------------------
 
 
-def _system(system: str | list[_Text] | None) -> Iterator[Message]:
+def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]:
     """The system message, if the request has one."""
     blocks = [system] if isinstance(system, str) else [one.text for one in system or ()]
     kept = [text for text in map(strip_volatile_lines, blocks) if text]
@@ -158,14 +156,14 @@ def _system(system: str | list[_Text] | None) -> Iterator[Message]:
         yield normalize_chat_message({"role": "system", "content": "\n".join(kept)})
 
 
-def _conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
+def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     for i, message in enumerate(messages):
         if message.role == "system":
-            yield from _system(_texts(message, i))
+            yield from _build_system_message(_read_system_texts(message, i))
         elif message.role == "user":
-            yield from map(normalize_chat_message, _user(message, i))
+            yield from map(normalize_chat_message, _build_user_messages(message, i))
         else:
-            yield normalize_chat_message(_assistant(message, i))
+            yield normalize_chat_message(_build_assistant_message(message, i))
     if messages[-1].role == "assistant":
         raise RequestError(
             400,
@@ -174,16 +172,16 @@ def _conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
         )
 
 
-def _texts(message: _InputMessage, i: int) -> str | list[_Text]:
+def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
     if isinstance(message.content, str):
         return message.content
     for j, block in enumerate(message.content):
         if not isinstance(block, _Text):
-            raise _misplaced(message, i, j)
+            raise _misplaced_block_error(message, i, j)
     return [block for block in message.content if isinstance(block, _Text)]
 
 
-def _user(message: _InputMessage, i: int) -> Iterator[Message]:
+def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
     """The results of tools as messages of their own, text between them as the user's."""
     if isinstance(message.content, str):
         yield {"role": "user", "content": message.content}
@@ -196,15 +194,15 @@ def _user(message: _InputMessage, i: int) -> Iterator[Message]:
             if texts:
                 yield {"role": "user", "content": "\n".join(texts)}
                 texts = []
-            result = {"tool_call_id": block.tool_use_id, "content": _result(block)}
+            result = {"tool_call_id": block.tool_use_id, "content": _read_tool_result(block)}
             yield {"role": "tool", **result}
         else:
-            raise _misplaced(message, i, j)
+            raise _misplaced_block_error(message, i, j)
     if texts or not message.content:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _result(block: _ToolResult) -> str:
+def _read_tool_result(block: _ToolResult) -> str:
     """The text of a tool's result. Templates have no mark for a failure, so the text says it."""
     if isinstance(block.content, str):
         text = block.content
@@ -213,7 +211,7 @@ def _result(block: _ToolResult) -> str:
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
 
 
-def _assistant(message: _InputMessage, i: int) -> Message:
+def _build_assistant_message(message: _InputMessage, i: int) -> Message:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     text, reasoning, calls = "", "", []
@@ -226,12 +224,12 @@ def _assistant(message: _InputMessage, i: int) -> Message:
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(format_tool_call(block.id, block.name, arguments))
         else:
-            raise _misplaced(message, i, j)
+            raise _misplaced_block_error(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}
     return {"role": "assistant", "content": text, **fields}
 
 
-def _misplaced(message: _InputMessage, i: int, j: int) -> RequestError:
+def _misplaced_block_error(message: _InputMessage, i: int, j: int) -> RequestError:
     assert not isinstance(message.content, str)
     kind = type(message.content[j]).__struct_config__.tag
     return RequestError(
@@ -244,7 +242,7 @@ def _misplaced(message: _InputMessage, i: int, j: int) -> RequestError:
 # Tools, sampling --------------------------------------------------------------------------------
 
 
-def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
+def _parse_tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
     tools: list[_InputTool] = [decode(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)]
     ignored += sorted({hint for tool in tools for hint in hints_in(tool, "tools[].")})
     return [
@@ -253,7 +251,7 @@ def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any
     ]
 
 
-def _tool_choice(
+def _parse_choice(
     asked: _Choice | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
     if asked is None:

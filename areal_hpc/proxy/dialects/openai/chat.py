@@ -1,7 +1,5 @@
 """OpenAI Chat Completions. SGLang uses `seed` when it runs deterministically."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -106,7 +104,7 @@ class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _call_of(request: ChatRequest, defaults: SamplingDefaults, model: ServedModel) -> ModelCall:
+def _build_call(request: ChatRequest, defaults: SamplingDefaults, model: ServedModel) -> ModelCall:
     check_consistency(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -171,7 +169,7 @@ class _ChatExchange(ChoiceExchange):
     """A ChatCompletion that is asked for."""
 
     def __init__(self, request: ChatRequest, session: Session, model: ServedModel) -> None:
-        call = _call_of(request, session.request.sampling, model)
+        call = _build_call(request, session.request.sampling, model)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(request, call, model, "chatcmpl-", kind)
         if request.counts_usage:
@@ -192,44 +190,44 @@ class _ChatExchange(ChoiceExchange):
         return {
             "index": answer.choice,
             "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer.generation),
+            "logprobs": self._format_logprobs(answer.generation),
             "message": message,
         }
 
     def delta(self, delta: ReplyChunk) -> bytes:
-        said, chunks = delta.said, [self._beginning(delta.choice)]
-        logprobs = self._logprobs(delta.piece) if delta.piece.output_ids else None
+        said, chunks = delta.said, [self._begin_choice(delta.choice)]
+        logprobs = self._format_logprobs(delta.piece) if delta.piece.output_ids else None
         if said.text or said.reasoning or logprobs is not None:
             fields = {"reasoning_content": said.reasoning, "content": said.text}
             given = {name: text for name, text in fields.items() if text}
-            chunks.append(self._chunk(delta.choice, given, logprobs=logprobs))
+            chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
             part: dict[str, Any] = {"function": {"arguments": call.arguments}}
             if call.call_id:
                 part = format_tool_call(call.call_id, call.name, call.arguments)
             calls = [{"index": call.index, **part}]
-            chunks.append(self._chunk(delta.choice, {"tool_calls": calls}))
+            chunks.append(self._format_chunk(delta.choice, {"tool_calls": calls}))
         return b"".join(chunks)
 
     def end(self, answer: RecordedReply) -> bytes:
         reason = answer.finish_reason
-        return self._beginning(answer.choice) + self._chunk(answer.choice, {}, reason)
+        return self._begin_choice(answer.choice) + self._format_chunk(answer.choice, {}, reason)
 
-    def _beginning(self, choice: int) -> bytes:
+    def _begin_choice(self, choice: int) -> bytes:
         """The first chunk of a choice, once."""
         if choice in self._begun:
             return b""
         self._begun.add(choice)
-        return self._chunk(choice, {"role": "assistant", "content": ""})
+        return self._format_chunk(choice, {"role": "assistant", "content": ""})
 
-    def _chunk(
+    def _format_chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> bytes:
         return self.chunk(
             {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         )
 
-    def _logprobs(self, said: Generation | TokenChunk) -> dict[str, Any] | None:
+    def _format_logprobs(self, said: Generation | TokenChunk) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         return {"content": format_logprobs(said, self.model.encoder), "refusal": None}

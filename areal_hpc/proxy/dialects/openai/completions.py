@@ -4,8 +4,6 @@ The prompt is text or token ids and is read as it is; one prompt a request. With
 session's own limit holds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated, Any
 
@@ -38,7 +36,7 @@ class CompletionRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=
     suffix: str | None = None
 
 
-def _call_of(
+def _build_call(
     request: CompletionRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
     check_consistency(request, model)
@@ -54,14 +52,14 @@ def _call_of(
         variables=None,
         sampling=build_sampling_params(request, defaults, ToolChoice(), request.max_tokens or 0),
         prompt_key="prompt",
-        prompt=_prompt(request.prompt, model),
+        prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
         ignored=[*hints_in(request)],
     )
 
 
-def _prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
+def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
     """The one text, or the token ids, that a prompt holds."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -79,24 +77,24 @@ class _CompletionExchange(ChoiceExchange):
     """A Completion that is asked for."""
 
     def __init__(self, request: CompletionRequest, session: Session, model: ServedModel) -> None:
-        call = _call_of(request, session.request.sampling, model)
+        call = _build_call(request, session.request.sampling, model)
         super().__init__(request, call, model, "cmpl-", "text_completion")
         self._with_logprobs = request.logprobs is not None
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
 
     def choice(self, answer: RecordedReply) -> dict[str, Any]:
-        logprobs = self._logprobs(answer.generation, answer.choice)
-        return _choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
+        logprobs = self._format_logprobs(answer.generation, answer.choice)
+        return _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
 
     def delta(self, delta: ReplyChunk) -> bytes:
-        logprobs = self._logprobs(delta.piece, delta.choice)
-        return self.chunk(_choice(delta.choice, delta.said.text, logprobs, None))
+        logprobs = self._format_logprobs(delta.piece, delta.choice)
+        return self.chunk(_format_choice(delta.choice, delta.said.text, logprobs, None))
 
     def end(self, answer: RecordedReply) -> bytes:
-        return self.chunk(_choice(answer.choice, "", None, answer.finish_reason))
+        return self.chunk(_format_choice(answer.choice, "", None, answer.finish_reason))
 
-    def _logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
+    def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for."""
         if not self._with_logprobs:
             return None
@@ -116,7 +114,7 @@ class _CompletionExchange(ChoiceExchange):
         }
 
 
-def _choice(
+def _format_choice(
     index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

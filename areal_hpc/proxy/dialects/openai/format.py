@@ -1,7 +1,5 @@
 """OpenAI reply format: errors, choices, usage, log-probabilities, model list."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
@@ -114,14 +112,14 @@ def format_logprobs(said: Generation | TokenChunk, encoder: TokenEncoder) -> lis
     tops: Iterable[TopLogprobs] = said.top_logprobs or [None] * len(said.output_ids)
     return [
         {
-            **_token(token, logprob, encoder),
-            "top_logprobs": [_token(other, value, encoder) for value, other, _ in top or ()],
+            **_format_token(token, logprob, encoder),
+            "top_logprobs": [_format_token(other, value, encoder) for value, other, _ in top or ()],
         }
         for token, logprob, top in zip(said.output_ids, said.logprobs, tops, strict=True)
     ]
 
 
-def _token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
+def _format_token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
     text = encoder.decode([token])
     # A token that is part of a character has no text of its own.
     utf8 = None if "\ufffd" in text else list(text.encode())

@@ -1,7 +1,5 @@
 """OpenAI sampling parameters, with SGLang's extensions."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct

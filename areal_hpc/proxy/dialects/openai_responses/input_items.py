@@ -4,8 +4,6 @@ The items of one reply (reasoning, a message, calls) come back one by one; toget
 message of the assistant, as it was when the model said it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -65,35 +63,35 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
-        _check(item, i)
-        said = _said(item, i)
-        if said is None or not _joins(reply, said):
+        _check_item(item, i)
+        said = _read_assistant_part(item, i)
+        if said is None or not _belongs_to_reply(reply, said):
             if reply:
-                yield _assistant(reply)
+                yield _build_assistant_message(reply)
             reply = {}
         if said is None:
-            yield normalize_chat_message(_heard(item, i))
+            yield normalize_chat_message(_build_other_message(item, i))
         else:
             calls = [*reply.get("tool_calls", ()), *said.pop("tool_calls", ())]
             reply |= said
             if calls:
                 reply["tool_calls"] = calls
     if reply:
-        yield _assistant(reply)
+        yield _build_assistant_message(reply)
 
 
-def _assistant(reply: dict[str, Any]) -> Message:
+def _build_assistant_message(reply: dict[str, Any]) -> Message:
     return normalize_chat_message({"role": "assistant", **reply})
 
 
-def _joins(reply: dict[str, Any], said: dict[str, Any]) -> bool:
+def _belongs_to_reply(reply: dict[str, Any], said: dict[str, Any]) -> bool:
     """True if an item belongs to the reply so far: it has one text, and reasoning only first."""
     if "reasoning_content" in said:
         return not reply
     return "tool_calls" in said or "content" not in reply
 
 
-def _check(item: InputItem, i: int) -> None:
+def _check_item(item: InputItem, i: int) -> None:
     needed = _NEEDED.get(item.type)
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"
@@ -104,27 +102,27 @@ def _check(item: InputItem, i: int) -> None:
             raise RequestError(400, problem, key=f"input[{i}].{name}")
 
 
-def _said(item: InputItem, i: int) -> dict[str, Any] | None:
+def _read_assistant_part(item: InputItem, i: int) -> dict[str, Any] | None:
     """What an item adds to a message of the assistant; None if it is not the assistant's."""
     if item.type == "reasoning":
         parts = item.content or item.summary or []
-        return {"reasoning_content": _text(parts, f"input[{i}].content") or None}
+        return {"reasoning_content": _join_texts(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
         name = qualify_tool_name(item.namespace, item.name or "")
         return {"tool_calls": [format_tool_call(item.call_id, name, item.arguments or "")]}
     if item.type == "message" and item.role == "assistant":
-        return {"content": _text(item.content or "", f"input[{i}].content", joint="")}
+        return {"content": _join_texts(item.content or "", f"input[{i}].content", joint="")}
     return None
 
 
-def _heard(item: InputItem, i: int) -> Message:
+def _build_other_message(item: InputItem, i: int) -> Message:
     if item.type == "function_call_output":
-        text = _text(item.output or "", f"input[{i}].output")
+        text = _join_texts(item.output or "", f"input[{i}].output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
-    return {"role": item.role, "content": _text(item.content or "", f"input[{i}].content")}
+    return {"role": item.role, "content": _join_texts(item.content or "", f"input[{i}].content")}
 
 
-def _text(content: str | Sequence[ContentPart], key: str, joint: str = "\n") -> str:
+def _join_texts(content: str | Sequence[ContentPart], key: str, joint: str = "\n") -> str:
     if isinstance(content, str):
         return content
     texts = []

@@ -1,7 +1,5 @@
 """OpenAI Responses replies, whole or streamed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -59,33 +57,35 @@ class _ResponsesExchange(Exchange):
 
     def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
-        return self._finished(answer, split_into_blocks(answer.said))
+        return self._encode_response(answer, split_into_blocks(answer.said))
 
     async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in live:
             beginning = b""
             if not self._sent:
-                frame = self._frame()
-                beginning = self._event("response.created", response=frame)
-                beginning += self._event("response.in_progress", response=frame)
+                frame = self._build_frame()
+                beginning = self._format_event("response.created", response=frame)
+                beginning += self._format_event("response.in_progress", response=frame)
             if isinstance(happened, ReplyChunk):
-                self._tokens += self._logprobs(happened.piece)
-                yield beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
+                self._tokens += self._format_logprobs(happened.piece)
+                yield beginning + b"".join(
+                    map(self._format_change, self._reader.feed(happened.said))
+                )
             else:
                 self._end_status = _status_of(happened)
-                rest = b"".join(map(self._change, self._reader.finish()))
-                response = msgspec.Raw(self._finished(happened, self._reader.blocks))
-                end = self._event(f"response.{self._end_status}", response=response)
+                rest = b"".join(map(self._format_change, self._reader.finish()))
+                response = msgspec.Raw(self._encode_response(happened, self._reader.blocks))
+                end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
     def broken(self, refusal: RequestError) -> bytes:
         fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
-        return self._event("error", error=fields, **named)
+        return self._format_event("error", error=fields, **named)
 
-    def _frame(self) -> dict[str, Any]:
+    def _build_frame(self) -> dict[str, Any]:
         """A Response before the model speaks."""
         request, sampling = self._request, self.call.sampling
         return {
@@ -118,30 +118,30 @@ class _ResponsesExchange(Exchange):
             "metadata": request.metadata or {},
         }
 
-    def _finished(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
+    def _encode_response(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
-        status, logprobs = _status_of(answer), self._logprobs(answer.generation)
+        status, logprobs = _status_of(answer), self._format_logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
         response = {
-            **self._frame(),
+            **self._build_frame(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [
-                *(self._item(block, "completed", logprobs) for block in ended),
-                self._item(last, status, logprobs),
+                *(self._format_item(block, "completed", logprobs) for block in ended),
+                self._format_item(last, status, logprobs),
             ],
-            "usage": self._usage(answer),
+            "usage": self._count_usage(answer),
         }
         body = msgspec.json.encode(response)
         if self._request.store is not False:
             self._session.responses[self.answer_id] = body
         return body
 
-    def _logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
+    def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
         return format_logprobs(said, self.model.encoder) if self._request.with_logprobs else []
 
-    def _item(
+    def _format_item(
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         fields: dict[str, Any] = {"id": self._item_id(block), "status": status}
@@ -150,7 +150,7 @@ class _ResponsesExchange(Exchange):
             fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
             placed = {"namespace": namespace} if namespace is not None else {}
             return {"type": "function_call", **fields, **placed}
-        content = [] if status == "in_progress" else [_part(block, block.text, logprobs)]
+        content = [] if status == "in_progress" else [_format_part(block, block.text, logprobs)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **fields, "summary": [], "content": content}
         return {"type": "message", **fields, "role": "assistant", "content": content}
@@ -159,7 +159,7 @@ class _ResponsesExchange(Exchange):
         number = self.answer_id[len(PLAIN_PREFIX) :]
         return f"{_ID_PREFIXES[block.kind]}_{number}{block.index:02x}"
 
-    def _usage(self, answer: RecordedReply) -> dict[str, Any]:
+    def _count_usage(self, answer: RecordedReply) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
         output_tokens = len(answer.generation.output_ids)
         reasoning = answer.said.reasoning
@@ -173,56 +173,62 @@ class _ResponsesExchange(Exchange):
             "total_tokens": input_tokens + output_tokens,
         }
 
-    def _event(self, kind: str, /, **fields: Any) -> bytes:
+    def _format_event(self, kind: str, /, **fields: Any) -> bytes:
         event = format_named_event({"type": kind, **fields, "sequence_number": self._sent})
         self._sent += 1
         return event
 
-    def _change(self, change: BlockChange) -> bytes:
+    def _format_change(self, change: BlockChange) -> bytes:
         kind, block, text = change
         if kind == "begin":
-            return self._begun(block)
+            return self._format_block_start(block)
         if kind == "add":
-            return self._added(block, text)
-        return self._ended(block)
+            return self._format_block_delta(block, text)
+        return self._format_block_end(block)
 
-    def _place(self, block: ContentBlock) -> dict[str, Any]:
+    def _locate_block(self, block: ContentBlock) -> dict[str, Any]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
-    def _begun(self, block: ContentBlock) -> bytes:
-        item = self._item(block, "in_progress", [])
-        begun = self._event("response.output_item.added", output_index=block.index, item=item)
+    def _format_block_start(self, block: ContentBlock) -> bytes:
+        item = self._format_item(block, "in_progress", [])
+        begun = self._format_event(
+            "response.output_item.added", output_index=block.index, item=item
+        )
         if block.kind == "call":
             return begun
-        place, empty = self._place(block), _part(block, "", [])
-        return begun + self._event("response.content_part.added", **place, part=empty)
+        place, empty = self._locate_block(block), _format_part(block, "", [])
+        return begun + self._format_event("response.content_part.added", **place, part=empty)
 
-    def _added(self, block: ContentBlock, text: str) -> bytes:
-        fields = {**self._place(block), "delta": text}
+    def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
+        fields = {**self._locate_block(block), "delta": text}
         if block.kind == "text":
             fields["logprobs"] = self._tokens[self._shown :]
             self._shown = len(self._tokens)
-        return self._event(f"{_EVENTS[block.kind]}.delta", **fields)
+        return self._format_event(f"{_EVENTS[block.kind]}.delta", **fields)
 
-    def _ended(self, block: ContentBlock) -> bytes:
-        place, name = self._place(block), f"{_EVENTS[block.kind]}.done"
-        item = self._item(block, self._end_status, self._tokens)
+    def _format_block_end(self, block: ContentBlock) -> bytes:
+        place, name = self._locate_block(block), f"{_EVENTS[block.kind]}.done"
+        item = self._format_item(block, self._end_status, self._tokens)
         if block.kind == "call":
-            ended = self._event(name, **place, name=item["name"], arguments=block.text)
+            ended = self._format_event(name, **place, name=item["name"], arguments=block.text)
         else:
             logprobs = {"logprobs": self._tokens} if block.kind == "text" else {}
-            ended = self._event(name, **place, text=block.text, **logprobs)
+            ended = self._format_event(name, **place, text=block.text, **logprobs)
             (whole,) = item["content"]
-            ended += self._event("response.content_part.done", **place, part=whole)
-        return ended + self._event("response.output_item.done", output_index=block.index, item=item)
+            ended += self._format_event("response.content_part.done", **place, part=whole)
+        return ended + self._format_event(
+            "response.output_item.done", output_index=block.index, item=item
+        )
 
 
 def _status_of(answer: RecordedReply) -> str:
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
 
 
-def _part(block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _format_part(
+    block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The content of a block's item."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}

@@ -4,8 +4,6 @@
 the open, and taken back from there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -149,7 +147,7 @@ def build_call(
     name = asked_choice.name if isinstance(asked_choice, _ResponsesToolChoice) else None
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
-    messages = [*_previous(request, session)]
+    messages = [*_read_previous(request, session)]
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
@@ -200,7 +198,7 @@ def _refuse_contradictions(request: ResponsesRequest) -> None:
         raise RequestError(400, "the schema is missing", key="text.format.schema")
 
 
-def _previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
+def _read_previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
     """The conversation up to the previous response, without its instructions."""
     previous_id, tree = request.previous_response_id, session.tree
     if previous_id is None:

@@ -6,8 +6,6 @@ optimizer/clip_grads.py). On a machine without a GPU those few names are replace
 nothing is touched.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

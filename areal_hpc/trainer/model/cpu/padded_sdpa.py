@@ -5,8 +5,6 @@ one call. That is exact (a causal query never sees the padding behind it) and fa
 call per sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,29 +94,29 @@ def plan_padded_sdpa(
     query_tables: list[IntArray] = []
     key_tables: list[IntArray] = []
     for group in group_by_length(lengths):
-        queries = _rectangle([query_starts[i] + np.arange(len(local[i])) for i in group])
-        keys = _rectangle([get_gathered_positions(i, lengths, cp) for i in group])
+        queries = _build_rectangle([query_starts[i] + np.arange(len(local[i])) for i in group])
+        keys = _build_rectangle([get_gathered_positions(i, lengths, cp) for i in group])
         mask = None
         if cp > 1:
-            positions = _rectangle([local[i] for i in group], filler=0)
+            positions = _build_rectangle([local[i] for i in group], filler=0)
             visible = positions[:, None, :, None] >= np.arange(keys.shape[1])
             mask = torch.from_numpy(visible).to(device)
         boxes.append(PaddedGroup(len(group), queries.shape[1], keys.shape[1], mask))
         query_tables.append(queries)
         key_tables.append(keys)
-    query_slots = _slots(query_tables, int(query_starts[-1]), device)
-    key_slots = _slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
+    query_slots = _number_slots(query_tables, int(query_starts[-1]), device)
+    key_slots = _number_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
     return PaddedSdpa(boxes, query_slots, key_slots)
 
 
-def _rectangle(rows: list[IntArray], filler: int = -1) -> IntArray:
+def _build_rectangle(rows: list[IntArray], filler: int = -1) -> IntArray:
     table = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
     for place, row in enumerate(rows):
         table[place, : len(row)] = row
     return table
 
 
-def _slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
+def _number_slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
     token_of_slot = np.concatenate([table.ravel() for table in tables])
     if np.array_equal(token_of_slot, np.arange(tokens)):
         return None

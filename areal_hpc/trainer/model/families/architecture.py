@@ -1,7 +1,5 @@
 """Architecture of a network, from a model directory's `config.json`. Pure, no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -75,7 +73,7 @@ class Architecture:
         scaling = self.rope_scaling
         if scaling is None:
             return plain
-        return [_stretch(frequency, scaling) for frequency in plain]
+        return [_stretch_wavelengths(frequency, scaling) for frequency in plain]
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -101,7 +99,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         RecipeError: The network is not supported, or not described.
     """
     try:
-        return _parse(config, where)
+        return _parse_checked(config, where)
     except KeyError as error:
         raise RecipeError(
             f"the configuration has no {error.args[0]}",
@@ -110,7 +108,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         ) from None
 
 
-def _parse(config: Mapping[str, Any], where: str) -> Architecture:
+def _parse_checked(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in MODEL_FAMILIES:
         raise RecipeError(
@@ -191,7 +189,7 @@ def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | N
     )
 
 
-def _stretch(frequency: float, scaling: Llama3RopeScaling) -> float:
+def _stretch_wavelengths(frequency: float, scaling: Llama3RopeScaling) -> float:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

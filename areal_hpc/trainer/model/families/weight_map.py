@@ -4,8 +4,6 @@ The table is data: one `Parameter` per Megatron parameter, in export order. A ne
 rows (`_list_layer`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -153,13 +151,13 @@ def get_hf_slices(
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
             return [(slice(first, last),)]
         case TpSplit.COLUMNS:
-            return [(slice(None), _share(parameter.hf[0].shape[1], ranks, rank))]
+            return [(slice(None), _take_share(parameter.hf[0].shape[1], ranks, rank))]
         case TpSplit.GATE_UP | TpSplit.QKV:
             # A rank holds whole key-value heads and the query heads that belong to them.
-            return [(_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
+            return [(_take_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
 
 
-def _share(size: int, ranks: int, rank: int) -> slice:
+def _take_share(size: int, ranks: int, rank: int) -> slice:
     part = size // ranks
     return slice(0, size) if ranks == 1 else slice(rank * part, (rank + 1) * part)
 

@@ -5,8 +5,6 @@ is ever made beside them: they are read in chunks of rows that fit a cache, in f
 their own dtype, and the backward pass turns them into their gradient in place.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

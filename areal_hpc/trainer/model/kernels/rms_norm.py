@@ -1,7 +1,5 @@
 """RMSNorm for Megatron-core's local layer spec, and the rows that kernels take at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Megatron's own, without a compiled fusion, keeps two more activations of the MLP
 backward pass and joins the gradients of gate and up projection by a copy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

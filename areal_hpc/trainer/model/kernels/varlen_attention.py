@@ -8,8 +8,6 @@ rank two segments, its zig-zag chunks, whose keys are picked from those gathered
 Memory is linear in the tokens, work in the sum of (queries x keys) of the segments.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,11 +101,11 @@ def plan_varlen_attention(
     return VarlenAttention(
         query_lengths=queries.tolist(),
         key_lengths=keys.tolist(),
-        query_starts=_starts(queries, device),
-        key_starts=_starts(keys, device),
+        query_starts=_compute_starts(queries, device),
+        key_starts=_compute_starts(keys, device),
         key_places=key_places,
     )
 
 
-def _starts(lengths: IntArray, device: torch.device) -> torch.Tensor:
+def _compute_starts(lengths: IntArray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)).to(device)

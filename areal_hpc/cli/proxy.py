@@ -1,0 +1,60 @@
+"""`areal-hpc proxy`: the recording proxy without a run."""
+
+import argparse
+import logging
+from functools import partial
+from pathlib import Path
+
+from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.errors import RecipeError
+
+
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
+    proxy = commands.add(
+        "proxy",
+        _run_proxy,
+        help="run the recording proxy without training",
+        description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
+        "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
+    )
+    add = proxy.add_argument
+    add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="the model's directory")
+    add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    add("--port", type=int, required=True, help="0 takes a free one")
+    admin_key = "file with the admin key that opens sessions (created with mode 0600 if missing)"
+    add("--admin-key-file", type=Path, required=True, metavar="FILE", help=admin_key)
+    add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
+    add("--reasoning-parser", metavar="NAME", help="SGLang reasoning parser, for example qwen3")
+    journal = "directory of the journal, so that sessions survive a restart"
+    add("--journal", type=Path, metavar="DIR", help=journal)
+    add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
+    serve_python = "Python environment with SGLang, for its parsers"
+    add("--serve-python", default="auto", metavar="PATH", help=serve_python)
+    drain = "seconds to wait for open calls at shutdown"
+    add("--drain-timeout-s", type=int, default=30, help=drain)
+    key = "a key of a recipe's `proxy` section, such as max_sessions=100; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
+
+
+def _run_proxy(arguments: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from areal_hpc.jobs.environment import get_interpreter
+    from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    given = vars(arguments)
+    values = {name: given[name] for name in StandaloneProxyConfig.model_fields.keys() & given}
+    values["upstreams"] = arguments.upstream
+    values["serve_python"] = get_interpreter("serve", arguments.serve_python)
+    values["proxy"] = dict(pair.partition("=")[::2] for pair in arguments.set)
+    try:
+        config = StandaloneProxyConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise RecipeError(first["msg"], key=key, hint="areal-hpc proxy --help") from error
+    run(config, partial(print, flush=True))
+    return 0
