@@ -208,9 +208,7 @@ def memory_runs_out(run: SlurmRun) -> None:
     sighting = run.sighting(died["role"])
     sealed = run.shards_of(died["role"])
     run.await_true(lambda: run.shards_of(died["role"]) > sealed)
-    figures = {
-        "recovery_s": round(time.time() - struck_at, 1),
-    }
+    figures = {"recovery_s": round(time.time() - struck_at, 1)}
     keep(run, "out of memory", sighting, figures)
     assert "memory" in sighting.why
 

@@ -49,7 +49,7 @@ ALLOWED: dict[Rule, list[str]] = {
     # The one place that unpickles: agents that a script handed over, from the run's own directory.
     nothing_is_unpickled: ["rollout/execution/agent_pickle.py"],
 }
-"""Modules with an offense that we live with, one for each. It may only shrink: one that is mended must be taken out."""
+"""The module of each offense we live with. It may only shrink: what is mended must be taken out."""
 
 
 @pytest.mark.parametrize("rule", ALLOWED)

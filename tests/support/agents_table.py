@@ -4,8 +4,6 @@ Its versions are those of the locks, which the environments of the tests are mad
 `tests/integration/agents/test_versions.py` looks at what is installed there.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Programs, run in the checkout to their end."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What tests measured, below benchmarks/results."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
