@@ -3,13 +3,11 @@
 `scripts/setup_harnesses.sh` installs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.environments import CHECKOUT
@@ -38,9 +36,6 @@ ENVIRONMENT = {
 }
 """Nothing leaves the machine: statistics, updates and lists of models are switched off."""
 
-Files = Callable[[str, str], Mapping[str, str]]
-"""(address of the proxy, key) -> texts of the files that a harness reads in its home."""
-
 
 def call(tool: str, **arguments: object) -> str:
     """A tool call as Qwen2.5 says it."""
@@ -48,30 +43,21 @@ def call(tool: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
 
 
-def _nothing(url: str, key: str) -> Mapping[str, str]:
-    return {}
-
-
-def _codex(url: str, key: str) -> Mapping[str, str]:
-    quiet = "check_for_update_on_startup = false\n[analytics]\nenabled = false\n"
-    return {".codex/config.toml": f'openai_base_url = "{url}/v1"\nmodel = "tiny"\n{quiet}'}
-
-
-def _pi(url: str, key: str) -> Mapping[str, str]:
-    provider = {
-        **{"baseUrl": f"{url}/v1", "api": "openai-completions", "apiKey": key},
-        "models": [{"id": "tiny", "contextWindow": 262144, "maxTokens": 4096}],
-    }
-    return {".pi/agent/models.json": json.dumps({"providers": {"local": provider}})}
-
-
-def _qwen(url: str, key: str) -> Mapping[str, str]:
-    settings = {
-        "privacy": {"usageStatisticsEnabled": False},
-        "telemetry": {"enabled": False},
-        "general": {"enableAutoUpdate": False},
-    }
-    return {".qwen/settings.json": json.dumps(settings)}
+_CODEX = """openai_base_url = "$URL/v1"
+model = "tiny"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+"""
+_PI = {
+    **{"baseUrl": "$URL/v1", "api": "openai-completions", "apiKey": "$KEY"},
+    "models": [{"id": "tiny", "contextWindow": 262144, "maxTokens": 4096}],
+}
+_QWEN = {
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"enableAutoUpdate": False},
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,8 @@ class Harness:
     """What the model says, turn by turn."""
     ignored: frozenset[str]
     """Parameters that it sends and the proxy ignores."""
-    files: Files = _nothing
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Those that it reads in its home; `$URL` and `$KEY` are the proxy's."""
     rows: int = 1
     """In the export."""
     overflow: str = ""
@@ -94,9 +81,9 @@ class Harness:
         """Let it solve the task, against a proxy and nothing else."""
         workplace = home / "work"
         workplace.mkdir(parents=True)
-        for name, text in self.files(url, key).items():
+        for name, text in self.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
-            (home / name).write_text(text)
+            (home / name).write_text(text.replace("$URL", url).replace("$KEY", key))
         environment = {
             **ENVIRONMENT,
             **{"PATH": os.environ["PATH"], "HOME": str(home)},
@@ -148,20 +135,20 @@ HARNESSES = {
                 "tools[web_search]",
             }
         ),
-        files=_codex,
+        files={".codex/config.toml": _CODEX},
         overflow="ran out of room in the model's context window",
     ),
     "pi-0.73.1": Harness(
         (str(NPM / ".bin" / "pi"), "--provider", "local", "--model", "tiny", "-p"),
         (_BASH, _BASH, "DONE"),
         frozenset({"store"}),
-        files=_pi,
+        files={".pi/agent/models.json": json.dumps({"providers": {"local": _PI}})},
     ),
     "qwen-code-0.24.4": Harness(
         (str(NPM / ".bin" / "qwen"), "--yolo", "--auth-type", "anthropic", "--model", "tiny", "-p"),
         (_SHELL, _SHELL, "DONE"),
         frozenset({"thinking", "tools[].cache_control"}),
-        files=_qwen,
+        files={".qwen/settings.json": json.dumps(_QWEN)},
     ),
     "inspect-ai-0.3.285": Harness(
         (str(PYTHON), str(PROGRAMS / "inspect_ai_responses.py")),

@@ -1,7 +1,5 @@
 """Sessions of a proxy, opened, used, rewarded, ended and exported in whatever order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -20,7 +18,6 @@ from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
 SESSIONS_A_PLAY = 3
-DIALECTS = ("chat", "responses", "messages", "completions")
 ROUTES = {
     "chat": "/v1/chat/completions",
     "responses": "/v1/responses",
@@ -115,7 +112,7 @@ class Sessions(RuleBasedStateMachine):
         self.played.append(Played(*self.stage.open_session()))
         return self.played[-1]
 
-    @rule(session=sessions, dialect=st.sampled_from(DIALECTS), question=WORDS, keeps=st.booleans())
+    @rule(session=sessions, dialect=st.sampled_from([*ROUTES]), question=WORDS, keeps=st.booleans())
     def ask(self, session: Played, dialect: str, question: str, keeps: bool) -> None:
         answer = self.post(ROUTES[dialect], session.body(dialect, question), session.key)
         if session.ended:
@@ -130,7 +127,7 @@ class Sessions(RuleBasedStateMachine):
         if keeps and dialect != "completions":
             session.said.append((question, text))
 
-    @rule(session=sessions, dialect=st.sampled_from(DIALECTS), reads=st.integers(0, 3))
+    @rule(session=sessions, dialect=st.sampled_from([*ROUTES]), reads=st.integers(0, 3))
     def stream(self, session: Played, dialect: str, reads: int) -> None:
         """Read a part of a streamed reply and leave."""
         self.counts["hang_ups"] += 1

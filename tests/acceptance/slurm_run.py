@@ -1,13 +1,11 @@
 """The quick start, cut down, as jobs of a devcluster: watched through its files and commands."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
@@ -22,6 +20,7 @@ from tests.support.run_files import events_of
 from tests.support.small_run import SIZES, processes_of
 from tests.support.waiting import wait_for
 
+T = TypeVar("T")
 PATIENCE_S = 600.0
 """For anything to happen: other work may take most of the machine."""
 COMMAND_TIMEOUT_S = 300.0
@@ -71,10 +70,7 @@ class SlurmRun:
     # Commands --------------------------------------------------------------------------------
 
     def areal_hpc(
-        self,
-        *arguments: str,
-        codes: Container[int] = (0,),
-        timeout_s: float = COMMAND_TIMEOUT_S,
+        self, *arguments: str, codes: Container[int] = (0,), timeout_s: float = COMMAND_TIMEOUT_S
     ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
         faults = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
@@ -199,16 +195,22 @@ class SlurmRun:
         goal = self.version.step + count
         self.await_true(lambda: self.version.step >= goal)
 
+    def await_first(self, found: Callable[[], list[T]]) -> T:
+        """Wait until there is something, and return the first of it."""
+        seen: list[T] = []
+
+        def is_there() -> bool:
+            seen[:] = found()
+            return bool(seen)
+
+        self.await_true(is_there)
+        return seen[0]
+
     def await_whole(self, since: float = 0.0) -> float:
         """When all cells were first given weights of a new step, after the time `since`."""
-        found: list[float] = []
-
-        def is_whole() -> bool:
-            found[:] = [at for at, _, replicas in self.published(since) if replicas == CELLS]
-            return bool(found)
-
-        self.await_true(is_whole)
-        return found[0]
+        return self.await_first(
+            lambda: [at for at, _, replicas in self.published(since) if replicas == CELLS]
+        )
 
     def await_ready(self, cell: str, since: float) -> float:
         """When a server of the cell first answered, after the time `since`."""
@@ -217,22 +219,17 @@ class SlurmRun:
             ready = self.events("replica_ready", since)
             return [one["time"] for one in ready if one["role"] == cell]
 
-        self.await_true(lambda: bool(found()))
-        return found()[0]
+        return self.await_first(found)
 
     def await_generation_after(self, before: WeightVersion) -> tuple[int, float]:
         """The step that the trainer's next start resumed from, and when it took its first step."""
-        later: list[tuple[float, WeightVersion]] = []
 
-        def has_stepped() -> bool:
-            later[:] = [
-                (at, one) for at, one, _ in self.published() if one.generation > before.generation
-            ]
-            return bool(later) and later[-1][1].step > later[0][1].step
+        def found() -> list[tuple[int, float]]:
+            published = [(at, version) for at, version, _ in self.published()]
+            later = [(at, one.step) for at, one in published if one.generation > before.generation]
+            return [(later[0][1], at) for at, step in later if step > later[0][1]]
 
-        self.await_true(has_stepped)
-        resumed = later[0][1].step
-        return resumed, next(at for at, one in later if one.step > resumed)
+        return self.await_first(found)
 
     def await_none_left(self) -> None:
         """Wait until no job and no process of the run is there."""

@@ -5,8 +5,6 @@ back until its supervisor, which is stopped meanwhile, may go on. Writes
 `benchmarks/results/elastic.json`.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import suppress
@@ -70,18 +68,16 @@ class ElasticRun(KilledRun):
         self._away.clear()
 
     def published(self) -> list[dict[str, Any]]:
-        """Every publication so far."""
         return events_of(self.paths, "weights_published")
 
     def await_replicas(self, count: int, timeout_s: float) -> None:
         """Wait until `STEPS_BETWEEN` steps in a row were published to so many replicas."""
-        self.await_true(
-            lambda: (
-                [one["replicas"] for one in self.published()[-STEPS_BETWEEN:]]
-                == [count] * STEPS_BETWEEN
-            ),
-            timeout_s,
-        )
+
+        def are_so_many() -> bool:
+            last = self.published()[-STEPS_BETWEEN:]
+            return [one["replicas"] for one in last] == [count] * STEPS_BETWEEN
+
+        self.await_true(are_so_many, timeout_s)
 
 
 def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:

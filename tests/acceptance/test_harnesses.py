@@ -3,11 +3,8 @@
 The model is scripted, SGLang's parsers are real, and nothing of the agents is changed.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +75,10 @@ class Scene:
         self._loop.stop()
 
 
-@contextmanager
-def scene_of(harness: Harness, folder: Path, context_tokens: str) -> Iterator[Scene]:
-    scene = Scene(harness, folder, context_tokens)
-    try:
-        yield scene
-    finally:
-        scene.close()
-
-
 @pytest.mark.parametrize("name", HARNESSES)
 def test_three_turns_of_a_harness_are_recorded_token_by_token(name: str, tmp_path: Path) -> None:
     harness = HARNESSES[name]
-    with scene_of(harness, tmp_path, "200000") as scene:
+    with closing(Scene(harness, tmp_path, "200000")) as scene:
         code, output, told = scene.play()
         assert (code, len(scene.turns)) == (0, 3), told
         assert "DONE" in output, told
@@ -108,7 +96,7 @@ def test_three_turns_of_a_harness_are_recorded_token_by_token(name: str, tmp_pat
 @pytest.mark.parametrize("name", [name for name, one in HARNESSES.items() if one.overflow])
 def test_a_harness_knows_a_prompt_that_is_too_long(name: str, tmp_path: Path) -> None:
     harness = HARNESSES[name]
-    with scene_of(harness, tmp_path, TOO_SHORT_A_CONTEXT) as scene:
+    with closing(Scene(harness, tmp_path, TOO_SHORT_A_CONTEXT)) as scene:
         _, output, told = scene.play()
         assert harness.overflow in output, told
         assert scene.turns == []

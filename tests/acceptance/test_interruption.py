@@ -1,7 +1,5 @@
 """Ctrl-C in every phase of one run, then the same command completes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

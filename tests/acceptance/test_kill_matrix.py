@@ -4,8 +4,6 @@ One run a party, killed at each of the five points in turn; the trainer's run ma
 command again. Writes `benchmarks/results/kill_matrix.json` and `docs/kill-matrix.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,11 @@ from tests.support.environments import CHECKOUT
 from tests.support.killed_run import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
 from tests.support.results import write_results
 from tests.support.small_run import await_none_left
+from tests.support.tables import markdown
 
 pytestmark = pytest.mark.timeout(3600)
 
-TABLE = CHECKOUT / "docs" / "kill-matrix.md"
+DOCUMENT = CHECKOUT / "docs" / "kill-matrix.md"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def record() -> Iterator[dict[str, Any]]:
     if parties.keys() == PARTIES.keys():
         ordered = {party: parties[party] for party in PARTIES}
         write_results("kill_matrix", {"parties": ordered})
-        TABLE.write_text(table(ordered))
+        DOCUMENT.write_text(page(ordered))
 
 
 @pytest.mark.parametrize("party", PARTIES)
@@ -59,36 +58,35 @@ def test_a_run_whose_party_is_killed_at_every_point_completes(
     }
 
 
-def table(parties: dict[str, Any]) -> str:
+PAGE = """# What kill -9 does
+
+Written by `tests/acceptance/test_kill_matrix.py`. Each party is killed once at each
+point of one run of the cut-down quick start (steps of 4 tickets, a checkpoint every 2
+steps, one cell). Every run completed, and `areal-hpc audit` found every ticket trained
+exactly once.
+
+{points}
+
+Seconds from the kill to the next weights that a replica was given, which includes the
+start of new processes:
+
+{seconds}
+
+`server` is SGLang. The trainer's job is submitted again by the launcher while restarts
+get the run further; otherwise the same command continues it.
+"""
+
+
+def page(parties: dict[str, Any]) -> str:
     """The results for people."""
-    points = list(POINTS)
-    lines = [
-        "# What kill -9 does",
-        "",
-        "Written by `tests/acceptance/test_kill_matrix.py`. Each party is killed once at each",
-        "point of one run of the cut-down quick start (steps of 4 tickets, a checkpoint every 2",
-        "steps, one cell). Every run completed, and `areal-hpc audit` found every ticket trained",
-        "exactly once.",
-        "",
-        "| point | when exactly |",
-        "|---|---|",
-        *(f"| {name} | {point.means} (`{point.fault_point}`) |" for name, point in POINTS.items()),
-        "",
-        "Seconds from the kill to the next weights that a replica was given, which includes the",
-        "start of new processes:",
-        "",
-        f"| killed | {' | '.join(points)} | went on | audit |",
-        f"|---|{'---|' * len(points)}---|---|",
-    ]
+    points = [(name, f"{one.means} (`{one.fault_point}`)") for name, one in POINTS.items()]
+    rows = []
     for party, facts in parties.items():
-        seconds = facts["seconds_to_next_version"]
-        again = facts["launches"] - 1
+        seconds, again = facts["seconds_to_next_version"], facts["launches"] - 1
         how = "by itself" if not again else f"by itself, {again} times by the same command"
-        cells = " | ".join(f"{seconds[point]:g}" for point in points)
-        lines.append(f"| {party} | {cells} | {how} | `{facts['audit']}` |")
-    lines += [
-        "",
-        "`server` is SGLang. The trainer's job is submitted again by the launcher while restarts",
-        "get the run further; otherwise the same command continues it.",
-    ]
-    return "\n".join(lines) + "\n"
+        times = [f"{seconds[point]:g}" for point in POINTS]
+        rows.append((party, *times, how, f"`{facts['audit']}`"))
+    return PAGE.format(
+        points=markdown(("point", "when exactly"), points),
+        seconds=markdown(("killed", *POINTS, "went on", "audit"), rows),
+    )

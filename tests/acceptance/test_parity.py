@@ -3,8 +3,6 @@
 Writes docs/parity.md. Nine launches of one to four ranks, five minutes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,8 +43,5 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
         },
     )
     resumed = {row: found[row[2]][row[0]]["resumed_from"][row[1]] for row in ROWS["resumes"]}
-    write(
-        "resumes",
-        {row: (gaps["loss_gap"], gaps["weight_gap"]) for row, gaps in resumed.items()},
-    )
+    write("resumes", {row: (gaps["loss_gap"], gaps["weight_gap"]) for row, gaps in resumed.items()})
     assert shortcomings(DOCUMENT.read_text()) == []

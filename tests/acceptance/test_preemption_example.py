@@ -1,7 +1,5 @@
 """examples/preemption: a run that is stopped in the middle goes on, and loses nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,7 +5,9 @@ Writes benchmarks/results/proxy_sessions.json.
 
 import asyncio
 import random
+import re
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest
 from tests.support.prompt_audit import audit_prompt, prompt_ids
 from tests.support.proxy_stage import Stage
-from tests.support.results import read_results, write_results
+from tests.support.results import add_results
 from tests.support.scripted_sglang import Script
 
 SESSIONS, TURNS = 1000, 8
@@ -46,9 +48,7 @@ class Agent:
         self.number = number
         self.session_id = session_id
         self._headers = {"authorization": f"Bearer {key}"}
-        self.messages: list[dict[str, Any]] = [
-            {"role": "system", "content": f"You are agent {number}."}
-        ]
+        self.messages = [{"role": "system", "content": f"You are agent {number}."}]
         self.seen: dict[str, str] = {}
         self.errors = 0
 
@@ -56,9 +56,8 @@ class Agent:
         for turn in range(turns):
             question = {"role": "user", "content": f"{WORDS[turn % 7]} {self.number} {turn}?"}
             body = {"messages": [*self.messages, question], "max_tokens": 64}
-            async with http.post(
-                f"{url}/v1/chat/completions", json=body, headers=self._headers
-            ) as answer:
+            route = f"{url}/v1/chat/completions"
+            async with http.post(route, json=body, headers=self._headers) as answer:
                 if answer.status != 200:
                     self.errors += 1
                     return
@@ -103,16 +102,9 @@ def remembered(stage: Stage) -> SessionStore:
 
 
 def memory_mb(stage: Stage, name: str) -> float:
-    (line,) = (
-        one
-        for one in Path(f"/proc/{stage.pid}/status").read_text().splitlines()
-        if one.startswith(f"{name}:")
-    )
-    return int(line.split()[1]) / 1024
-
-
-def record(**figures: object) -> None:
-    write_results("proxy_sessions", read_results("proxy_sessions", {}) | figures)
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{stage.pid}/status").read_text(), re.M)
+    assert found
+    return int(found[1]) / 1024
 
 
 def export(stage: Stage, agent: Agent) -> ExportReply:
@@ -122,12 +114,11 @@ def export(stage: Stage, agent: Agent) -> ExportReply:
 
 
 def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, context_tokens=16384)
-    stage.sglang.script = reply_to
-    template = ChatTemplate.from_model_dir(stage.model_dir)
-    encoder = TokenEncoder.from_model_dir(stage.model_dir)
-    idle_mb, peaks_mb, seconds, errors, mismatches, interactions = 0.0, [], 0.0, 0, 0, 0
-    try:
+    peaks_mb, seconds, errors, mismatches, interactions = [], 0.0, 0, 0, 0
+    with closing(Stage(tmp_path, context_tokens=16384)) as stage:
+        stage.sglang.script = reply_to
+        template = ChatTemplate.from_model_dir(stage.model_dir)
+        encoder = TokenEncoder.from_model_dir(stage.model_dir)
         idle_mb = memory_mb(stage, "VmRSS")
         for _ in range(2):
             stage.sglang.requests.clear()
@@ -142,8 +133,7 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
                 assert [one.interaction_id for one in tree] == list(agent.seen)
                 for one in tree:
                     interactions += 1
-                    read = prompt_ids(tree, one)
-                    mismatches += tuple(read) not in sent
+                    mismatches += tuple(prompt_ids(tree, one)) not in sent
                     mismatches += bool(audit_prompt(tree, one, template, encoder))
                     said = [*unpack_ids(one.output_ids)]
                     if one.closed:
@@ -156,9 +146,8 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
             peaks_mb.append(memory_mb(stage, "VmHWM"))
         health = stage.http.get(f"{stage.url}/healthz").json()
         left_mb = memory_mb(stage, "VmRSS")
-    finally:
-        stage.close()
-    record(
+    add_results(
+        "proxy_sessions",
         sessions=SESSIONS,
         turns=TURNS,
         interactions_of_both_waves=interactions,
@@ -186,10 +175,9 @@ async def play_until_killed(stage: Stage, agents: list[Agent], after_s: float) -
 
 
 def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, context_tokens=1 << 17)
-    stage.sglang.script = reply_to
     seen = 0
-    try:
+    with closing(Stage(tmp_path, context_tokens=1 << 17)) as stage:
+        stage.sglang.script = reply_to
         agents = open_agents(stage, KILLED_SESSIONS)
         for kill in range(3):
             asyncio.run(play_until_killed(stage, agents, after_s=1.5 + 0.4 * kill))
@@ -208,9 +196,8 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
             tree = store.sessions[agent.session_id].tree
             expected = export_interactions(tree, ExportRequest(agent.session_id))
             assert export(stage, agent).interactions == expected
-    finally:
-        stage.close()
-    record(
+    add_results(
+        "proxy_sessions",
         killed_sessions=KILLED_SESSIONS,
         kills=3,
         replies_seen_before_the_last_kill=seen,

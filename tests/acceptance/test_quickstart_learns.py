@@ -7,12 +7,8 @@ goes to benchmarks/results/quickstart.json and, as tables, to docs/learning.md; 
 leaves the figures of the others alone.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +17,16 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.results import read_results, write_results
+from tests.support.small_run import started_from
 from tests.support.tables import markdown
 
 TABLE = CHECKOUT / "docs" / "learning.md"
 SEEDS = (1, 2, 3)
 HELD_OUT_TASKS = 1024
+LOGPROB_GAP = "logprob/engine_trainer_max_abs_diff"
 NORMAL_975 = 1.960
 STUDENT_975_OF_2 = 4.303
 """Two degrees of freedom: three seeds."""
@@ -61,6 +59,30 @@ AGES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Kinds of run that are compared: bound and settings."""
 FRESH, OLD, DECOUPLED, NAIVE_RUN = AGES
+LEARNS = f"""# Does the quick start learn?
+
+Held-out reward (greedy, {HELD_OUT_TASKS:,} tasks that no training saw) before and after 25 steps of
+reinforcement learning, on two CPU cores. `make acceptance` measures it and writes this page.
+Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three seeds.
+
+{{runs}}
+
+{{mean}}
+"""
+AGES_MATTER = """
+## And from old tokens?
+
+The same warmed-up models and seeds, and batches of 8 tasks. `late`: rewards come 10 s after the
+reply, and by then the weights are as many steps on as the bound allows. `naive` is PPO with ratios
+to the policy that sampled (`proximal=none off_policy_correction=none`), all others have the default
+objective ([objectives](objectives.md)).
+
+{runs}
+
+{old}
+{naive}
+"""
+"""The two parts of the page."""
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +90,12 @@ def results() -> Iterator[dict[str, Any]]:
     """What was measured, by name of the run; written out at the end."""
     measured: dict[str, Any] = read_results("quickstart", {})
     yield measured
-    if ends := ends_of(measured, "synchronous"):
-        measured["synchronous mean"] = mean_of(ends)
-    if differences := differences_of(measured, OLD, FRESH):
-        measured["old minus fresh"] = mean_of(differences)
-    if differences := differences_of(measured, DECOUPLED, NAIVE_RUN):
-        measured["decoupled minus naive"] = mean_of(differences)
+    found = {
+        "synchronous mean": ends_of(measured, "synchronous"),
+        "old minus fresh": differences_of(measured, OLD, FRESH),
+        "decoupled minus naive": differences_of(measured, DECOUPLED, NAIVE_RUN),
+    }
+    measured |= {name: mean_of(values) for name, values in found.items() if values}
     write_results("quickstart", dict(sorted(measured.items())))
     TABLE.write_text(page_of(measured))
 
@@ -120,42 +142,18 @@ def mean_of(ends: list[float]) -> dict[str, Any]:
 
 def page_of(measured: dict[str, Any]) -> str:
     """docs/learning.md."""
-    lines = [
-        "# Does the quick start learn?",
-        "",
-        f"Held-out reward (greedy, {HELD_OUT_TASKS:,} tasks that no training saw) before and after "
-        "25 steps of",
-        "reinforcement learning, on two CPU cores. `make acceptance` measures it and writes this "
-        "page.",
-        "Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three seeds.",
-        "",
-        rows_of(measured, ("synchronous seed", "asynchronous seed")),
-        "",
-        said_of(measured, "synchronous mean", "Mean of the synchronous seeds"),
-    ]
-    if ends_of(measured, FRESH):
-        lines += ["", *ages_of(measured)]
-    return "\n".join(lines) + "\n"
-
-
-def ages_of(measured: dict[str, Any]) -> list[str]:
-    """The page's part on old tokens."""
-    return [
-        "## And from old tokens?",
-        "",
-        "The same warmed-up models and seeds, and batches of 8 tasks. `late`: rewards come 10 s "
-        "after the reply, and by",
-        "then the weights are as many steps on as the bound allows. `naive` is PPO with ratios to "
-        "the policy that",
-        "sampled (`proximal=none off_policy_correction=none`), "
-        "all others have the default objective "
-        "([objectives](objectives.md)).",
-        "",
-        rows_of(measured, ("small batches",)),
-        "",
-        said_of(measured, "old minus fresh", f"Bound {BOUND} minus bound 0, seed by seed"),
-        said_of(measured, "decoupled minus naive", "Decoupled minus naive, seed by seed"),
-    ]
+    page = LEARNS.format(
+        runs=rows_of(measured, ("synchronous seed", "asynchronous seed")),
+        mean=said_of(measured, "synchronous mean", "Mean of the synchronous seeds"),
+    )
+    if not ends_of(measured, FRESH):
+        return page
+    bound = f"Bound {BOUND} minus bound 0, seed by seed"
+    return page + AGES_MATTER.format(
+        runs=rows_of(measured, ("small batches",)),
+        old=said_of(measured, "old minus fresh", bound),
+        naive=said_of(measured, "decoupled minus naive", "Decoupled minus naive, seed by seed"),
+    )
 
 
 def rows_of(measured: dict[str, Any], kinds: tuple[str, ...]) -> str:
@@ -185,16 +183,9 @@ def said_of(measured: dict[str, Any], name: str, title: str) -> str:
 def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
     """Run a recipe to its end, its tasks and its demonstrations drawn with `seed`."""
     model = [f"sft.dataset.kwargs.seed={seed}"] if "sft=null" not in overrides else []
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "areal_hpc", "run", f"recipes/{recipe}.yaml"),
-            *(f"cluster.fileroot={fileroot}", f"seed={seed}"),
-            *(f"train_dataset.kwargs.seed={seed}", *model, *overrides),
-        ],
-        cwd=CHECKOUT,
-        check=True,
-        timeout=850,
-    )
+    seeded = (f"seed={seed}", f"train_dataset.kwargs.seed={seed}", *model)
+    command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={fileroot}")
+    said_by(areal_hpc(*command, *seeded, *overrides, timeout_s=850))
 
 
 def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, Any]:
@@ -204,7 +195,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
     run_recipe(recipe, seed, fileroot, *judged, *overrides)
     wall_s = time.monotonic() - began
     (metrics,) = fileroot.glob("quickstart/*/metrics.jsonl")
-    rows = read_lines(RunPaths(metrics.parent).metrics)
+    rows = read_lines(metrics)
     evaluated = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     trained = [row for row in rows if "reward/mean" in row]
     return {
@@ -213,9 +204,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "start": evaluated[0],
         "end": evaluated[rows[-1]["step"]],
         "end_interval": interval_of(evaluated[rows[-1]["step"]], HELD_OUT_TASKS),
-        "engine_trainer_max_abs_diff": max(
-            row["logprob/engine_trainer_max_abs_diff"] for row in trained
-        ),
+        "engine_trainer_max_abs_diff": max(row[LOGPROB_GAP] for row in trained),
         "compared_tokens": sum(row["logprob/compared_tokens"] for row in trained),
         "sampled_tokens": sum(row["tokens/sampled"] for row in trained),
         "staleness_max": max(row["staleness/max"] for row in trained),
@@ -227,15 +216,8 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
 
 def train_from(model: Path, seed: int, fileroot: Path, bound: int, *overrides: str) -> Any:
     """The quick start with small batches and a bound, from a model that is warmed up."""
-    return train(
-        "quickstart",
-        seed,
-        fileroot,
-        *("sft=null", "model.tiny=null", f"model.path={model}"),
-        f"rollout.max_head_offpolicyness={bound}",
-        *SMALL_BATCHES,
-        *overrides,
-    )
+    bounded = (f"rollout.max_head_offpolicyness={bound}", *SMALL_BATCHES)
+    return train("quickstart", seed, fileroot, *started_from(model), *bounded, *overrides)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

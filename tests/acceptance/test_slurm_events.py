@@ -7,8 +7,6 @@ node. After every event the audit must find no ticket lost and none trained twic
 `benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.slurm_run import SlurmRun
+from tests.acceptance.slurm_run import Sighting, SlurmRun
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.slurm_events_table import Row, record
 
@@ -59,6 +57,14 @@ def test_the_quick_start_learns_over_four_nodes(run: SlurmRun) -> None:
     assert rewards[-1] >= 0.80
 
 
+def keep(run: SlurmRun, name: str, sighting: Sighting, figures: Row) -> Row:
+    """Record an event: what the commands said in it, its figures, and the audit of now."""
+    said = {"status": sighting.state, "why": sighting.why}
+    row = {**said, **figures, "audit": run.audited()}
+    record("events", {name: row})
+    return row
+
+
 def is_away(run: SlurmRun, job: str) -> bool:
     return run.state(job) not in STOPPING
 
@@ -81,16 +87,13 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     sighting = run.sighting("trainer")
     resumed, stepped_at = run.await_generation_after(before)
     lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
+    figures = {
         "restarts": run.restarts("trainer"),
         "steps_lost": max(0, lost),
         "recovery_s": round(stepped_at - struck_at, 1),
         "first_step_s": round(stepped_at - run.started_at("trainer"), 1),
-        "audit": run.audited(),
     }
-    record("events", {name: row})
+    row = keep(run, name, sighting, figures)
     assert run.job_id("trainer") == job_id
     assert row["restarts"] == restarts + 1
     assert row["steps_lost"] <= COMMIT_EVERY_STEPS
@@ -159,15 +162,12 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     again_at = run.started_at(cell)
     whole_at = run.await_whole(since=run.await_ready(cell, again_at))
     meanwhile = {one.step for at, one, _ in run.published(struck_at) if at < whole_at}
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
+    figures = {
         "restarts": run.restarts(cell),
         "steps_meanwhile": len(meanwhile),
         "recovery_s": round(whole_at - struck_at, 1),
-        "audit": run.audited(),
     }
-    record("events", {name: row})
+    row = keep(run, name, sighting, figures)
     assert row["restarts"] == restarts + 1
     assert meanwhile, "the other cell goes on"
     # A task that ran on below a slurmd that was killed has given way.
@@ -208,13 +208,8 @@ def memory_runs_out(run: SlurmRun) -> None:
     sighting = run.sighting(died["role"])
     sealed = run.shards_of(died["role"])
     run.await_true(lambda: run.shards_of(died["role"]) > sealed)
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
-        "recovery_s": round(time.time() - struck_at, 1),
-        "audit": run.audited(),
-    }
-    record("events", {"out of memory": row})
+    figures = {"recovery_s": round(time.time() - struck_at, 1)}
+    keep(run, "out of memory", sighting, figures)
     assert "memory" in sighting.why
 
 
@@ -226,14 +221,11 @@ def cell_is_cancelled(run: SlurmRun, cell: str) -> None:
     run.await_true(lambda: run.state(cell) == "CANCELLED")
     sighting = run.sighting(cell)
     run.await_steps(COMMIT_EVERY_STEPS)
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
+    figures = {
         "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
         "recovery_s": None,
-        "audit": run.audited(),
     }
-    record("events", {"cell cancelled": row})
+    keep(run, "cell cancelled", sighting, figures)
 
 
 def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
@@ -259,15 +251,12 @@ def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     run.await_true(lambda: run.starts("evaluation") > starts)
     judged = len(run.judged())
     run.await_true(lambda: len(run.judged()) > judged)
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
+    figures = {
         "restarts": run.restarts("evaluation"),
         "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
         "recovery_s": round(time.time() - struck_at, 1),
-        "audit": run.audited(),
     }
-    record("events", {"evaluation preempted": row})
+    row = keep(run, "evaluation preempted", sighting, figures)
     steps = [step for step, _ in run.judged()]
     assert row["restarts"] == 1
     assert row["steps_meanwhile"] > 0, "training never waits"
@@ -293,15 +282,12 @@ def cancel_and_finish(run: SlurmRun) -> None:
     run.await_true(run.paths.finished_marker.exists)
     jobs = ("trainer", "cell-0", "cell-1")
     run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})
-    row: Row = {
-        "status": sighting.state,
-        "why": sighting.why,
+    figures = {
         "steps_lost": max(0, before.step - resumed),
         "recovery_s": round(stepped_at - called_at, 1),
         "first_step_s": round(stepped_at - run.started_at("trainer"), 1),
-        "audit": run.audited(),
     }
-    record("events", {"resumed": row})
+    row = keep(run, "resumed", sighting, figures)
     assert row["steps_lost"] == 0, "a graceful end checkpoints"
     assert "quickstart/slurm: finished" in run.areal_hpc("status", root)
     assert row["audit"].endswith("open=0")

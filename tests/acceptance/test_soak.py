@@ -3,14 +3,12 @@
 Writes `benchmarks/results/soak.json`.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -65,35 +63,28 @@ class Soak(KilledRun):
         """Live processes of the run and their roles."""
         found = {}
         for process in psutil.process_iter():
-            try:
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                text = " ".join([*process.cmdline(), *process.environ().values()])
-                if str(self.paths.root) in text or str(self.fileroot) in text:
-                    found[process] = role_of(process.cmdline())
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = process.cmdline()
+                text = " ".join([*command, *process.environ().values()])
+                is_ours = str(self.paths.root) in text or str(self.fileroot) in text
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process] = role_of(command)
         return {process: role for process, role in found.items() if role}
 
     def kill_one(self, chance: random.Random) -> None:
         """A role first, so that roles of many processes are not killed more often."""
-        members = self.members()
-        if not members:
-            return
-        role = chance.choice(sorted(set(members.values())))
-        victim = chance.choice([process for process, its in members.items() if its == role])
-        victim.kill()
-        self.killed[role] += 1
+        if members := self.members():
+            role = chance.choice(sorted(set(members.values())))
+            chance.choice([process for process, its in members.items() if its == role]).kill()
+            self.killed[role] += 1
 
     def weigh(self) -> None:
         """Note how much memory settled processes hold."""
         for process, role in self.members().items():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 if time.time() - process.create_time() > SETTLED_S:
                     held_mb = process.memory_info().rss / 1e6
                     self.resident_mb[role, process.pid].append(held_mb)
-            except psutil.NoSuchProcess:
-                continue
 
     def soak(self, seconds: float, chance: random.Random) -> None:
         """Kill for so long; give the command again whenever it gives up."""
@@ -144,24 +135,23 @@ class Soak(KilledRun):
         return {role: round(statistics.median(seen)) for role, seen in sorted(held.items())}
 
 
+ROLES = {
+    **{f"{name}.job": name for name in ("trainer", "ledger", "proxy", "rollout", "inference")},
+    "sglang::scheduler": "scheduler",
+    "sglang::detokenizer": "detokenizer",
+    "sglang_cpu": "server",
+    "checkpoints.writer_process": "writer",
+    "jobs.supervisor": "supervisor",
+    "submitit": "supervisor",
+    "areal_hpc run": "launcher",
+}
+"""By what is part of a command; the first that is counts."""
+
+
 def role_of(command: list[str]) -> str:
     """What a process is; empty if it is none of the run's own kinds."""
     text = " ".join(command)
-    for part in ("trainer.job", "ledger.job", "proxy.job", "rollout.job", "inference.job"):
-        if part in text:
-            return part.removesuffix(".job")
-    for part, role in (
-        ("sglang::scheduler", "scheduler"),
-        ("sglang::detokenizer", "detokenizer"),
-        ("sglang_cpu", "server"),
-        ("checkpoints.writer_process", "writer"),
-        ("jobs.supervisor", "supervisor"),
-        ("submitit", "supervisor"),
-        ("areal_hpc run", "launcher"),
-    ):
-        if part in text:
-            return role
-    return ""
+    return next((role for part, role in ROLES.items() if part in text), "")
 
 
 def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
@@ -176,14 +166,8 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
     said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
     await_none_left(run, 20.0)
     growth = run.growth()
-    write(run, verdict, steps, time.monotonic() - began, growth)
-    assert max(growth.values()) <= MOST_GROWTH, growth
-
-
-def write(run: Soak, verdict: str, steps: int, seconds: float, growth: dict[str, float]) -> None:
-    """Keep what was seen."""
-    seen: dict[str, Any] = {
-        "seconds": round(seconds),
+    seen = {
+        "seconds": round(time.monotonic() - began),
         "steps": steps,
         "launches": run.launches,
         "killed": dict(sorted(run.killed.items())),
@@ -193,3 +177,4 @@ def write(run: Soak, verdict: str, steps: int, seconds: float, growth: dict[str,
         "growth": {role: round(value, 3) for role, value in sorted(growth.items())},
     }
     write_results("soak", seen)
+    assert max(growth.values()) <= MOST_GROWTH, growth

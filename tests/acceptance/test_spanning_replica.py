@@ -1,6 +1,5 @@
 """A replica whose tensor-parallel ranks are on two nodes of a real Slurm, in a real run."""
 
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.commands import audit_of
 from tests.support.devclusters import Devcluster, Submitting, devcluster
 from tests.support.process_commands import command_of, is_scheduler
 from tests.support.run_files import events_of
@@ -37,16 +37,8 @@ def second_scheduler(run: Submitting) -> psutil.Process:
     """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
     config = str(run.paths.jobs_dir / "cell-0" / "follower-1.json")
     (follower,) = [one for one in psutil.process_iter() if config in command_of(one)]
-    below = follower.children(recursive=True)
-    found = [*filter(is_scheduler, below)]
-    assert len(found) == 1, [command_of(one) for one in below]
-    return found[0]
-
-
-def finish(waiting: subprocess.Popen[str]) -> str:
-    said, _ = waiting.communicate(timeout=600)
-    assert waiting.returncode == 0, said
-    return said
+    (found,) = filter(is_scheduler, follower.children(recursive=True))
+    return found
 
 
 def test_a_run_goes_on_when_one_node_loses_its_part(
@@ -61,16 +53,14 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     wait_for(lambda: len(events_of(run.paths, "replica_ready")) == 2, START_S)
     (died,) = events_of(run.paths, "replica_died")
     assert died["time"] - struck_at < 30, died
-    assert "step      8/8" in finish(waiting)
-
+    said, _ = waiting.communicate(timeout=600)
+    assert waiting.returncode == 0, said
+    assert "step      8/8" in said
     updates = events_of(run.paths, "weights_published")
     assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
     logs = run.paths.logs_dir / "latest" / "cell-0" / "restart_00"
-    parts = {path.name for path in logs.glob("replica-*.log")}
-    assert parts == {
-        f"replica-0.{incarnation}{part}.log" for incarnation in (1, 2) for part in ("", "-node-1")
-    }
+    parts = {f"replica-0.{start}{part}.log" for start in (1, 2) for part in ("", "-node-1")}
+    assert {path.name for path in logs.glob("replica-*.log")} == parts
     heads = [(logs / f"{name}.log").read_text().split()[1] for name in ("driver-0", "follower-1")]
     assert heads[0] != heads[1], "on one node"
-    audit = run.call("audit", str(run.paths.root))
-    assert "trained_once=32 duplicates=0 lost=0" in audit.stdout, audit.stdout + audit.stderr
+    assert "trained_once=32 duplicates=0 lost=0" in audit_of(run.paths.root, cluster.environ)

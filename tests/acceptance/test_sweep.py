@@ -45,12 +45,9 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
             *(*CUT_DOWN, *ONE_AFTER_ANOTHER),
             *("--sweep", f"trainer.optimizer.lr={','.join(RATES)}"),
         )
-        numbers = [
-            [one.job_id.split("_") for one in read_submissions(run.submissions)] for run in runs
-        ]
-        assert {tuple(array for array, _ in ids) for ids in numbers} == {
-            tuple(array for array, _ in numbers[0])
-        }, "one array for each job"
+        numbers = [[one.job_id for one in read_submissions(run.submissions)] for run in runs]
+        arrays = {tuple(number.split("_")[-2] for number in ids) for ids in numbers}
+        assert len(arrays) == 1, "one array for each job"
         wait_for(lambda: all(run.finished_marker.exists() for run in runs), 2000)
         wait_for(lambda: cluster.slurm("squeue", "-h") == "", 120)
         table = [line.split() for line in call(cluster, "list", str(fileroot)).splitlines()]

@@ -1,7 +1,5 @@
 """docs/tutorial.md, followed to the letter from the set-up on."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each party of an update dies, or hangs, in each phase of it; who survives, who waits how long."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import signal
@@ -177,14 +175,11 @@ class Field:
 
     def _process(self, party: str) -> psutil.Process:
         victim = self.cells[VICTIM]
-        match party:
-            case "server":
-                return victim.engine()
-            case "scheduler" | "scheduler, which hangs":
-                return victim.scheduler()
-            case "cell":
-                return psutil.Process(victim.job.pid)
-        return psutil.Process(self.sender.process.pid)
+        if party in ("scheduler", HANGING):
+            return victim.scheduler()
+        if party == "server":
+            return victim.engine()
+        return psutil.Process(victim.job.pid if party == "cell" else self.sender.process.pid)
 
     def clear_traps(self) -> None:
         """Forward everything again."""

@@ -1,7 +1,5 @@
 """AReaL's names, under its own import root and under ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT
 
 IMPORTS = """
@@ -44,23 +43,36 @@ assert areal_hpc.areal.api.cli_args.__spec__.name == "areal_hpc.areal.api.cli_ar
 """
 
 
+UNKNOWN = {
+    "import areal.api.workflows_api": "did you mean areal.api.workflow_api?",
+    "import areal.workflow.nothing_of_ours": "areal_hpc does not provide 'areal.workflow",
+    "from areal.api import AsyncRewardWraper": "cannot import name 'AsyncRewardWraper'",
+    "import areal.ledger.tickets": "areal_hpc does not provide 'areal.ledger",
+}
+TRIES = """
+for line in {lines}:
+    try:
+        exec(line)
+    except ImportError as error:
+        print(error)
+"""
+
+
 def python(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(text)
-    return subprocess.run(
-        [sys.executable, *arguments, str(script), "one", "two"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(tmp_path / "path")])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    path = os.pathsep.join([str(CHECKOUT), str(tmp_path / "path")])
+    words = (sys.executable, *arguments, script, "one", "two")
+    return run_program(*words, folder=tmp_path, environ={**os.environ, "PYTHONPATH": path})
 
 
-def test_names_are_found_under_our_root(tmp_path: Path) -> None:
-    answer = python(tmp_path, IMPORTS.format(root="areal_hpc.areal"))
-    assert answer.returncode == 0, answer.stderr
+def test_names_are_found_under_our_root_and_nothing_answers_for_areal_unasked(
+    tmp_path: Path,
+) -> None:
+    text = IMPORTS.format(root="areal_hpc.areal") + "print('found')\nimport areal"
+    answer = python(tmp_path, text)
+    assert answer.stdout == "found\n", answer.stderr
+    assert "No module named 'areal'" in answer.stderr
 
 
 @pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
@@ -69,28 +81,13 @@ def test_names_are_found_under_the_root_of_areal_on_request(
 ) -> None:
     asking = "" if way else "import areal_hpc.areal.import_hook\n"
     told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
-    answer = python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way)
-    assert answer.returncode == 0, answer.stderr
+    said_by(python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way))
 
 
-def test_nothing_answers_for_areal_unasked(tmp_path: Path) -> None:
-    answer = python(tmp_path, IMPORTS.format(root="areal_hpc.areal") + "import areal")
-    assert "No module named 'areal'" in answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("import areal.api.workflows_api", "did you mean areal.api.workflow_api?"),
-        ("import areal.workflow.nothing_of_ours", "areal_hpc does not provide 'areal.workflow"),
-        ("from areal.api import AsyncRewardWraper", "cannot import name 'AsyncRewardWraper'"),
-        ("import areal.ledger.tickets", "areal_hpc does not provide 'areal.ledger"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path, line: str, said: str) -> None:
-    answer = python(tmp_path, line, "-m", "areal_hpc.areal")
-    assert answer.returncode != 0
-    assert said in answer.stderr, answer.stderr
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    said = said_by(python(tmp_path, TRIES.format(lines=[*UNKNOWN]), "-m", "areal_hpc.areal"))
+    for found, expected in zip(said.splitlines(), UNKNOWN.values(), strict=True):
+        assert expected in found
 
 
 @pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])

@@ -6,17 +6,17 @@ Building them needs more than a test has, so pip is a stand-in that writes down 
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.slurm.container import IMAGE_ROOT, get_image_python
+from tests.support.commands import run_program, write_program
 from tests.support.environments import CHECKOUT
 
 CONTAINERS = CHECKOUT / "slurm" / "containers"
 ROLES = {"train": ["train"], "serve": ["serve", "agents"]}
-STAND_IN = r"""#!/bin/bash
+STAND_IN = r"""
 echo "$*" >>"$ASKED"
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
 """
@@ -25,19 +25,11 @@ if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
 def install(root: Path, *roles: str) -> tuple[int, list[str]]:
     """Run install.sh in a copy of the checkout's locks; its exit code and what pip was asked."""
     shutil.copytree(CHECKOUT / "requirements", root / "requirements")
-    python, asked = root / "python3", root / "asked"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+    python, asked = write_program(root / "python3", STAND_IN), root / "asked"
     asked.touch()
-    environ = {
-        **os.environ,
-        "PYTHON": str(python),
-        "ASKED": str(asked),
-        "AREAL_HPC_ROOT": str(root),
-    }
-    ended = subprocess.run(
-        ("bash", str(CONTAINERS / "install.sh"), *roles), env=environ, check=False
-    )
+    told = {"PYTHON": python, "ASKED": asked, "AREAL_HPC_ROOT": root}
+    environ = {**os.environ, **{name: str(path) for name, path in told.items()}}
+    ended = run_program("bash", CONTAINERS / "install.sh", *roles, environ=environ)
     return ended.returncode, asked.read_text().splitlines()
 
 
@@ -47,10 +39,8 @@ def test_every_role_gets_an_environment_from_its_lock(tmp_path: Path, roles: lis
     assert code == 0
     for role in roles:
         assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_ROOT)).is_file()
-        pins = tmp_path / (
-            ".venvs/serve/pins.txt" if role == "serve" else f"requirements/{role}.txt"
-        )
-        assert any(str(pins) in line for line in asked)
+        pins = ".venvs/serve/pins.txt" if role == "serve" else f"requirements/{role}.txt"
+        assert any(str(tmp_path / pins) in line for line in asked)
 
 
 def test_sglang_brings_its_own_pytorch_and_keeps_the_other_pins(tmp_path: Path) -> None:

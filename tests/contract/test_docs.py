@@ -10,14 +10,16 @@ import pytest
 
 from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
+from tests.support.package_sources import PACKAGE, sources
 
-PACKAGE = CHECKOUT / "areal_hpc"
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs"}
 
 DOCUMENTS = sorted(
     path for path in CHECKOUT.rglob("*.md") if not SKIPPED & set(path.relative_to(CHECKOUT).parts)
 )
 DECISIONS = sorted((CHECKOUT / "docs" / "decisions").glob("*.md"))
+GLOSSARY = (CHECKOUT / "docs" / "glossary.md").read_text()
+ARCHITECTURE = (CHECKOUT / "docs" / "architecture.md").read_text()
 TABLES_OF_NAMES = "0028-names.md"
 SECTIONS = ["Context", "Decision", "Consequences", "What would change our mind"]
 
@@ -40,23 +42,10 @@ def anchors(document: Path) -> set[str]:
     }
 
 
-def fences(document: Path) -> str:
-    return "\n".join(re.findall(r"^```.*?\n(.*?)^```", document.read_text(), re.M | re.S))
-
-
-def code_spans(document: Path) -> list[str]:
-    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
-    return re.findall(r"`([^`\n]+)`", prose)
-
-
-def repository_paths(text: str) -> Iterator[str]:
-    """What reads like a path below one of the checkout's folders."""
-    for found in re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]*)", text):
-        yield found.rstrip(".")
-
-
-def is_there(path: str) -> bool:
-    return any(CHECKOUT.glob(path.rstrip("/"))) if "*" in path else (CHECKOUT / path).exists()
+def code_of(document: Path) -> str:
+    """Its code blocks and, a line each, its code spans."""
+    text, fence = document.read_text(), re.compile(r"^```.*?\n(.*?)^```", re.M | re.S)
+    return "\n".join([*fence.findall(text), *re.findall(r"`([^`\n]+)`", fence.sub("", text))])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -73,81 +62,66 @@ def test_links_between_documents_resolve(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_paths_named_as_code_exist(document: Path) -> None:
-    named = {
-        path
-        for text in (fences(document), *code_spans(document))
-        for path in repository_paths(text)
-    }
-    assert sorted(path for path in named if not is_there(path)) == []
+    below = rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]*)"
+    named = {path.rstrip("./") for path in re.findall(below, code_of(document))}
+    assert [path for path in sorted(named) if not any(CHECKOUT.glob(path))] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_make_targets_named_as_code_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
-    lines = [*fences(document).splitlines(), *code_spans(document)]
-    named = {match[1] for line in lines if (match := re.match(r"\s*(?:\$ )?make ([a-z]+)", line))}
-    assert named <= targets
+    named = re.findall(r"^\s*(?:\$ )?make ([a-z]+)", code_of(document), re.MULTILINE)
+    assert targets.issuperset(named)
 
 
-def commands(document: Path) -> set[tuple[str, ...]]:
-    """The `areal-hpc` subcommands that a document shows, such as `("shards", "verify")`."""
-    shown = "\n".join([fences(document), *code_spans(document)])
-    return {
-        tuple(found.split())
-        for found in re.findall(r"(?:^|/|\$ )areal-hpc((?: [a-z]+(?= |$))+)", shown, re.MULTILINE)
-    }
+COMMANDS = {
+    found
+    for document in DOCUMENTS
+    for found in re.findall(r"(?:^|/|\$ )areal-hpc((?: [a-z]+(?= |$))+)", code_of(document), re.M)
+}
+"""The `areal-hpc` subcommands that documents show, such as ` shards verify`."""
+RUN_ELSEWHERE = {
+    f" bench {name}" for name in ("checkpoint", "packing", "proxy", "shards", "trainer", "weights")
+}
+"""Other tests run these benchmarks: to ask each for its help takes seconds, and proves less."""
 
 
-@pytest.mark.parametrize(
-    "command",
-    sorted({found for document in DOCUMENTS for found in commands(document)}),
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", sorted(COMMANDS - RUN_ELSEWHERE), ids=str.strip)
 def test_commands_named_as_code_exist(
-    command: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["areal-hpc"])
     with pytest.raises(SystemExit) as leaving:
-        main([*command, "--help"])
+        main([*command.split(), "--help"])
     assert leaving.value.code == 0
-    assert capfd.readouterr().out.startswith(f"usage: areal-hpc {' '.join(command)}")
+    assert capfd.readouterr().out.startswith(f"usage: areal-hpc{command}")
 
 
-def words() -> dict[str, tuple[str, list[str]]]:
-    """Glossary: word -> (meaning, words we do not use for it)."""
-    text = (CHECKOUT / "docs" / "glossary.md").read_text()
-    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \| (.*?) ?\|$", text, re.MULTILINE)
-    return {
-        word: (meaning, [other.strip() for other in others.split(",") if other.strip()])
-        for word, meaning, others in rows
-    }
+def split(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def words() -> dict[str, list[str]]:
+    """Of the glossary, each with those that we do not use for it."""
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| .+? \| (.*?) ?\|$", GLOSSARY, re.MULTILINE)
+    return {word: split(others) for word, others in rows}
 
 
 def test_the_glossary_is_sorted_and_says_each_word_once() -> None:
-    text = (CHECKOUT / "docs" / "glossary.md").read_text()
-    rows = re.findall(r"^\| \*\*(.+?)\*\*", text, re.MULTILINE)
+    rows = re.findall(r"^\| \*\*(.+?)\*\*", GLOSSARY, re.MULTILINE)
     assert len(rows) > 20
     assert rows == sorted(set(rows))
     assert rows == list(words())
 
 
 def test_every_word_of_the_glossary_is_used_in_the_package() -> None:
-    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py")).lower()
+    source = "\n".join(sources().values()).lower()
     unused = [
         word
         for word in words()
         if not re.search(rf"\b{'[-_ ]?'.join(re.split('[- ]', word.lower()))}", source)
     ]
     assert unused == []
-
-
-def replaced_words() -> set[str]:
-    """Those of the glossary's last column, and those that its first paragraph lists."""
-    text = (CHECKOUT / "docs" / "glossary.md").read_text()
-    listed = re.search(r"other\s+words for: ([\w,\s]+)\.", text)
-    assert listed
-    others = {other for _, others in words().values() for other in others}
-    return others | {word.strip() for word in listed[1].split(",")}
 
 
 def names_in(source: str) -> Iterator[str]:
@@ -163,27 +137,30 @@ def names_in(source: str) -> Iterator[str]:
             yield node.attr
 
 
-def replaced_names(path: Path, source: str) -> list[str]:
-    """Names of a module, its own included, that hold a word which the glossary replaces."""
-    replaced = replaced_words()
-    offences = []
-    for name in {path.stem, *names_in(source)}:
-        parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
-        if replaced.intersection(parts):
-            offences.append(f"{name_of(path)}: {name}")
-    return sorted(offences)
+def replaced_names(module: str, source: str) -> set[str]:
+    """Names of a module, its own included, that hold a word which the glossary replaces.
+
+    Those are in its last column, and in the list of its first paragraph.
+    """
+    listed = re.search(r"other\s+words for: ([\w,\s]+)\.", GLOSSARY)
+    assert listed
+    replaced = set(split(listed[1])).union(*words().values())
+    return {
+        name
+        for name in {Path(module).stem, *names_in(source)}
+        if replaced & {*re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")}
+    }
 
 
 def test_nothing_is_named_by_a_word_the_glossary_replaces() -> None:
-    found = [replaced_names(path, path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
-    assert [offence for offences in found for offence in offences] == []
+    found = {module: replaced_names(module, text) for module, text in sources().items()}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_a_replaced_word_is_found_in_any_name() -> None:
     source = "class CommitStore:\n    fate: str\n    def f(self, swap): self._custody = 1"
-    found = replaced_names(PACKAGE / "pulse.py", source)
-    names = [offence.partition(": ")[2] for offence in found]
-    assert names == ["CommitStore", "_custody", "fate", "pulse", "swap"]
+    found = replaced_names("view/pulse.py", source)
+    assert found == {"CommitStore", "_custody", "fate", "pulse", "swap"}
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
@@ -200,14 +177,12 @@ def test_a_decision_is_one_page_with_the_four_sections(decision: Path) -> None:
 
 
 def test_every_package_has_its_line_in_the_architecture() -> None:
-    text = (CHECKOUT / "docs" / "architecture.md").read_text()
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(re.findall(r"^\| `(\w+)/`", text, re.MULTILINE)) == packages
+    assert set(re.findall(r"^\| `(\w+)/`", ARCHITECTURE, re.MULTILINE)) == packages
 
 
 def test_each_walk_names_every_file_once_and_all_exist() -> None:
-    text = (CHECKOUT / "docs" / "architecture.md").read_text()
-    walks = text.split("## Three walks")[1].split("\n## ")[0].split("### ")[1:]
+    walks = ARCHITECTURE.split("## Three walks")[1].split("\n## ")[0].split("### ")[1:]
     for walk in walks:
         files = re.findall(r"`([\w/]+\.py)`", walk)
         assert len(files) == len(set(files)) > 20, walk.partition("\n")[0]

@@ -4,11 +4,9 @@ import ast
 import builtins
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from tests.support.environments import CHECKOUT
+from tests.support.package_sources import sources
 
-PACKAGE = CHECKOUT / "areal_hpc"
 NAMES_OF_OTHERS = """
 AHJ1 CONTAINER_PATH FloatTensor HOST_PATH InteractionCache PackedSeqParams SFT_JOBID Scheduler X
 apply_reward_discount chat_template_utils cpu_has_amx_support huggingface_hub ib0
@@ -26,11 +24,10 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                     yield statement.value
 
 
-def names_of(path: Path) -> set[str]:
+def names_of(tree: ast.Module) -> set[str]:
     """Whatever the code of a file binds, reads, imports or holds in a string."""
-    tree = ast.parse(path.read_text())
     prose = {id(text) for text in docstrings(tree)}
-    found = set(path.relative_to(PACKAGE).with_suffix("").parts)
+    found = set()
     for node in ast.walk(tree):
         for field in ("id", "attr", "arg", "name", "asname", "module"):
             if isinstance(value := getattr(node, field, None), str):
@@ -40,23 +37,23 @@ def names_of(path: Path) -> set[str]:
     return found
 
 
-def dead_names(source: str, known: set[str]) -> list[str]:
+def dead_names(tree: ast.Module, known: set[str]) -> list[str]:
     return [
         f"{text.lineno}: {name}"
-        for text in docstrings(ast.parse(source))
+        for text in docstrings(tree)
         for name in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`", str(text.value))
         if not known.issuperset(re.findall(r"\w+", name.removesuffix(".py")))
     ]
 
 
 def test_docstrings_name_what_there_is() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
-    known = set().union(*map(names_of, files), dir(builtins), NAMES_OF_OTHERS.split())
-    found = {str(path): dead_names(path.read_text(), known) for path in files}
-    assert not {path: dead for path, dead in found.items() if dead}
+    trees = {name: ast.parse(text) for name, text in sources().items()}
+    known = {*dir(builtins), *NAMES_OF_OTHERS.split(), *re.findall(r"\w+", " ".join(trees))}
+    known.update(*map(names_of, trees.values()))
+    found = {name: dead_names(tree, known) for name, tree in trees.items()}
+    assert not {name: dead for name, dead in found.items() if dead}
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    assert dead_names('"""See `rundir.paths`, `gone.paths`."""', {"rundir", "paths"}) == [
-        "1: gone.paths"
-    ]
+    tree = ast.parse('"""See `rundir.paths`, `gone.paths`."""')
+    assert dead_names(tree, {"rundir", "paths"}) == ["1: gone.paths"]

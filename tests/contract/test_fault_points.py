@@ -1,12 +1,9 @@
 """Every fault point stands at one place of the package, and a test uses each."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,20 +19,23 @@ from areal_hpc.wire.fault_points import (
     fault_point,
     parse_faults,
 )
+from tests.support.commands import run_program
 from tests.support.environments import CHECKOUT
+from tests.support.package_sources import sources
+from tests.support.waiting import wait_for
 
 
 def test_each_name_of_the_table_stands_at_one_place_of_the_package() -> None:
-    sources = (path.read_text() for path in (CHECKOUT / "areal_hpc").rglob("*.py"))
-    calls = Counter(name for text in sources for name in re.findall(r"fault_point\((.+?)\)", text))
+    calls = Counter(re.findall(r"fault_point\((.+?)\)", "\n".join(sources().values())))
     del calls["name: str"]  # its definition
     assert calls == {f'"{name}"': 1 for name in FAULT_POINTS}
 
 
 def test_each_name_is_used_by_a_test() -> None:
     own = Path(__file__)
-    texts = [path.read_text() for path in (CHECKOUT / "tests").rglob("*.py") if path != own]
-    assert [name for name in FAULT_POINTS if not any(f'"{name}' in text for text in texts)] == []
+    tests = (path.read_text() for path in (CHECKOUT / "tests").rglob("*.py") if path != own)
+    used = "\n".join(tests)
+    assert [name for name in FAULT_POINTS if f'"{name}' not in used] == []
 
 
 def test_the_variable_is_read_as_its_docstring_says() -> None:
@@ -60,9 +60,8 @@ def test_a_process_kills_itself_at_the_visit_that_is_named() -> None:
         "while not fault_point('proxy.generate'): print()"
     )
     environ = {**os.environ, "AREAL_HPC_FAULTS": "proxy.generate@3=kill"}
-    command = [sys.executable, "-uc", program]
-    done = subprocess.run(command, env=environ, cwd=CHECKOUT, stdout=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"\n\n")
+    done = run_program(sys.executable, "-uc", program, environ=environ)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "\n\n")
 
 
 def test_an_error_is_raised_at_the_point_alone() -> None:
@@ -82,9 +81,7 @@ def test_the_first_that_comes_is_held_while_the_file_is_there(tmp_path: Path) ->
     gate.touch()
     first = threading.Thread(target=injector.visit, args=("proxy.generate",))
     first.start()
-    while not held.exists() or not held.read_text():
-        time.sleep(0.001)
-    assert held.read_text() == str(os.getpid())
+    wait_for(lambda: held.exists() and held.read_text() == str(os.getpid()))
     injector.visit("proxy.generate")
     assert first.is_alive()
     gate.unlink()

@@ -1,22 +1,16 @@
 """What AReaL's users are told is what the code does."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 from areal_hpc.areal.config.translation import RULES
+from areal_hpc.cli.main import main
 from areal_hpc.recipe.base import get_section_class
 from areal_hpc.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent
-
-
-def migrate(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "areal_hpc", "migrate", str(config), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_every_key_of_a_recipe_that_a_rule_names_exists() -> None:
@@ -42,23 +36,34 @@ def is_a_key(name: str) -> bool:
     return last in model.model_fields  # type: ignore[attr-defined]
 
 
-def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(tmp_path: Path) -> None:
+def migrated(*arguments: object) -> int:
+    """The exit code of `areal-hpc migrate`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["migrate", *map(str, arguments)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "recipe.yaml"
-    answer = migrate(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", str(out))
-    assert answer.returncode == 0, answer.stderr
+    assert migrated(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", out) == 0
     assert "workflow: areal_hpc.areal.workflow.openai.math_agent.MathAgent" in out.read_text()
     assert "total_steps: 30" in out.read_text()
-    assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in answer.stdout
-    assert "Before it can run" not in answer.stdout
+    said = capsys.readouterr().out
+    assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in said
+    assert "Before it can run" not in said
 
 
-def test_what_is_no_configuration_of_areal_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_configuration_of_areal_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "other.yaml"
     config.write_text("model: {path: /m}\n")
-    answer = migrate(config)
-    assert answer.returncode == 78
-    assert "this is not an AReaL configuration" in answer.stderr
+    assert migrated(config) == 78
+    assert "this is not an AReaL configuration" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    assert migrate(tmp_path / "none.yaml").returncode == 78
+    assert migrated(tmp_path / "none.yaml") == 78

@@ -1,7 +1,5 @@
 """`import areal_hpc`: quick, complete and typed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run directory has one owner: only `areal_hpc/rundir/` spells the names inside it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -9,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import areal_hpc
 from areal_hpc.rundir import checkpoints, rendezvous
 from areal_hpc.rundir.paths import HELD, JobPaths, RunPaths, format_restart_dir, format_step_dir
+from tests.support.package_sources import sources
 
-PACKAGE = Path(areal_hpc.__file__).parent
 RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
@@ -46,39 +43,37 @@ MAKES_A_PATH = {"glob", "rglob", "joinpath", "with_name", "with_suffix"}
 FINDS_A_SERVICE = {"publish_endpoint", "find_endpoint", "await_endpoint", "remove_endpoint", "Peer"}
 
 
-def texts_of(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
-    """The strings that a node is, or is put together from."""
-    for one in ast.walk(node):
-        if isinstance(one, ast.Constant) and isinstance(one.value, str):
-            yield one, one.value
+def texts_of(*nodes: ast.AST) -> dict[int, str]:
+    """The strings that nodes are, or are put together from, by identity."""
+    parts = (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return {id(part): part.value for part in parts if isinstance(part.value, str)}
 
 
-def spellings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every string in a program that spells a name of the run directory."""
+def spellings(source: str) -> Iterator[str]:
+    """Every string in a program that spells a name of the run directory."""
     tree = ast.parse(source)
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     in_paths: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            in_paths |= {id(one) for one, _ in texts_of(node.right)}
+            in_paths |= texts_of(node.right).keys()
         elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in MAKES_A_PATH | FINDS_A_SERVICE:
-                in_paths |= {id(one) for part in node.args for one, _ in texts_of(part)}
-    for node, text in texts_of(tree):
-        if id(node) in documentation:
-            continue
-        known = NAMES if id(node) in in_paths else UNMISTAKABLE
-        if PREFIX.search(text) or not known.isdisjoint(re.split(r"[/\s]", text)):
-            yield node.lineno, text
+                in_paths |= texts_of(*node.args).keys()
+    for identity, text in texts_of(tree).items():
+        known = NAMES if identity in in_paths else UNMISTAKABLE
+        spells = PREFIX.search(text) or not known.isdisjoint(re.split(r"[/\s]", text))
+        if spells and identity not in documentation:
+            yield text
 
 
 def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
     found = {
-        (str(path.relative_to(PACKAGE)), text)
-        for path in PACKAGE.rglob("*.py")
-        if path.parent != PACKAGE / "rundir"
-        for _, text in spellings(path.read_text())
+        (module, text)
+        for module, source in sources().items()
+        if not module.startswith("rundir/")
+        for text in spellings(source)
     }
     assert found - OTHER_MEANINGS == set(), "take it from areal_hpc.rundir"
     assert found >= OTHER_MEANINGS, "an exception that nothing needs"
@@ -104,10 +99,10 @@ def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
 )
 def test_a_spelling_elsewhere_is_found(mutation: str) -> None:
     """In a real module, behind text that may say anything."""
-    source = (PACKAGE / "view" / "run_state.py").read_text()
+    source = sources()["view/run_state.py"]
     talk = '\n"""Not a spelling: COMPLETE, control-0."""  # nor is "trainer.json"\n'
     assert list(spellings(source + talk)) == []
-    assert len(list(spellings(f"{source}{talk}{mutation}\n"))) >= 1
+    assert list(spellings(f"{source}{talk}{mutation}\n"))
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,23 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.support.agents_table import locked, normal
+from tests.support.commands import only_programs, write_program
 from tests.support.environments import CHECKOUT
+from tests.support.package_sources import sources
+from tests.support.waiting import wait_for
 
 ROLES = ("serve", "train", "agents")
 ENVIRONMENTS = (*ROLES, "frameworks", "camel")
 FRAMEWORKS = ["openai-agents", "langchain", "anthropic"]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
-STAND_IN = r"""#!/bin/bash
+STAND_IN = r"""
 echo "$*" >>"$ASKED"
 case "$*" in
   *"import ensurepip"*) echo "$0" ;;
@@ -44,29 +47,21 @@ class Tree:
         self.root = root / "checkout"
         self.asked = root / "asked"
         self.pip_fails = root / "pip-fails"
-        self.python = root / "python"
+        self.python = write_program(root / "python", STAND_IN)
         (self.root / "requirements").mkdir(parents=True)
         shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
         for role in ENVIRONMENTS:
             self.lock(role).write_text("numpy==2.0.0\n")
         (self.root / "pyproject.toml").touch()
-        self.python.write_text(STAND_IN)
-        self.python.chmod(0o755)
 
     def lock(self, role: str) -> Path:
         return self.root / "requirements" / f"{role}.txt"
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        environ = {
-            **os.environ,
-            "AREAL_HPC_PYTHON": str(self.python),
-            "ASKED": str(self.asked),
-            "PIP_FAILS": str(self.pip_fails),
-            **variables,
-        }
+        told = {"AREAL_HPC_PYTHON": self.python, "ASKED": self.asked, "PIP_FAILS": self.pip_fails}
         return subprocess.Popen(
             [self.root / "scripts" / "setup.sh", *arguments],
-            env=environ,
+            env={**os.environ, **{name: str(path) for name, path in told.items()}, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -77,6 +72,12 @@ class Tree:
         process = self.start(*arguments, **variables)
         output, _ = process.communicate(timeout=60)
         return process.returncode, output
+
+    def refused(self, *arguments: str, **variables: str) -> str:
+        """What it says when it cannot."""
+        code, output = self.set_up(*arguments, **variables)
+        assert code == 78, output
+        return output
 
     def builds(self) -> list[str]:
         """Roles whose environment was made from nothing, in order."""
@@ -96,17 +97,8 @@ def test_a_second_set_up_does_nothing(tree: Tree) -> None:
     asked = tree.asked.read_text()
     assert tree.set_up("all") == (0, "")
     assert tree.asked.read_text() == asked
-
-
-def test_the_frameworks_are_set_up_for_tests_only(tree: Tree) -> None:
-    tree.set_up()
-    assert tree.set_up("tests")[0] == 0
+    assert tree.set_up("tests")[0] == 0  # they alone need the frameworks
     assert tree.builds() == list(ENVIRONMENTS)
-
-
-def test_one_role_can_be_set_up_alone(tree: Tree) -> None:
-    assert tree.set_up("agents")[0] == 0
-    assert tree.builds() == ["agents"]
 
 
 def test_a_changed_lock_builds_its_environment_again(tree: Tree) -> None:
@@ -129,8 +121,7 @@ def test_a_changed_pyproject_only_renews_the_package_itself(tree: Tree) -> None:
 
 def test_a_failed_set_up_shows_why_and_the_next_one_repairs_it(tree: Tree) -> None:
     tree.pip_fails.touch()
-    code, output = tree.set_up("agents")
-    assert code == 78
+    output = tree.refused("agents")
     assert "no such wheel" in output
     assert "agents environment is not complete" in output
     tree.pip_fails.unlink()
@@ -147,8 +138,8 @@ def test_two_set_ups_at_once_build_once(tree: Tree) -> None:
 
 def test_a_terminated_set_up_stops_its_installer(tree: Tree) -> None:
     process = tree.start("agents", PIP_TAKES_S="60")
-    while not (tree.asked.exists() and "-m pip install --no-deps -r" in tree.asked.read_text()):
-        time.sleep(0.02)
+    asked = tree.asked
+    wait_for(lambda: asked.exists() and "-m pip install --no-deps -r" in asked.read_text())
     process.terminate()
     # The output's pipe closes only when every process that holds it is gone.
     process.communicate(timeout=60)
@@ -158,58 +149,27 @@ def test_a_terminated_set_up_stops_its_installer(tree: Tree) -> None:
 
 
 def test_a_missing_python_is_named_with_the_command_that_installs_it(tree: Tree) -> None:
-    code, output = tree.set_up(AREAL_HPC_PYTHON="/nowhere/python3.11")
-    assert code == 78
+    output = tree.refused(AREAL_HPC_PYTHON="/nowhere/python3.11")
     assert "/nowhere/python3.11" in output
     assert "python3.11-venv" in output
 
 
 def test_missing_system_packages_are_named(tree: Tree, tmp_path: Path) -> None:
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name in (
-        "bash",
-        "cat",
-        "cut",
-        "dirname",
-        "env",
-        "getconf",
-        "head",
-        "mkdir",
-        "sha256sum",
-        "sort",
-        "tail",
-        "uname",
-    ):
-        found = shutil.which(name)
-        assert found
-        (commands / name).symlink_to(found)
-    code, output = tree.set_up(PATH=str(commands))
-    assert code == 78
+    basic = "bash cat cut dirname env getconf head mkdir sha256sum sort tail uname"
+    (tmp_path / "bin").mkdir()
+    output = tree.refused(PATH=only_programs(tmp_path / "bin", *basic.split()))
     assert "missing system packages: make gcc util-linux" in output
 
 
 def test_another_architecture_is_refused(tree: Tree, tmp_path: Path) -> None:
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    (commands / "uname").write_text('#!/bin/sh\n[ "$1" = -s ] && echo Linux || echo aarch64\n')
-    (commands / "uname").chmod(0o755)
-    code, output = tree.set_up(PATH=f"{commands}:{os.environ['PATH']}")
-    assert code == 78
+    (tmp_path / "bin").mkdir()
+    write_program(tmp_path / "bin" / "uname", '[ "$1" = -s ] && echo Linux || echo aarch64')
+    output = tree.refused(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert "this is Linux on aarch64" in output
 
 
 def test_an_unknown_role_is_refused(tree: Tree) -> None:
-    code, output = tree.set_up("serving")
-    assert code == 78
-    assert "serve|train|agents|frameworks|camel|all|tests" in output
-
-
-def locked(role: str) -> dict[str, str]:
-    """Package -> version of a lock."""
-    lines = (CHECKOUT / "requirements" / f"{role}.txt").read_text().splitlines()
-    pins = [line.split("==") for line in lines if not line.startswith("#")]
-    return {normal(name): version for name, version in pins}
+    assert "serve|train|agents|frameworks|camel|all|tests" in tree.refused("serving")
 
 
 @pytest.mark.parametrize("role", [*ENVIRONMENTS, "harnesses"])
@@ -224,11 +184,6 @@ def test_the_lock_of_npm_pins_what_the_public_registry_has() -> None:
     for package in packages:
         assert package["resolved"].startswith("https://registry.npmjs.org/")
         assert package["integrity"].startswith("sha512-")
-
-
-def normal(name: str) -> str:
-    """One spelling of a distribution's name."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def declared(*extras: str) -> set[str]:
@@ -254,8 +209,8 @@ def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) ->
 
 def test_everything_imported_is_declared() -> None:
     imported: set[str] = set()
-    for path in (CHECKOUT / "areal_hpc").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for text in sources().values():
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -270,11 +225,9 @@ def test_everything_imported_is_declared() -> None:
         "langchain_openai": ["langchain-openai"],
         "pydantic_core": ["pydantic"],  # a part of pydantic, which pins it exactly
     }
-    foreign = imported - sys.stdlib_module_names - {"areal_hpc"}
     allowed = declared("serve", "train", "agents", "camel", *FRAMEWORKS)
-    assert [
-        name for name in sorted(foreign) if not allowed & {normal(d) for d in origins.get(name, [])}
-    ] == []
+    for name in imported - sys.stdlib_module_names - {"areal_hpc"}:
+        assert not allowed.isdisjoint(map(normal, origins.get(name, []))), name
 
 
 def test_the_exact_pins_of_the_extras_are_those_of_the_locks() -> None:

@@ -4,8 +4,7 @@ Its versions are those of the locks, which the environments of the tests are mad
 `tests/integration/agents/test_versions.py` looks at what is installed there.
 """
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 
 from tests.support.environments import CHECKOUT
@@ -64,11 +63,16 @@ FRAMEWORKS = (
 )
 
 
+def normal(name: str) -> str:
+    """One spelling of a distribution's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def locked(environment: str) -> dict[str, str]:
     """Package -> version of an environment's lock."""
     lines = (CHECKOUT / "requirements" / f"{environment}.txt").read_text().splitlines()
-    pins = (line.split("==") for line in lines if "==" in line)
-    return {name.lower(): version for name, version in pins}
+    pins = (line.split("==") for line in lines if not line.startswith("#"))
+    return {normal(name): version for name, version in pins}
 
 
 def table() -> str:

@@ -1,7 +1,6 @@
 """Programs, run in the checkout to their end."""
 
-from __future__ import annotations
-
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -49,3 +48,19 @@ def said_by(ended: subprocess.CompletedProcess[str]) -> str:
 def audit_of(run_dir: Path, environ: Mapping[str, str] | None = None) -> str:
     """The last line of `areal-hpc audit`, which must find nothing at fault."""
     return said_by(areal_hpc("audit", run_dir, environ=environ)).splitlines()[-1]
+
+
+def write_program(path: Path, script: str) -> Path:
+    """A program for bash."""
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def only_programs(folder: Path, *names: str) -> str:
+    """A PATH that has these programs, besides those of the folder itself."""
+    for name in names:
+        found = shutil.which(name)
+        assert found, name
+        (folder / name).symlink_to(found)
+    return str(folder)

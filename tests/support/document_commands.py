@@ -5,13 +5,11 @@ an episode on the real stack. `refused`: no locked environment has the package, 
 what to install. `locked`: what it would install is in a locked environment.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.support.document_scenes import SCENES, Patch
+from tests.support.document_scenes import SCENES, Patch, patched
 from tests.support.documents import Block, blocks
 from tests.support.environments import CHECKOUT
 
@@ -44,10 +42,7 @@ class Command:
     def text_of(self, block: Block) -> str:
         """The block as it is run, with what stands around it."""
         text = "\n".join(part for part in (self.before, block.text, self.after) if part)
-        for patch in self.patches:
-            assert patch.old in text, f"{block.key} holds no {patch.old!r}"
-            text = text.replace(patch.old, patch.new)
-        return text
+        return patched(block, text, self.patches)
 
 
 def _shown(*keys: str) -> str:
@@ -78,9 +73,7 @@ COMMANDS = {
         "frameworks",
         (
             Patch(
-                "load_hf_tokenizer(config.tokenizer_path)",
-                "Folder(config.tokenizer_path)",
-                "transformers is not needed beside the Agents SDK",
+                "load_hf_tokenizer(", "Folder(", "transformers is not needed beside the Agents SDK"
             ),
         ),
         "openai-agents/trial0",

@@ -4,8 +4,6 @@
 made. A patch is the least change without which the block cannot run, as printed, anywhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from tests.support.documents import Block
@@ -20,6 +18,14 @@ class Patch:
     why: str
 
 
+def patched(block: Block, text: str, patches: tuple[Patch, ...]) -> str:
+    """The text of a block, and of what stands around it, as it is run."""
+    for patch in patches:
+        assert patch.old in text, f"{block.key} holds no {patch.old!r}"
+        text = text.replace(patch.old, patch.new)
+    return text
+
+
 @dataclass(frozen=True)
 class Scene:
     """One block on the stage."""
@@ -31,11 +37,7 @@ class Scene:
 
     def text_of(self, block: Block) -> str:
         """The block as it is run."""
-        text = block.text
-        for patch in self.patches:
-            assert patch.old in text, f"{block.key} holds no {patch.old!r}"
-            text = text.replace(patch.old, patch.new)
-        return text
+        return patched(block, block.text, self.patches)
 
 
 ELLIPSIS = "`...` stands for code of the reader's"
@@ -75,7 +77,7 @@ AGENTS = {
         after="assert await episode(MyAgent()) == 0.25",
     ),
     "custom_agents_zh:3": Scene(
-        patches=(Patch("str, float]\n", "str, float]: ...\n", "a signature without a body"),),
+        patches=(Patch("str, float]\n", "str, float]: ...\n", "a signature without a body"),)
     ),
     "custom_agents_zh:6": Scene(
         patches=(
@@ -88,9 +90,7 @@ AGENTS = {
         before="is_correct = True",
         patches=(
             Patch(
-                "    # ... agent logic ...\n",
-                f"    {INJECTED}    await client.{CALL}\n",
-                ELLIPSIS,
+                "    # ... agent logic ...\n", f"    {INJECTED}    await client.{CALL}\n", ELLIPSIS
             ),
         ),
         after='assert await episode(type("Agent", (), {"run": run})()) == 1.0',
@@ -124,7 +124,7 @@ AGENTS = {
         after="rewards = [one.reward for one in interactions.values()]\n"
         "assert rewards == [0.5 + 0.9 * 1.0, 1.0], rewards\n"
         "assert all(one.completion.id == name for name, one in interactions.items())\n"
-        "assert all(one.model_response.output_tokens for one in interactions.values())",
+        "assert all(one.model_response.output_tokens for one in interactions.values())"
     ),
     "openai_agents:14": Scene(
         before="my_reward_function = lambda text: float(len(text))",
@@ -211,7 +211,7 @@ FRAMEWORKS = {
     ),
     "agentic_rl:13": Scene(
         before="from areal.api.cli_args import GenerationHyperparameters\n"
-        "PreTrainedTokenizerFast = object",
+        "PreTrainedTokenizerFast = object"
     ),
     "agentic_rl:14": Scene(
         before="from areal.api.reward_api import AsyncRewardWrapper",

@@ -1,7 +1,5 @@
 """The table of docs/areal-documents.md; `tests.support.generated_tables` renews it."""
 
-from __future__ import annotations
-
 from tests.support.document_commands import COMMANDS, SMALL
 from tests.support.document_scenes import SCENES
 from tests.support.documents import Block, blocks

@@ -1,7 +1,5 @@
 """The code blocks of AReaL's guides, as tests/documents holds them byte for byte."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

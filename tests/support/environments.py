@@ -1,7 +1,5 @@
 """The checkout and the interpreters of its environments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]

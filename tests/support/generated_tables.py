@@ -1,7 +1,5 @@
 """The tables that are generated from the checkout: run this module to renew them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from areal_hpc.areal.config.translation import render_rule_table

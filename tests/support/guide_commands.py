@@ -1,7 +1,5 @@
 """Commands of the guides, typed into a shell in an environment of the agents'."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

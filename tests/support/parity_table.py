@@ -3,8 +3,6 @@
 The figures come from `tests/acceptance/test_parity.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tests.support.environments import CHECKOUT

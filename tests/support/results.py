@@ -1,7 +1,5 @@
 """What tests measured, below benchmarks/results."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -16,7 +14,11 @@ def read_results(name: str, nothing: Any) -> Any:
     return json.loads(path.read_text()) if path.exists() else nothing
 
 
-def write_results(name: str, measured: Any, *, indent: int = 2, sort_keys: bool = False) -> None:
+def write_results(name: str, measured: Any) -> None:
     """Put it in the place of what was measured before."""
-    text = json.dumps(measured, indent=indent, sort_keys=sort_keys)
-    (RESULTS_DIR / f"{name}.json").write_text(text + "\n")
+    (RESULTS_DIR / f"{name}.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def add_results(name: str, **figures: object) -> None:
+    """Put figures beside those that other tests have measured."""
+    write_results(name, read_results(name, {}) | figures)

@@ -3,8 +3,6 @@
 The figures come from `tests/acceptance/test_slurm_events.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support import results

@@ -1,7 +1,5 @@
 """Tables in documents that programs write, between two marks of the document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -43,10 +43,9 @@ async def server() -> AsyncIterator[ScriptedSGLang]:
 
 @asynccontextmanager
 async def client_of(
-    engine: ScriptedSGLang | EngineEndpoint | EngineAddress, **options: Any
+    engine: str | EngineEndpoint | EngineAddress, tokenizer: Any = None, **options: Any
 ) -> AsyncIterator[ArealOpenAI]:
-    place = engine.url if isinstance(engine, ScriptedSGLang) else engine
-    client = ArealOpenAI(place, options.pop("tokenizer", fast_tokenizer()), **options)
+    client = ArealOpenAI(engine, tokenizer or fast_tokenizer(), **options)
     try:
         yield client
     finally:
@@ -55,7 +54,7 @@ async def client_of(
 
 @pytest_asyncio.fixture
 async def client(server: ScriptedSGLang) -> AsyncIterator[ArealOpenAI]:
-    async with client_of(server) as client:
+    async with client_of(server.url) as client:
         yield client
 
 
@@ -72,7 +71,7 @@ async def two_turns(client: ArealOpenAI) -> tuple[str, str]:
 
 
 async def test_responses_are_recorded_like_completions(server: ScriptedSGLang) -> None:
-    async with client_of(server, chat_template_type="concat") as client:
+    async with client_of(server.url, chat_template_type="concat") as client:
         first = await client.responses.create(model="m", input="hi")
         history: Any = [HI, *(item.to_dict() for item in first.output), AGAIN]
         second = await client.responses.create(model="m", input=history)
@@ -90,7 +89,7 @@ async def test_the_second_turn_reads_what_the_first_one_said(
     letters = [token for text in "hello" for token in server.tokenizer.encode(text).ids]
     server.script = lambda request: Script("hello", output_ids=letters)
     tokenizer = fast_tokenizer() if source == "transformers" else write_model_dir(tmp_path / "m")
-    async with client_of(server, tokenizer=tokenizer) as client:
+    async with client_of(server.url, tokenizer=tokenizer) as client:
         ids = await two_turns(client)
         assert [one.interaction_id for one in client.tree] == [*ids]
         assert [one.reuse for one in client.tree] == ["none", "reused"]
@@ -196,7 +195,7 @@ async def test_tensors_have_the_shapes_and_types_that_trainers_of_areal_expect(
 async def test_concat_gives_a_row_per_leaf_and_trains_each_reply_once(
     server: ScriptedSGLang,
 ) -> None:
-    async with client_of(server, chat_template_type="concat") as client:
+    async with client_of(server.url, chat_template_type="concat") as client:
         first, second = await two_turns(client)
         reply: ChatCompletionMessageParam = {"role": "assistant", "content": "hello world"}
         third = await ask(client, HI, reply, {"role": "user", "content": "else"})
@@ -236,7 +235,7 @@ async def test_what_cannot_be_exported_is_refused(client: ArealOpenAI) -> None:
 
 
 async def test_streams_and_length_limits_are_those_of_the_proxy(server: ScriptedSGLang) -> None:
-    async with client_of(server, engine_max_tokens=64) as client:
+    async with client_of(server.url, engine_max_tokens=64) as client:
         create = client.chat.completions.create
         stream = await create(model="m", messages=[HI], stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -257,8 +256,7 @@ async def test_clients_of_one_engine_share_its_connections_but_nothing_else(
         clients = (one, two, three)
         await asyncio.gather(*(two_turns(client) for client in clients))
         assert [len(client.tree) for client in clients] == [2, 2, 2]
-        exported = [set(client.export_interactions()) for client in clients]
-        assert len(set.union(*exported)) == 6
+        assert len(set().union(*(client.export_interactions() for client in clients))) == 6
     await engine.close()
 
 
