@@ -1,7 +1,5 @@
 """Task sets are checked when they are made, not when an episode trips over them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every kind of source gives its rows; what is missing is named, with what to do about it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the example agents tell the model, and how they judge it, without a model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -77,13 +75,7 @@ def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
 def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     make_tiny_model(
-        paths.tiny_model_dir,
-        ["one two three"],
-        seed=1,
-        hidden=32,
-        heads=2,
-        kv_heads=2,
-        head_dim=16,
+        paths.tiny_model_dir, ["one two three"], seed=1, hidden=32, heads=2, kv_heads=2, head_dim=16
     )
     rows = [trajectory(number, tokens=6) for number in range(2)]
     shard = seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")

@@ -1,7 +1,5 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable
@@ -9,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.quickstart.task import (
-    demonstrations,
-    show_work,
-    train_tasks,
-    valid_tasks,
-    verify,
-)
+from examples.quickstart.task import demonstrations, show_work, train_tasks, valid_tasks, verify
 
 seeds = st.integers(0, 1000)
 

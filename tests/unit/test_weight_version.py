@@ -1,7 +1,5 @@
 """Weight versions: order, forms, and staleness over restarts of the trainer."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

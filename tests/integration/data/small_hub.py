@@ -1,7 +1,5 @@
 """A Hugging Face hub of one repository or more, over HTTP: the routes that downloads use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

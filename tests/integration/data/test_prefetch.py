@@ -1,7 +1,5 @@
 """`areal-hpc prefetch` against a hub on this machine: what is fetched, kept, recorded, refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The main of every process of a job, in a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

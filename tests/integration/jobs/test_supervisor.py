@@ -1,7 +1,5 @@
 """Real processes under a real submitit job: restarts, stops, and nothing left behind."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """A real ledger process that tests can kill and start again on the same run directory."""
 
-from __future__ import annotations
-
 import http.client
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """kill -9 at every point of a run, over real HTTP and a real file system."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

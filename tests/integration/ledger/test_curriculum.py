@@ -1,7 +1,5 @@
 """Tasks drawn by the user's function, by a ledger that is killed in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger's HTTP face: waiting, refusing, stopping."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,9 +257,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
         run(config)
 
 
-def test_a_lease_and_its_settle_cost_little_cpu(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
+def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: Callable[..., LedgerProcess]) -> None:
     rounds = 1000
     ledger = start_ledger(batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds)
     process = psutil.Process(ledger.process.pid)

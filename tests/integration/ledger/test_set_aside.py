@@ -1,19 +1,11 @@
 """Tickets that are not trained, or not as they were: written first, whatever is killed after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from areal_hpc.wire.ledger import (
-    Acknowledged,
-    BatchCounts,
-    DropRequest,
-    SettledTicket,
-    TicketRef,
-)
+from areal_hpc.wire.ledger import Acknowledged, BatchCounts, DropRequest, SettledTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess
 

@@ -1,7 +1,5 @@
 """The starts of a job are numbered; older ones and their processes learn that they are over."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from areal_hpc.ledger.evaluation import EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 

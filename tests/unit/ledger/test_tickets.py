@@ -1,7 +1,5 @@
 """Single situations of the ticket state machine, by name."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

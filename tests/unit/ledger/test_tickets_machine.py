@@ -5,20 +5,12 @@ state, checkpoints) and cells that go on working whatever the ledger thinks of t
 point is modelled by rebuilding the ledger from the disk alone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Literal, get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch

@@ -1,7 +1,5 @@
 """What is real apart from the ledger: cells that work, and a disk that survives."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

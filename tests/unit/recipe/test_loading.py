@@ -1,7 +1,5 @@
 """A recipe is read whole or refused with every problem it has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

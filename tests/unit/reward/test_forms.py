@@ -1,7 +1,5 @@
 """Rows as the data sets publish them become tasks that their reward functions can judge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

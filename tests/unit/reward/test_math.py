@@ -1,7 +1,5 @@
 """Answers are compared as mathematics, however large and however written."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a model's program cannot do. Every limit is run into."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last answer of a text is found in time proportional to the text."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

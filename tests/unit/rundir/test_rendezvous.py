@@ -1,7 +1,5 @@
 """Roles find one another through private files; generations are taken exclusively."""
 
-from __future__ import annotations
-
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor

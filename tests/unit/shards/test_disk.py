@@ -11,12 +11,7 @@ from areal_hpc.shards.disk_io import Buffer, write_all
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "file"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    buffers: list[Buffer] = [
-        b"ab",
-        np.array([], "<i4"),
-        np.array([1, 2], "<i4"),
-        memoryview(b"c"),
-    ]
+    buffers: list[Buffer] = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
     assert write_all(descriptor, buffers) == 11
     assert write_all(descriptor, [b"X"] * 3000, offset=20) == 3000
     os.close(descriptor)
