@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_hpc.wire.ledger import Acknowledged, DropRequest
+from areal_hpc.wire.ledger import DropRequest
 from tests.integration.ledger.ledger_process import LedgerProcess
 from tests.support.environments import CHECKOUT
 
@@ -33,7 +33,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(
     assert len(set(first)) == 2
     ledger.settle(ledger.seal([grant.ref for grant in trained]))
     drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
-    ledger.call("/drop", drop, Acknowledged)
+    ledger.order("/drop", drop)
     ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
     assert ledger.batch(1).settled == 1
     second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]

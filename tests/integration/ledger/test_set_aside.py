@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from areal_hpc.wire.ledger import Acknowledged, BatchCounts, DropRequest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchCounts, DropRequest, SettledTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess
 
@@ -55,7 +55,7 @@ def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess)
     assert len(refs) == 4
     drop = DropRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
     for _ in range(2):  # repeating it is harmless
-        ledger.call("/drop", drop, Acknowledged)
+        ledger.order("/drop", drop)
     ledger.restart()
     status = ledger.status()
     assert (status.filtered, status.dropped) == (1, 0)

@@ -1,5 +1,6 @@
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,10 +42,6 @@ def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line may be there although the storage refused: a restarted ledger would believe it."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError("no space left for the log of the storage")
-
     asked: list[int] = []
 
     def another_each_time(known: dict[str, Any]) -> Any:
@@ -53,7 +50,7 @@ def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
 
     tasks = curriculum(tmp_path, another_each_time)
     with monkeypatch.context() as storage:
-        storage.setattr("os.fsync", refuse)
+        storage.setattr("os.fsync", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
             tasks.task_of(0)
     task = tasks.task_of(0)
