@@ -3,6 +3,7 @@
 import http.client
 import multiprocessing
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -221,3 +222,7 @@ class LedgerProcess:
 
     def status(self) -> LedgerStatus:
         return self.call("/status", Empty(), LedgerStatus)
+
+
+StartLedger = Callable[..., LedgerProcess]
+"""Starts one with the settings given; it ends with the test."""

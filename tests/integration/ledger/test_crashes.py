@@ -14,7 +14,7 @@ from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRequest, TicketRef
-from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
 Reply = TypeVar("Reply")
 
@@ -82,7 +82,7 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
 
 
 def test_tickets_of_a_silent_cell_are_issued_again_and_its_late_settle_counts_once(
-    start_ledger: Callable[..., LedgerProcess],
+    start_ledger: StartLedger,
 ) -> None:
     ledger = start_ledger(cell_timeout_s=SHORT_TIMEOUT_S, total_steps=2)
     ledger.open_generation()
@@ -142,7 +142,7 @@ def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_ov
 
 
 def test_a_zombie_cannot_form_a_batch_or_publish_once_a_newer_generation_is_on_disk(
-    start_ledger: Callable[..., LedgerProcess],
+    start_ledger: StartLedger,
 ) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
     ledger = start_ledger(total_steps=2, max_head_offpolicyness=1)
@@ -181,7 +181,7 @@ def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
 
 
 def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(
-    start_ledger: Callable[..., LedgerProcess],
+    start_ledger: StartLedger,
 ) -> None:
     steps, batch_size = 60, 4
     ledger = start_ledger(

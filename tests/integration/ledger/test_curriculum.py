@@ -1,12 +1,11 @@
 """Tasks drawn by the user's function, by a ledger that is killed in between."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from areal_hpc.wire.ledger import DropRequest
-from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.integration.ledger.ledger_process import StartLedger
 from tests.support.environments import CHECKOUT
 
 CURRICULUM = {
@@ -22,9 +21,7 @@ def untried(known: dict[str, Any]) -> Any:
     return np.isnan(known["reward"])
 
 
-def test_groups_that_are_over_decide_what_is_drawn_next(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
+def test_groups_that_are_over_decide_what_is_drawn_next(start_ledger: StartLedger) -> None:
     ledger = start_ledger(n_train_tasks=4, **CURRICULUM)
     ledger.open_generation()
     trained = ledger.grants("cell-0", tickets=1)
@@ -41,9 +38,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(
     assert len((ledger.paths.root / "curriculum.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_curriculum_that_fails_is_told_to_the_trainer(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
+def test_a_curriculum_that_fails_is_told_to_the_trainer(start_ledger: StartLedger) -> None:
     ledger = start_ledger(n_train_tasks=2, **CURRICULUM)
     ledger.open_generation()
     ledger.form_batch(1)

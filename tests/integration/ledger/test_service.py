@@ -1,7 +1,7 @@
 """The ledger's HTTP face: waiting, refusing, stopping."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
-from tests.integration.ledger.ledger_process import LedgerProcess, config_of
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger, config_of
 
 WAIT_S = 50.0
 """What waits ends after so long without news."""
@@ -37,7 +37,7 @@ RARE_SWEEPS = {"cell_timeout_s": 3000.0}
 
 
 @pytest.fixture
-def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+def ledger(start_ledger: StartLedger) -> LedgerProcess:
     return start_ledger(**RARE_SWEEPS)
 
 
@@ -123,7 +123,7 @@ def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProce
 
 
 def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
-    start_ledger: Callable[..., LedgerProcess],
+    start_ledger: StartLedger,
 ) -> None:
     ledger = start_ledger(max_head_offpolicyness=1, **RARE_SWEEPS)
     ledger.open_generation()
@@ -249,7 +249,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
         run(config_of(tmp_path / "file" / "run"))
 
 
-def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: Callable[..., LedgerProcess]) -> None:
+def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> None:
     rounds = 300
     ledger = start_ledger(batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds)
     process = psutil.Process(ledger.process.pid)

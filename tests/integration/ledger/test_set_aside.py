@@ -1,17 +1,15 @@
 """Tickets that are not trained, or not as they were: written first, whatever is killed after."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
 from areal_hpc.wire.ledger import BatchCounts, DropRequest, SettledTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
 
 @pytest.fixture
-def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+def ledger(start_ledger: StartLedger) -> LedgerProcess:
     started = start_ledger(max_head_offpolicyness=1, stale_groups="requeue")
     started.open_generation()
     return started
