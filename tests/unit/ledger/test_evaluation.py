@@ -2,17 +2,6 @@ from areal_hpc.ledger.evaluation import EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 
 
-def test_every_task_is_leased_once_and_the_mean_waits_for_the_last() -> None:
-    evaluation = EvaluationState(step=3, n_tasks=2)
-    refs = evaluation.lease("a", 9, 0.0)
-    assert refs == [TicketRef(0, 1, 3), TicketRef(1, 1, 3)]
-    assert evaluation.lease("b", 9, 0.0) == []
-    assert evaluation.settle(refs[0], 1.0)
-    assert evaluation.mean_reward is None
-    assert evaluation.settle(refs[1], 0.0)
-    assert evaluation.mean_reward == 0.5
-
-
 def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
     evaluation = EvaluationState(step=0, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
@@ -57,11 +46,3 @@ def test_a_late_result_saves_the_second_run() -> None:
     evaluation.expire(10.0)
     assert evaluation.settle(ref, 1.0)
     assert evaluation.pending == 0
-
-
-def test_a_failed_task_scores_zero_and_keeps_its_reason() -> None:
-    evaluation = EvaluationState(step=0, n_tasks=1)
-    (ref,) = evaluation.lease("a", 1, 0.0)
-    evaluation.fail(ref, "timed out")
-    assert evaluation.mean_reward == 0.0
-    assert evaluation.failures == {0: "timed out"}

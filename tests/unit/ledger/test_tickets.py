@@ -10,26 +10,13 @@ from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
-from tests.unit.ledger.ticket_world import rebuilt, settled
+from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
 
 def policy(
     batch_size: int = 2, offpolicyness: int = 0, concurrent: int = 100, total_steps: int = 10
 ) -> TicketPolicy:
     return TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, cell_timeout_s=30.0)
-
-
-def form_batch(tickets: TicketTable) -> BatchManifest:
-    manifest = form_next_batch(tickets, generation=1)
-    assert manifest is not None
-    tickets.record_batch(manifest)
-    return manifest
-
-
-def fill_batch(tickets: TicketTable) -> BatchManifest:
-    for ref in tickets.lease("a", 2, 0.0):
-        tickets.settle(settled(ref))
-    return form_batch(tickets)
 
 
 def test_synchronous_training_generates_one_batch_per_published_step() -> None:
@@ -40,10 +27,22 @@ def test_synchronous_training_generates_one_batch_per_published_step() -> None:
     assert len(tickets.lease("a", 9, 0.0)) == 2
 
 
-@pytest.mark.parametrize("offpolicyness", [0, 1, 4])
-def test_generation_runs_ahead_by_the_allowed_number_of_batches(offpolicyness: int) -> None:
-    tickets = TicketTable(policy(offpolicyness=offpolicyness))
-    assert len(tickets.lease("a", 100, 0.0)) == 2 * (offpolicyness + 1)
+@pytest.mark.parametrize(
+    ("limits", "granted"),
+    [
+        *((policy(offpolicyness=steps), 2 * (steps + 1)) for steps in (0, 1, 4)),
+        (policy(offpolicyness=4, concurrent=3), 3),
+        (policy(offpolicyness=4, total_steps=2), 4),
+    ],
+)
+def test_as_many_run_as_staleness_concurrency_and_need_allow_and_one_that_is_dropped_is_replaced(
+    limits: TicketPolicy, granted: int
+) -> None:
+    tickets = TicketTable(limits)
+    refs = tickets.lease("a", 100, 0.0)
+    assert len(refs) == granted
+    assert tickets.drop(DroppedTicket(refs[0], "boom"))
+    assert tickets.lease("a", 100, 0.0) == [TicketRef(granted, 1)]
 
 
 def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
@@ -54,13 +53,6 @@ def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
     assert len(tickets.lease("a", 100, 0.0)) == 1
 
 
-def test_a_dropped_ticket_is_replaced_by_a_new_one() -> None:
-    tickets = TicketTable(policy())
-    refs = tickets.lease("a", 9, 0.0)
-    assert tickets.drop(DroppedTicket(refs[0], "boom"))
-    assert [ref.ticket_id for ref in tickets.lease("a", 9, 0.0)] == [2]
-
-
 def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     tickets = TicketTable(policy())
     (old, _) = tickets.lease("a", 9, 0.0)
@@ -68,14 +60,6 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     tickets.lease("b", 9, 31.0)
     assert not tickets.drop(DroppedTicket(old, "boom"))
     assert tickets.leased == 2
-
-
-def test_the_run_ends_with_nothing_issued_in_vain() -> None:
-    tickets = TicketTable(policy(offpolicyness=4, total_steps=2))
-    refs = tickets.lease("a", 100, 0.0)
-    assert len(refs) == 4
-    tickets.drop(DroppedTicket(refs[0], "boom"))
-    assert len(tickets.lease("a", 100, 0.0)) == 1
 
 
 def test_batches_take_tickets_in_the_order_they_settled() -> None:
@@ -200,16 +184,20 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
 
 
-@pytest.mark.parametrize("steps", [[2], [1, 3], [1, 1]])
-def test_manifests_with_a_gap_are_refused(steps: list[int]) -> None:
-    batches = [BatchManifest(step, 1, [settled(TicketRef(i, 1))]) for i, step in enumerate(steps)]
-    with pytest.raises(ClusterError, match=f"the manifest of step {len(steps)} is missing"):
-        rebuilt(AHEAD, manifests=batches)
-
-
-def test_a_ticket_in_two_batches_is_refused() -> None:
-    batches = [BatchManifest(step, 1, [settled(TicketRef(0, 1))]) for step in (1, 2)]
-    with pytest.raises(ClusterError, match="batches of steps 1 and 2"):
+@pytest.mark.parametrize(
+    ("steps_and_tickets", "said"),
+    [
+        ([(2, 0)], "the manifest of step 1 is missing"),
+        ([(1, 0), (3, 1)], "the manifest of step 2 is missing"),
+        ([(1, 0), (1, 1)], "the manifest of step 2 is missing"),
+        ([(1, 0), (2, 0)], "batches of steps 1 and 2"),
+    ],
+)
+def test_manifests_with_a_gap_or_a_ticket_in_two_are_refused(
+    steps_and_tickets: list[tuple[int, int]], said: str
+) -> None:
+    batches = [BatchManifest(at, 1, [settled(TicketRef(i, 1))]) for at, i in steps_and_tickets]
+    with pytest.raises(ClusterError, match=said):
         rebuilt(AHEAD, manifests=batches)
 
 

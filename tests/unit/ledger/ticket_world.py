@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.drops import DroppedTicket
@@ -40,6 +41,21 @@ def rebuilt(
         settled=settled,
         grants_from_s=grants_from_s,
     )
+
+
+def form_batch(tickets: TicketTable) -> BatchManifest:
+    """The next batch, which must be complete."""
+    manifest = form_next_batch(tickets, generation=1)
+    assert manifest is not None
+    tickets.record_batch(manifest)
+    return manifest
+
+
+def fill_batch(tickets: TicketTable) -> BatchManifest:
+    """The next batch, of what is settled and of fresh tickets."""
+    for ref in tickets.lease("b", tickets.policy.batch_size - tickets.settled, 0.0):
+        tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
+    return form_batch(tickets)
 
 
 @dataclass
