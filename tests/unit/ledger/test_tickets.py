@@ -62,25 +62,21 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     assert tickets.leased == 2
 
 
-def test_batches_take_tickets_in_the_order_they_settled() -> None:
+def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothing() -> None:
     tickets = TicketTable(policy(batch_size=3))
     a, b, c = tickets.lease("a", 3, 0.0)
     for ref in (c, a, b):
         tickets.settle(settled(ref))
+    asked = form_next_batch(tickets, generation=1)
+    assert tickets.settled == 3
     assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
+    assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])
 
 
-def test_asking_for_a_batch_changes_nothing_until_it_is_recorded() -> None:
-    tickets = TicketTable(policy())
-    for ref in tickets.lease("a", 2, 0.0):
-        tickets.settle(settled(ref))
-    assert form_next_batch(tickets, 1) == form_next_batch(tickets, 1)
-    assert tickets.settled == 2
-
-
-def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> None:
+def test_tickets_of_a_silent_cell_finished_or_not_come_first_and_need_no_own_room() -> None:
     tickets = TicketTable(policy(offpolicyness=1))
     lost = tickets.lease("a", 2, 0.0)
+    tickets.report("a", lost[:1], lost[1:], 0.0)
     kept = tickets.lease("b", 2, 0.0)
     tickets.report("b", kept, [], 30.0)
     assert tickets.expire(31.0) == 2
@@ -95,14 +91,6 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     tickets.report("a", [kept], [], 1.0)
     assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
     assert tickets.state_of(kept.ticket_id) == "leased"
-
-
-def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:
-    tickets = TicketTable(policy())
-    refs = tickets.lease("a", 2, 0.0)
-    tickets.report("a", [], refs, 1.0)
-    tickets.expire(32.0)
-    assert [ref.attempt for ref in tickets.lease("b", 2, 32.0)] == [2, 2]
 
 
 def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
