@@ -39,10 +39,12 @@ def one_conversation(given: Sequence[float | None]) -> InteractionTree:
     return tree
 
 
-def conversations_in_turn(given: Sequence[float | None]) -> InteractionTree:
+def conversations(*calls: tuple[float, float, float | None]) -> InteractionTree:
+    """One of a single call each, as (asked at, answered at, reward)."""
     tree = InteractionTree()
-    for number, reward in enumerate(given):
-        say(tree, [user(f"agent {number}")], "x", during=(number, number + 0.5)).reward = reward
+    for number, (asked_at, answered_at, reward) in enumerate(calls):
+        call = say(tree, [user(f"agent {number}")], "x", during=(asked_at, answered_at))
+        call.reward = reward
     return tree
 
 
@@ -55,18 +57,16 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
     expected = [last]
     for reward in reversed(earlier):
         expected.insert(0, (reward or 0.0) + discount * expected[0])
-    for tree in (one_conversation(given_rewards), conversations_in_turn(given_rewards)):
+    in_turn = [(at, at + 0.5, reward) for at, reward in enumerate(given_rewards)]
+    for tree in (one_conversation(given_rewards), conversations(*in_turn)):
         assert totals(tree, discount) == pytest.approx(expected)
         assert totals(tree, discount, "chronological") == pytest.approx(expected)
 
 
-def test_several_children_pass_on_their_mean() -> None:
+def test_several_children_pass_on_their_mean_but_for_those_that_nobody_judged() -> None:
     tree, _ = branches(1.0, 0.0)
     assert totals(tree) == [0.25, 1.0, 0.0]
     assert totals(tree, rule="chronological") == [0.5, 1.0, 0.0]
-
-
-def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
     tree, _ = branches(None, 1.0)
     assert totals(tree) == [0.5, None, 1.0]
 
@@ -82,21 +82,19 @@ def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
     assert totals(tree, rule="chronological") == [0.125, 0.25, 0.5, -1.0]
 
 
-def test_a_sibling_that_waited_its_turn_is_still_a_sibling() -> None:
-    tree = InteractionTree()
-    say(tree, [user("long")], "x", during=(0, 9))
-    say(tree, [user("short")], "x", during=(0, 3))
-    say(tree, [user("third")], "x", during=(3, 6)).reward = 1.0
-    assert totals(tree) == [None, None, 1.0]
-
-
-def test_who_divides_the_work_and_who_joins_it_share_the_reward() -> None:
-    tree = InteractionTree()
-    say(tree, [user("divide")], "x", during=(0, 1))
-    say(tree, [user("search a")], "x", during=(1, 4))
-    say(tree, [user("search b")], "x", during=(1, 3))
-    say(tree, [user("join")], "x", during=(5, 6)).reward = 1.0
-    assert totals(tree) == [0.25, 0.5, 0.5, 1.0]
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([(0, 9, None), (0, 3, None), (3, 6, 1.0)], [None, None, 1.0]),
+        ([(0, 1, None), (1, 4, None), (1, 3, None), (5, 6, 1.0)], [0.25, 0.5, 0.5, 1.0]),
+        ([(0, 0, None), (0, 0, None), (0, 0, 1.0)], [0.25, 0.5, 1.0]),
+    ],
+    ids=["a sibling waits its turn", "divide and join", "without times, as completed"],
+)
+def test_what_overlaps_another_is_its_sibling_and_what_comes_later_its_child(
+    calls: list[tuple[float, float, float | None]], expected: list[float | None]
+) -> None:
+    assert totals(conversations(*calls)) == expected
 
 
 def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch() -> None:
@@ -110,14 +108,6 @@ def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_
     assert totals(tree) == [1.0, None]
     assert totals(tree, rule="chronological") == [1.0, 0.0]
     assert totals(InteractionTree()) == []
-
-
-def test_interactions_without_times_follow_one_another_as_they_were_completed() -> None:
-    tree = InteractionTree()
-    for text in ("a", "b", "c"):
-        say(tree, [user(text)], "x")
-    tree.last.reward = 1.0
-    assert totals(tree) == [0.25, 0.5, 1.0]
 
 
 def test_earnings_stay_within_what_a_shard_can_hold() -> None:
@@ -139,17 +129,12 @@ def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out()
     assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]
 
 
-def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
+def test_replies_that_were_extended_rewarded_or_sampled_side_by_side_are_no_orphans() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
     say(tree, [user("a"), assistant("one"), user("b")], "x", during=(4, 5))
     say(tree, [user("a")], "three", during=(6, 7))
-    assert find_retry_orphans(tree) == frozenset()
-
-
-def test_replies_sampled_side_by_side_are_no_orphans() -> None:
-    tree = InteractionTree()
-    for text in ("one", "two"):
-        say(tree, [user("a")], text, during=(0, 1))
+    for text in ("one", "two"):  # sampled side by side
+        say(tree, [user("b")], text, during=(8, 9))
     assert find_retry_orphans(tree) == frozenset()
