@@ -122,16 +122,9 @@ class LedgerProcess:
         """A call that is acknowledged."""
         self.call(route, request, Acknowledged)
 
-    def call_later(
-        self, route: str, request: msgspec.Struct, reply: type[Reply]
-    ) -> Future[tuple[Reply, float]]:
-        """The call in a thread; the result carries the time at which the answer came."""
-
-        def timed() -> tuple[Reply, float]:
-            answer = self.call(route, request, reply)
-            return answer, time.monotonic()
-
-        return self.threads.submit(timed)
+    def call_later(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Future[Reply]:
+        """The call, in a thread."""
+        return self.threads.submit(self.call, route, request, reply)
 
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
         """A call that waits at the ledger on return; its answer comes by this connection."""

@@ -94,6 +94,7 @@ def test_tickets_of_a_silent_cell_are_issued_again_and_its_late_settle_counts_on
     manifest = ledger.batch(1).manifest
     assert manifest is not None
     assert [ticket.ref for ticket in manifest.tickets] == old
+    ledger.settle(ledger.seal(old, "cell-0"), "cell-0")
     assert ledger.status().settled == 0
 
 

@@ -62,11 +62,8 @@ def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
     waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S), LeaseReply)
     time.sleep(0.1)
     assert not waiting.done(), "synchronous training must not run ahead of the published step"
-    published_at = time.monotonic()
     ledger.publish(1)
-    reply, answered_at = waiting.result(WAIT_S)
-    assert len(reply.grants) == 2
-    assert answered_at - published_at < PROMPT_S
+    assert len(waiting.result(PROMPT_S).grants) == 2
 
 
 def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
@@ -78,11 +75,8 @@ def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
     ledger.settle([first])
     time.sleep(0.1)
     assert not waiting.done()
-    settled_at = time.monotonic()
     ledger.settle([second])
-    reply, answered_at = waiting.result(WAIT_S)
-    assert reply.manifest is not None
-    assert answered_at - settled_at < PROMPT_S
+    assert waiting.result(PROMPT_S).manifest is not None
 
 
 def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> None:
@@ -133,9 +127,9 @@ def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
     time.sleep(0.1)
     assert not cell.done(), "nobody waits: the shard may still grow"
     trainer = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
-    assert cell.result(PROMPT_S)[0].seal_now
+    assert cell.result(PROMPT_S).seal_now
     ledger.settle(ledger.seal(refs))
-    assert trainer.result(PROMPT_S)[0].manifest is not None
+    assert trainer.result(PROMPT_S).manifest is not None
 
 
 def test_agents_that_only_fail_are_reported_to_the_trainer_at_once_and_not_again_after_a_restart(
@@ -146,9 +140,9 @@ def test_agents_that_only_fail_are_reported_to_the_trainer_at_once_and_not_again
     for _ in range(2):
         for grant in ledger.grants():
             ledger.drop(grant.ref, "ZeroDivisionError in solve()")
-    reply, _ = waiting.result(PROMPT_S)
-    assert "4 tickets in a row" in reply.trouble
-    assert "ZeroDivisionError in solve()" in reply.trouble
+    trouble = waiting.result(PROMPT_S).trouble
+    assert "4 tickets in a row" in trouble
+    assert "ZeroDivisionError in solve()" in trouble
     ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
     assert ledger.batch(1).trouble == ""
     assert ledger.status().dropped == 4

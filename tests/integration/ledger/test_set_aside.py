@@ -54,6 +54,7 @@ def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess)
     drop = DropRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
     for _ in range(2):  # repeating it is harmless
         ledger.order("/drop", drop)
+    assert len(ledger.lease(held=refs[1:]).grants) == 1
     ledger.restart()
     status = ledger.status()
     assert (status.filtered, status.dropped) == (1, 0)

@@ -130,18 +130,6 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, sa
     assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
 
 
-def test_a_filtered_ticket_gives_its_place_to_another() -> None:
-    tickets = tickets_of(bound=0)
-    refs = tickets.lease("a", 9, 0.0)
-    assert len(refs) == 2
-    assert tickets.drop(DroppedTicket(refs[0], "all rewards are 1.0", "filtered"))
-    assert tickets.state_of(refs[0].ticket_id) == "filtered"
-    (replacement,) = tickets.lease("a", 9, 0.0)
-    for ref in (refs[1], replacement):
-        tickets.settle(settled(ref, WeightVersion(1, 0)))
-    assert fill_batch(tickets).counts == BatchCounts(filtered=1)
-
-
 class CountedForks(tuple[GenerationFork, ...]):
     """Counts the tickets whose age was asked for."""
 

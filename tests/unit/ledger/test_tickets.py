@@ -114,19 +114,6 @@ def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() ->
     assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
 
 
-def test_a_late_settle_of_an_older_attempt_counts_once() -> None:
-    tickets = TicketTable(policy(batch_size=1))
-    (old,) = tickets.lease("a", 1, 0.0)
-    tickets.expire(31.0)
-    (new,) = tickets.lease("b", 1, 31.0)
-    assert tickets.settle(settled(old))
-    assert not tickets.settle(settled(new))
-    assert not tickets.settle(settled(old))
-    form_batch(tickets)
-    assert not tickets.settle(settled(old))
-    assert tickets.state_of(0) == "batched"
-
-
 def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
     tickets = TicketTable(policy(offpolicyness=1))
     for step in (1, 2, 3):

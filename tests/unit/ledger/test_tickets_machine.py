@@ -27,23 +27,18 @@ CELLS = ("cell-0", "cell-1", "cell-2")
 
 class TicketHistories(RuleBasedStateMachine):
     @initialize(
-        batch_size=st.integers(1, 3),
-        offpolicyness=st.integers(0, 2),
-        concurrent=st.integers(1, 6),
-        total_steps=st.integers(1, 4),
-        stale_groups=st.sampled_from(get_args(StaleGroups)),
-    )
-    def start_run(
-        self,
-        batch_size: int,
-        offpolicyness: int,
-        concurrent: int,
-        total_steps: int,
-        stale_groups: StaleGroups,
-    ) -> None:
-        self.policy = TicketPolicy(
-            batch_size, offpolicyness, concurrent, total_steps, TIMEOUT_S, stale_groups
+        policy=st.builds(
+            TicketPolicy,
+            batch_size=st.integers(1, 3),
+            max_head_offpolicyness=st.integers(0, 2),
+            max_concurrent_tickets=st.integers(1, 6),
+            total_steps=st.integers(1, 4),
+            cell_timeout_s=st.just(TIMEOUT_S),
+            stale_groups=st.sampled_from(get_args(StaleGroups)),
         )
+    )
+    def start_run(self, policy: TicketPolicy) -> None:
+        self.policy = policy
         self.now_s = 0.0
         self.disk = Disk()
         self.generation = 1

@@ -91,9 +91,14 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_recipe_parses(path: Path) -> None:
+def test_every_shipped_recipe_parses_and_what_it_is_resolved_to_parses_to_itself(
+    path: Path, tmp_path: Path
+) -> None:
     recipe = load_recipe(path)
     assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
+    resolved = tmp_path / "recipe.yaml"
+    resolved.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert load_recipe(resolved) == recipe
 
 
 def test_overrides_reach_any_depth_and_keep_their_types() -> None:
@@ -124,13 +129,6 @@ def test_files_that_are_no_recipe_are_refused(
         path.write_text(content)
     with pytest.raises(RecipeError, match=expected):
         load_recipe(path)
-
-
-def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
-    recipe = load_recipe(QUICKSTART)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert load_recipe(path) == recipe
 
 
 def site_file(folder: Path, **cluster: object) -> Path:
