@@ -16,7 +16,7 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 """Made by `datasets` 5.2: `save_to_disk` and `to_parquet` of the same two rows."""
 ANSWERS = ["She has 3+4=<<3+4=7>>7 clips.\n#### 7", "Two boxes hold 2*1200=<<2*1200=2400>>2400"]
 COMMIT = "5f1e7ac0" * 5
-GOOD = {"generator": "made_up_tasks:good"}
+GOOD: dict[str, Any] = {"generator": "made_up_tasks:good"}
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_source_at_fault_is_named_and_leaves_no_file(
         parts = TrainTaskSetConfig.model_validate(config).parts("train_dataset")
         with pytest.raises(RecipeError, match=complaint) as refusal:
             materialize(parts, tmp_path / "train.jsonl", check)
-        assert refusal.value.problems[0].key.startswith(key)
+        assert refusal.value.problems[0].key in (key, f"{key}.generator")
         assert list(tmp_path.glob("*.jsonl*")) == []
 
 

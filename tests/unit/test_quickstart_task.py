@@ -3,7 +3,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.quickstart.task import demonstrations, show_work, train_tasks, valid_tasks, verify
@@ -15,7 +15,6 @@ def questions(tasks: Iterable[dict[str, Any]]) -> set[str]:
     return {task["messages"][0]["content"] for task in tasks}
 
 
-@settings(max_examples=30)
 @given(seeds, seeds, seeds)
 def test_held_out_questions_appear_in_no_training_data(train: int, valid: int, demo: int) -> None:
     held_out = questions(valid_tasks(50, valid))

@@ -31,12 +31,12 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
         ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
         assert ledger.batch(step).manifest is None
         refs = [grant.ref for grant in ledger.grants()]
-        ledger.restart()
+        ledger.restart(cell_timeout_s=30.0)  # it listens for a third of that
         other = ledger.threads.submit(ledger.lease, "cell-1", wait_s=0.15)
         ledger.lease(held=refs, tickets=0)
         assert other.result().grants == [], "what runs is not issued twice"
         assert ledger.status().leased == 2
-        ledger.restart()
+        ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
         ledger.lease(finished=refs, tickets=0)
         sealed = ledger.seal(refs)
         ledger.restart()
@@ -54,7 +54,7 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
         ledger.publish(step)
         trained += [ticket.ref.ticket_id for ticket in first.tickets]
     assert Counter(trained) == Counter(range(4))
-    assert ledger.lease(wait_s=0.2).grants == []
+    assert ledger.lease(wait_s=1.0).grants == [], "it listens no more, and the run is over"
     assert ledger.status().trained == 4
 
 

@@ -70,7 +70,8 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, data: st.DataObject) -> 
     for _ in range(4):
         room = (policy.max_head_offpolicyness + 1) * policy.batch_size - sum(sizes)
         sizes.append(data.draw(st.integers(0, room)))
-    now = TicketCounts(*sizes, formed_steps=data.draw(st.integers(0, policy.total_steps)))
+    sizes.append(data.draw(st.integers(0, policy.total_steps)))  # formed_steps
+    now = TicketCounts(*sizes)
     cells_work = now.held > 0
     batch_forms = now.settled >= policy.batch_size
     trainer_publishes = now.batched > 0

@@ -1,8 +1,8 @@
 """What is real apart from the ledger: cells that work, and a disk that survives."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import form_next_batch
@@ -23,24 +23,16 @@ def settled(ref: TicketRef, version: WeightVersion | None = None) -> SettledTick
     return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
 
 
-def rebuilt(
-    policy: TicketPolicy,
-    *,
-    manifests: Iterable[BatchManifest] = (),
-    dropped: Iterable[DroppedTicket] = (),
-    settled: Iterable[SettledTicket] = (),
-    grants_from_s: float = 0.0,
-) -> TicketTable:
-    """The table of a ledger's second start."""
-    return TicketTable.rebuilt(
-        policy,
-        incarnation=2,
-        version_step=0,
-        manifests=manifests,
-        dropped=dropped,
-        settled=settled,
-        grants_from_s=grants_from_s,
-    )
+rebuilt = partial(
+    TicketTable.rebuilt,
+    incarnation=2,
+    version_step=0,
+    manifests=(),
+    dropped=(),
+    settled=(),
+    grants_from_s=0.0,
+)
+"""The table of a ledger's second start."""
 
 
 def form_batch(tickets: TicketTable) -> BatchManifest:

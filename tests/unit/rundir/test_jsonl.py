@@ -34,20 +34,14 @@ def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
     assert len(caplog.records) == 1, "a line is named once, however often its file is read"
 
 
-def test_a_whole_line_without_its_newline_counts_and_stays_apart_from_the_next(
+def test_joined_lines_of_an_earlier_version_are_left_out_and_one_without_a_newline_counts(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"node":"n01","step":1}')
+    path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}')
     assert read_lines(path) == [FIRST]
     append_line(path, SECOND)
     assert read_lines(path) == [FIRST, SECOND]
-
-
-def test_lines_of_an_earlier_version_that_were_joined_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}\n')
-    assert read_lines(path) == [FIRST]
 
 
 def test_half_of_a_surrogate_pair_and_a_fragment_before_it_are_no_reason_not_to_write(

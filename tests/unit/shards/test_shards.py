@@ -97,19 +97,16 @@ def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths
     assert (4, 0) not in places
 
 
-def test_rewards_of_the_index_are_the_stored_ones(paths: RunPaths) -> None:
-    reader = reader_of(paths, [trajectory(reward=0.1)])
-    (shard,) = read_index(paths.index_dir)
-    assert shard.tickets[0].rewards == reader.column("reward").tolist()
-
-
-def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
+def test_the_index_tells_stored_rewards_and_the_oldest_weights_that_sampled_a_token_of_a_ticket(
     paths: RunPaths,
 ) -> None:
     old, new = trajectory(3), trajectory(3, 1)
     new.versions_T[-1] += 4  # an update came in between
     old.versions_T[-2] -= 2
-    shard = seal_in(paths, [new, old, trajectory(5)])
+    reader = reader_of(paths, [new, old, trajectory(5, reward=0.1)])
+    (shard,) = read_index(paths.index_dir)
+    rewards = [reward for one in shard.tickets for reward in one.rewards]
+    assert rewards == reader.column("reward").tolist()
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 

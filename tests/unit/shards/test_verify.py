@@ -92,24 +92,20 @@ def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
     assert verify_run(paths).problems == []
 
 
-def test_half_written_shards_are_no_problem_and_repair_removes_them(paths: RunPaths) -> None:
-    partial = paths.shards_dir / "cell-0-000002.h5.tmp"
-    partial.write_bytes(b"half")
-    assert verify_run(paths).problems == []
-    repair(paths)
-    assert not partial.exists()
-
-
-def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(
+def test_repair_removes_half_written_shards_and_leaves_alone_but_names_what_cannot_be_read(
     paths: RunPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = read_index(paths.index_dir)
-    path = paths.shards_dir / "cell-0-000002.h5"
-    path.write_bytes(b"no shard")
+    partial = paths.shards_dir / "cell-0-000002.h5.tmp"
+    partial.write_bytes(b"half")
+    assert verify_run(paths).problems == []
+    orphan = paths.shards_dir / "cell-0-000003.h5"
+    orphan.write_bytes(b"no shard")
     repair(paths)
+    assert not partial.exists()
     assert read_index(paths.index_dir) == before
-    assert str(path) in caplog.text
-    assert path.exists()
+    assert str(orphan) in caplog.text
+    assert orphan.exists()
 
 
 def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
