@@ -71,11 +71,8 @@ def test_what_the_recipe_names_is_fetched_once_recorded_and_checked(
 ) -> None:
     said_by(prefetch(recipe, hub))
     model, train, valid = record_of(recipe)
-    assert [entry["key"] for entry in (model, train, valid)] == [
-        "model.hub",
-        "train_dataset.hub",
-        "valid_dataset.path",
-    ]
+    keys = [entry["key"] for entry in (model, train, valid)]
+    assert keys == ["model.hub", "train_dataset.hub", "valid_dataset.path"]
     assert (model["commit"], train["commit"]) == (COMMIT, COMMIT)
     digests = {file["name"]: file["sha256"] for file in model["files"]}  # type: ignore[attr-defined]
     assert digests.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
@@ -100,13 +97,8 @@ def test_what_the_recipe_names_is_fetched_once_recorded_and_checked(
 
 
 def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:
-    answer = prefetch(
-        recipe,
-        hub,
-        "model.hub=someone/else",
-        "train_dataset.files=absent-*",
-        "valid_dataset.path=x",
-    )
+    absent = ("model.hub=someone/else", "train_dataset.files=absent-*", "valid_dataset.path=x")
+    answer = prefetch(recipe, hub, *absent)
     assert answer.returncode == 78
     for said in ("someone/else cannot be fetched", "train_dataset.files", "valid_dataset.path"):
         assert said in answer.stderr, answer.stderr

@@ -149,9 +149,11 @@ class LedgerProcess:
         finished: list[TicketRef] | None = None,
         wait_s: float = 0.0,
         splits: tuple[TaskSplit, ...] = ("train", "valid"),
+        job_start: int = 0,
     ) -> LeaseReply:
         capacity = tickets * int(self.config["episodes_per_ticket"])
-        request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s, splits=splits)
+        reported = held or [], finished or []
+        request = LeaseRequest(cell, capacity, *reported, wait_s, job_start, splits)
         return self.call("/lease", request, LeaseReply)
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:

@@ -213,17 +213,13 @@ def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
     ledger: LedgerProcess,
 ) -> None:
     ledger.open_generation()
-
-    def lease(job_start: int, held: list[TicketRef]) -> LeaseReply:
-        request = LeaseRequest("cell-0", 8, held, wait_s=0.0, job_start=job_start)
-        return ledger.client.call("/lease", request, LeaseReply)
-
-    (first, second) = [grant.ref for grant in lease(1, []).grants]
-    again = [grant.ref for grant in lease(2, []).grants]
-    assert {ref.ticket_id for ref in again} == {first.ticket_id, second.ticket_id}
+    first = [grant.ref for grant in ledger.lease(job_start=1).grants]
+    assert len(first) == 2
+    again = [grant.ref for grant in ledger.lease(job_start=2).grants]
+    assert {ref.ticket_id for ref in again} == {ref.ticket_id for ref in first}
     with pytest.raises(HttpStatusError, match="restart 1 of cell-0 was replaced by restart 2"):
-        lease(1, [first, second])
-    assert lease(2, again).grants == []
+        ledger.lease(held=first, job_start=1)
+    assert ledger.lease(held=again, job_start=2).grants == []
     assert ledger.status().leased == 2
 
 

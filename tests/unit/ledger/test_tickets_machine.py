@@ -59,7 +59,7 @@ class TicketHistories(RuleBasedStateMachine):
         for ref in self.ledger.over(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
-    def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
+    def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
         refs = self.ledger.lease(cell.name, count, self.now_s)
         self.granted.update(refs)
         self.sampled_by |= dict.fromkeys(
@@ -72,7 +72,6 @@ class TicketHistories(RuleBasedStateMachine):
             assert self.count("leased") <= self.policy.max_concurrent_tickets
         if reply_arrives:
             cell.held.extend(refs)
-        return len(refs)
 
     @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), reply_arrives=st.booleans())
     def lease(self, name: str, count: int, reply_arrives: bool) -> None:
@@ -103,10 +102,8 @@ class TicketHistories(RuleBasedStateMachine):
     @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), again=st.booleans())
     def work(self, name: str, count: int, again: bool) -> None:
         """A cell that does its duty, so that histories get as far as batches."""
-        cell = self.cells[name]
         self.lease(name, count, reply_arrives=True)
-        cell.finished.extend(cell.held)
-        cell.held.clear()
+        self.cells[name].finish_all()
         self.seal(name, reported=True, delivered=False)
         self.deliver(name, again=again)
 
@@ -298,8 +295,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.ledger.expire(self.now_s)
         for cell in self.cells.values():
             self.take(cell, 2)
-            cell.finished.extend(cell.held)
-            cell.held.clear()
+            cell.finish_all()
             self.seal(cell.name, reported=True, delivered=True)
         self.form_batch("no")
         self.publish("no")

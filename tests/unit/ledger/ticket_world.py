@@ -59,6 +59,10 @@ class Cell:
     finished: list[TicketRef] = field(default_factory=list)
     undelivered: list[SettledTicket] = field(default_factory=list)
 
+    def finish_all(self) -> None:
+        self.finished += self.held
+        self.held.clear()
+
 
 @dataclass
 class Disk:

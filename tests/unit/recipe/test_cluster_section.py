@@ -8,8 +8,10 @@ from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 KINDS = {
     "jobs": {
-        **{"trainer": {"partition": "a", "mem": "9G"}, "sft": {"mem": "1G"}},
-        **{"cell": {"partition": "low", "mem": "8G"}, "evaluation": {"mem": "2G"}},
+        "trainer": {"partition": "a", "mem": "9G"},
+        "sft": {"mem": "1G"},
+        "cell": {"partition": "low", "mem": "8G"},
+        "evaluation": {"mem": "2G"},
     }
 }
 """SFT would have what the trainer has, the evaluation what a cell has."""
