@@ -1,109 +1,182 @@
 """Task sets are checked when they are made, not when an episode trips over them."""
 
-from __future__ import annotations
-
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from areal_hpc.dataset.materialize import count_rows, materialize
-from areal_hpc.dataset.sources import iterate_rows
+from areal_hpc.dataset.sources import iterate_rows, list_source_files
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
+SAMPLES = Path(__file__).parents[1] / "samples"
+"""Made by `datasets` 5.2: `save_to_disk` and `to_parquet` of the same two rows."""
+ANSWERS = ["She has 3+4=<<3+4=7>>7 clips.\n#### 7", "Two boxes hold 2*1200=<<2*1200=2400>>2400"]
+COMMIT = "5f1e7ac0" * 5
+GOOD: dict[str, Any] = {"generator": "made_up_tasks:good"}
+
 
 @pytest.fixture
-def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a user: generators, and what makes tasks of rows."""
     (tmp_path / "made_up_tasks.py").write_text(
         "def good(size): return ({'n': i} for i in range(size))\n"
         "def empty(): return []\n"
         "def breaks(): yield {'n': 1}; raise ValueError('out of questions')\n"
         "def odd(): yield {'n': object()}\n"
+        "def long(row): return {'q': row['question']} if '1,200' in row['question'] else None\n"
+        "def wrong(row): return row['absent']\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_generator_is_written_as_json_lines(generators: None, tmp_path: Path) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache as `huggingface_hub` lays it out, with one data set of two files."""
+    repo = tmp_path / "datasets--someone--sums"
+    files = repo / "snapshots" / COMMIT / "main"
+    files.mkdir(parents=True)
+    for part in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        shutil.copy(SAMPLES / "gsm8k.parquet", files / f"{part}.parquet")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+
+
+def read(**config: Any) -> list[dict[str, Any]]:
+    return list(iterate_rows(TaskSetConfig(**config), "train_dataset"))
+
+
+def test_a_generator_is_written_as_json_lines(functions: None, tmp_path: Path) -> None:
     out = tmp_path / "data" / "train.jsonl"
-    config = TaskSetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
+    config = TaskSetConfig(**GOOD, kwargs={"size": 3})
     assert materialize([(config, "train_dataset")], out) == [3]
     assert count_rows(out) == 3
-    assert list(iterate_rows(TaskSetConfig(path=out), "train_dataset")) == [
-        {"n": 0},
-        {"n": 1},
-        {"n": 2},
-    ]
+    assert read(path=out) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def test_several_sources_are_written_one_after_another(functions: None, tmp_path: Path) -> None:
+    sources = [{**GOOD, "kwargs": {"size": 2}}, {**GOOD, "kwargs": {"size": 1}, "weight": 3.0}]
+    config = TrainTaskSetConfig.model_validate({"sources": sources})
+    out = tmp_path / "train.jsonl"
+    assert materialize(config.parts("train_dataset"), out) == [2, 1]
+    assert read(path=out) == [{"n": 0}, {"n": 1}, {"n": 0}]
 
 
 @pytest.mark.parametrize(
-    ("generator", "complaint"),
+    ("wrong", "complaint"),
     [
-        ("made_up_tasks:empty", "the data set is empty"),
-        ("made_up_tasks:breaks", "ValueError: out of questions"),
-        ("made_up_tasks:odd", "row 0 cannot be serialized as JSON"),
-        ("made_up_tasks:absent", "AttributeError"),
-        ("nowhere_at_all:x", "ModuleNotFoundError"),
-        ("nocolon", "expected `package.module:function`"),
+        ({"generator": "made_up_tasks:empty"}, "the data set is empty"),
+        ({"generator": "made_up_tasks:breaks"}, "ValueError: out of questions"),
+        ({"generator": "made_up_tasks:odd"}, "row 0 cannot be serialized as JSON"),
+        ({"generator": "made_up_tasks:absent"}, "AttributeError"),
+        ({"generator": "nowhere_at_all:x"}, "ModuleNotFoundError"),
+        ({"generator": "nocolon"}, "expected `package.module:function`"),
+        ({**GOOD, "kwargs": {"size": 3}}, "row 2, n: it is two"),
     ],
 )
-def test_a_broken_generator_is_named_and_leaves_no_file(
-    generators: None, tmp_path: Path, generator: str, complaint: str
-) -> None:
-    out = tmp_path / "train.jsonl"
-    with pytest.raises(RecipeError, match=complaint):
-        materialize([(TaskSetConfig(generator=generator), "train_dataset")], out)
-    assert not out.exists()
-
-
-def test_a_row_that_does_not_pass_is_named_and_leaves_no_file(
-    generators: None, tmp_path: Path
+def test_the_source_at_fault_is_named_and_leaves_no_file(
+    functions: None, tmp_path: Path, wrong: dict[str, Any], complaint: str
 ) -> None:
     def check(row: dict[str, Any]) -> None:
         if row["n"] == 2:
             raise RecipeError("it is two", key="n")
 
-    out = tmp_path / "train.jsonl"
-    config = TaskSetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
-    with pytest.raises(RecipeError, match="row 2, n: it is two") as refusal:
-        materialize([(config, "train_dataset")], out, check)
-    assert refusal.value.problems[0].key == "train_dataset"
-    assert not out.exists()
+    second = {"sources": [{**GOOD, "kwargs": {"size": 2}}, wrong]}
+    for config, key in ((wrong, "train_dataset"), (second, "train_dataset.sources.1")):
+        parts = TrainTaskSetConfig.model_validate(config).parts("train_dataset")
+        with pytest.raises(RecipeError, match=complaint) as refusal:
+            materialize(parts, tmp_path / "train.jsonl", check)
+        assert refusal.value.problems[0].key in (key, f"{key}.generator")
+        assert list(tmp_path.glob("*.jsonl*")) == []
+
+
+@pytest.mark.parametrize("path", [SAMPLES / "gsm8k.parquet", SAMPLES / "gsm8k_saved" / "train"])
+def test_tables_are_read_row_by_row(path: Path) -> None:
+    found = read(path=path)
+    assert [row["answer"].startswith(a) for row, a in zip(found, ANSWERS, strict=True)] == [1, 1]
+    assert list(found[0]) == ["question", "answer"]
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("{broken\n", "bad.jsonl:1 is not JSON"), ("[1]\n", "holds list")]
+    ("name", "content", "complaint"),
+    [
+        ("bad.jsonl", "{broken\n", "bad.jsonl:1 is not JSON"),
+        ("bad.jsonl", "[1]\n", "holds list"),
+        ("bad.parquet", "not parquet", r"bad\.parquet cannot be read"),
+    ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, content: str, complaint: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, complaint: str) -> None:
+    (tmp_path / name).write_text(content)
     with pytest.raises(RecipeError, match=complaint):
-        list(iterate_rows(TaskSetConfig(path=path), "train_dataset"))
+        read(path=tmp_path / name)
 
 
-def test_exactly_one_source_is_demanded() -> None:
-    with pytest.raises(ValueError, match="exactly one"):
-        TaskSetConfig()
-    for wrong in ({}, {"generator": "a:b", "sources": [{"generator": "c:d"}]}):
-        with pytest.raises(ValueError, match="exactly one"):
-            TrainTaskSetConfig.model_validate(wrong)
+def test_the_splits_of_a_saved_folder_are_named() -> None:
+    with pytest.raises(RecipeError, match=r"has no state\.json") as refusal:
+        read(path=SAMPLES / "gsm8k_saved")
+    assert "gsm8k_saved/test" in refusal.value.problems[0].hint
 
 
-def test_several_sources_are_written_one_after_another(generators: None, tmp_path: Path) -> None:
-    good = {"generator": "made_up_tasks:good"}
-    sources = [{**good, "kwargs": {"size": 2}}, {**good, "kwargs": {"size": 1}, "weight": 3.0}]
-    config = TrainTaskSetConfig.model_validate({"sources": sources})
-    out = tmp_path / "train.jsonl"
-    assert materialize(config.parts("train_dataset"), out) == [2, 1]
-    assert list(iterate_rows(TaskSetConfig(path=out), "")) == [{"n": 0}, {"n": 1}, {"n": 0}]
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_the_files_of_a_hub_data_set_are_read_in_order(cache: None, revision: str | None) -> None:
+    config = {"hub": "someone/sums", "files": "main/train-*.parquet", "revision": revision}
+    assert len(read(**config)) == 4
+    files = list_source_files(TaskSetConfig.model_validate(config), "x")
+    assert [path.name[:11] for path in files] == ["train-00000", "train-00001"]
 
 
-def test_the_source_at_fault_is_named(generators: None, tmp_path: Path) -> None:
-    good = {"generator": "made_up_tasks:good", "kwargs": {"size": 2}}
-    config = TrainTaskSetConfig.model_validate(
-        {"sources": [good, {"generator": "made_up_tasks:empty"}]}
-    )
-    out = tmp_path / "train.jsonl"
-    with pytest.raises(RecipeError, match=r"train_dataset\.sources\.1"):
-        materialize(config.parts("train_dataset"), out)
-    assert list(tmp_path.glob("*.jsonl*")) == []
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"hub": "someone/absent", "files": "*"}, "train_dataset.hub"),
+        ({"hub": "someone/sums", "files": "*", "revision": "v2"}, "train_dataset.hub"),
+        ({"hub": "someone/sums", "files": "other/*"}, "train_dataset.files"),
+    ],
+)
+def test_what_is_not_in_the_cache_is_named_with_the_command_that_fetches_it(
+    cache: None, wrong: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        read(**wrong)
+    assert refusal.value.problems[0].key == key
+    assert "areal-hpc prefetch" in refusal.value.problems[0].hint
+
+
+def test_reasoning_gym_is_a_source_by_name() -> None:
+    found = read(reasoning_gym="chain_sum", kwargs={"size": 3, "seed": 5, "min_terms": 2})
+    assert len(found) == 3
+    assert found == read(reasoning_gym="chain_sum", kwargs={"size": 3, "seed": 5, "min_terms": 2})
+    assert found[0]["metadata"]["source_dataset"] == "chain_sum"
+    assert found[0]["messages"] == [{"role": "user", "content": found[0]["question"]}]
+    with pytest.raises(RecipeError, match="no_such_task"):
+        read(reasoning_gym="no_such_task", kwargs={"size": 1, "seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "exactly one"),
+        ({"generator": "a:b", "sources": [{"generator": "c:d"}]}, "exactly one"),
+        ({"path": "x", "hub": "a/b", "files": "*"}, "exactly one"),
+        ({"hub": "a/b"}, "files"),
+        ({"path": "x", "files": "*"}, "files"),
+        ({"hub": "a/../b", "files": "*"}, "hub"),
+        ({"reasoning_gym": "chain_sum", "kwargs": {"size": 3}}, "seed"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainTaskSetConfig.model_validate(wrong)
+
+
+def test_rows_pass_the_function_that_makes_tasks_of_them(functions: None) -> None:
+    path = SAMPLES / "gsm8k.parquet"
+    kept = read(path=path, to_task="made_up_tasks:long")
+    assert kept == [{"q": "A box holds 1,200 nails. How many do two boxes hold?"}]
+    with pytest.raises(RecipeError, match=r"row 0 \(KeyError: 'absent'\)") as refusal:
+        read(path=path, to_task="made_up_tasks:wrong")
+    assert refusal.value.problems[0].key == "train_dataset.to_task"

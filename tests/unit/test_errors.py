@@ -1,7 +1,5 @@
 """Errors tell the person who can act what to do, and survive submitit's pickles."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

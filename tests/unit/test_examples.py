@@ -1,23 +1,19 @@
 """What the example agents tell the model, and how they judge it, without a model."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.writer import seal_shard
 from examples.coding.agent import tried
 from examples.custom import sorting
 from examples.search.agent import CORPUS, Index, hotpot
 from examples.tools.calculator import calculate
+from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT
-from tests.support.sample_trajectories import trajectory
+from tests.support.sample_trajectories import seal_in, trajectory
 
 
 @pytest.mark.parametrize(
@@ -74,32 +70,16 @@ def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
         assert sorting.neither_too_easy_nor_too_hard(group) is kept
 
 
-def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
+def test_a_shard_is_read_by_the_script(paths: RunPaths) -> None:
     make_tiny_model(
-        paths.tiny_model_dir,
-        ["one two three"],
-        seed=1,
-        hidden=32,
-        heads=2,
-        kv_heads=2,
-        head_dim=16,
+        paths.tiny_model_dir, ["one two three"], seed=1, hidden=32, heads=2, kv_heads=2, head_dim=16
     )
     rows = [trajectory(number, tokens=6) for number in range(2)]
-    shard = seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "examples/read_shard.py",
-            paths.shards_dir / shard.file,
-            paths.tiny_model_dir,
-        ],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
+    shard = seal_in(paths, rows)
+    program = CHECKOUT / "examples" / "read_shard.py"
+    said = said_by(
+        run_program(sys.executable, program, paths.shards_dir / shard.file, paths.tiny_model_dir)
     )
-    assert done.returncode == 0, done.stderr
     for number, row in enumerate(rows):
         trained = int(np.count_nonzero(row.loss_mask_T))
-        assert f"row {number}: reward {row.reward:g}, {trained} tokens trained" in done.stdout
+        assert f"row {number}: reward {row.reward:g}, {trained} tokens trained" in said

@@ -1,9 +1,5 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from areal_hpc.rundir.jsonl import append_line
@@ -19,6 +15,9 @@ STEP = {
     "staleness/max": 0,
     "logprob/engine_trainer_max_abs_diff": 1e-6,
     "logprob/compared_tokens": 10,
+    "staleness/mixed_version_rows": 0,
+    "tokens/trained": 1,
+    "time/step_s": 1.0,
 }
 
 
@@ -26,11 +25,14 @@ def steps_in(text: str) -> list[int]:
     return [int(line.split()[1].split("/")[0]) for line in text.splitlines() if "step" in line]
 
 
+@pytest.fixture
+def reporter(paths: RunPaths) -> PlainReporter:
+    return PlainReporter(paths, total_steps=3, sft_steps=0)
+
+
 def test_each_step_is_told_once_and_again_after_it_was_taken_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    paths: RunPaths, reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = RunPaths(tmp_path)
-    reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
     append_line(paths.metrics, {"step": 0, "eval/reward": 0.25})
     append_line(paths.metrics, {"step": 1, **STEP})
     reporter.report_new_steps()
@@ -43,13 +45,15 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     append_line(paths.metrics, {"step": 1, **STEP})
     reporter.close()
     assert steps_in(capsys.readouterr().out) == [1]
+    again = PlainReporter(paths, total_steps=3, sft_steps=0)
+    append_line(paths.metrics, {"step": 2, **STEP})
+    again.close()
+    assert steps_in(capsys.readouterr().out) == [2], "not what an earlier launch told"
 
 
 def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    paths: RunPaths, reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = RunPaths(tmp_path)
-    reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
     append_line(paths.metrics, {"step": 1, **STEP})
     append_line(paths.metrics, {"step": 2, **STEP})
     reporter.report_new_steps()
@@ -66,35 +70,13 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     assert snapshot.steps[-1]["step"] == 3
 
 
-def test_what_an_earlier_launch_told_is_not_told_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_could_not_be_compared_is_said_in_words(
+    paths: RunPaths, reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = RunPaths(tmp_path)
-    append_line(paths.metrics, {"step": 1, **STEP})
-    reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
-    append_line(paths.metrics, {"step": 2, **STEP})
-    reporter.close()
-    assert steps_in(capsys.readouterr().out) == [2]
-
-
-def test_a_step_without_compared_tokens_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = RunPaths(tmp_path)
-    reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
     append_line(paths.metrics, {"step": 1, **STEP, "logprob/compared_tokens": 0})
-    reporter.close()
+    reporter.report_new_steps()
     assert "not compared" in capsys.readouterr().out
-
-
-def test_a_difference_that_is_not_finite_is_said_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = RunPaths(tmp_path)
-    reporter = PlainReporter(paths, total_steps=3, sft_steps=0)
-    line = {"step": 1, **STEP, "logprob/engine_trainer_max_abs_diff": None}
-    sizes = {"time/step_s": 1.0, "tokens/trained": 1, "staleness/mixed_version_rows": 0}
-    append_line(paths.metrics, line | sizes)
+    append_line(paths.metrics, {"step": 2, **STEP, "logprob/engine_trainer_max_abs_diff": None})
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
     assert "not finite maximum" in summarize(paths, read_run_state(paths), program="areal-hpc")

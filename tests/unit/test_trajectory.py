@@ -25,8 +25,10 @@ IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
         ({"reward": float("nan")}, "expected a finite 32-bit float as reward, got nan"),
         ({"reward": 2 * MAX_REWARD}, "expected a finite 32-bit float as reward"),
         ({"temperature": -0.1}, "expected a temperature from 0 to 100, got -0.1"),
+        ({"temperature": 1e300}, "expected a temperature from 0 to 100, got 1e+300"),
         ({"temperature": float("nan")}, "expected a temperature from 0 to 100, got nan"),
         ({"episode": 2**31}, "expected attempt, episode and row from 0 to 2**31 - 1"),
+        ({"attempt": 2**40}, "expected attempt, episode and row from 0 to 2**31 - 1"),
     ],
 )
 def test_a_defect_is_named_with_what_was_expected(change: dict[str, Any], said: str) -> None:

@@ -1,7 +1,5 @@
 """Weight versions: order, forms, and staleness over restarts of the trainer."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,17 +26,18 @@ def test_other_texts_are_refused(text: str) -> None:
         WeightVersion.parse(text)
 
 
-def test_staleness_counts_steps_within_an_generation() -> None:
-    assert compute_staleness(WeightVersion(1, 7), WeightVersion(1, 5), [GenerationFork(1, 0)]) == 2
-
-
-def test_unsaved_steps_of_an_abandoned_generation_count_from_the_common_ancestor() -> None:
-    forks = [GenerationFork(1, 0), GenerationFork(2, 5)]
-    # Generation 1 reached step 8 but only 5 was saved; generation 2 is now at 6.
-    assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 8), forks) == 1
-    assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 4), forks) == 2
-
-
-def test_several_restarts_use_the_oldest_shared_step() -> None:
-    forks = [GenerationFork(1, 0), GenerationFork(2, 5), GenerationFork(3, 3)]
-    assert compute_staleness(WeightVersion(3, 6), WeightVersion(1, 8), forks) == 3
+@pytest.mark.parametrize(
+    ("current", "sampled_by", "shared_steps", "steps"),
+    [
+        ((1, 7), (1, 5), [0], 2),
+        # Generation 1 reached step 8 but only 5 was saved; generation 2 is now at 6.
+        ((2, 6), (1, 8), [0, 5], 1),
+        ((2, 6), (1, 4), [0, 5], 2),
+        ((3, 6), (1, 8), [0, 5, 3], 3),
+    ],
+)
+def test_staleness_counts_steps_from_the_oldest_one_that_both_generations_share(
+    current: tuple[int, int], sampled_by: tuple[int, int], shared_steps: list[int], steps: int
+) -> None:
+    forks = [GenerationFork(generation, step) for generation, step in enumerate(shared_steps, 1)]
+    assert compute_staleness(WeightVersion(*current), WeightVersion(*sampled_by), forks) == steps

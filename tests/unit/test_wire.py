@@ -1,7 +1,5 @@
 """What the run's services and their clients share: retries, requests, answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

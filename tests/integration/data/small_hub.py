@@ -1,7 +1,5 @@
 """A Hugging Face hub of one repository or more, over HTTP: the routes that downloads use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -51,14 +49,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(f"{self.command} {path}")
         for name, files in self.server.repos.items():
             plain = name.removeprefix("models/")
-            if path in (f"/api/{name}/revision/{rev}" for rev in ("main", COMMIT)):
-                listed = [{"rfilename": file} for file in files]
-                described = {"id": plain.removeprefix("datasets/"), "sha": COMMIT}
-                body = json.dumps({**described, "siblings": listed}).encode()
-                return self._send(body, {"Content-Type": "application/json"}, with_body=with_body)
-            if path == f"/api/{name}/tree/{COMMIT}":
-                tree = [{"type": "file", "path": file, "size": 1, "oid": "0"} for file in files]
-                body = json.dumps(tree).encode()
+            listed = [{"rfilename": file} for file in files]
+            described = {"id": plain.removeprefix("datasets/"), "sha": COMMIT, "siblings": listed}
+            tree = [{"type": "file", "path": file, "size": 1, "oid": "0"} for file in files]
+            api = {
+                f"/api/{name}/revision/main": described,
+                f"/api/{name}/revision/{COMMIT}": described,
+                f"/api/{name}/tree/{COMMIT}": tree,
+            }
+            if path in api:
+                body = json.dumps(api[path]).encode()
                 return self._send(body, {"Content-Type": "application/json"}, with_body=with_body)
             file = path.removeprefix(f"/{plain}/resolve/{COMMIT}/")
             if file in files:

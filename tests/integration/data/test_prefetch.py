@@ -1,19 +1,16 @@
 """`areal-hpc prefetch` against a hub on this machine: what is fetched, kept, recorded, refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from tests.integration.data.small_hub import COMMIT, SmallHub
-from tests.support.environments import CHECKOUT
+from tests.support.commands import areal_hpc, said_by
 
 ROWS = b'{"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}\n' * 3
 WEIGHTS = b"weights of a model" * 100
@@ -56,20 +53,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def prefetch(
-    recipe: Path, hub: SmallHub | None, *overrides: str
-) -> subprocess.CompletedProcess[str]:
+def prefetch(recipe: Path, hub: SmallHub | None, *overrides: str) -> CompletedProcess[str]:
     """The command as a user gives it; without a hub, offline."""
     variables = {"HF_HOME": str(recipe.parent / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    variables |= {"HF_ENDPOINT": hub.url} if hub else {}
-    return subprocess.run(
-        [sys.executable, "-m", "areal_hpc", "prefetch", str(recipe), *overrides],
-        cwd=CHECKOUT,
-        env={**os.environ, "HF_HUB_OFFLINE": "0" if hub else "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"} if hub else {"HF_HUB_OFFLINE": "1"}
+    return areal_hpc("prefetch", recipe, *overrides, environ={**os.environ, **variables})
 
 
 def record_of(recipe: Path) -> list[dict[str, object]]:
@@ -78,15 +66,13 @@ def record_of(recipe: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_what_the_recipe_names_is_fetched_and_recorded_once(recipe: Path, hub: SmallHub) -> None:
-    answer = prefetch(recipe, hub)
-    assert answer.returncode == 0, answer.stderr
+def test_what_the_recipe_names_is_fetched_once_recorded_and_checked(
+    recipe: Path, hub: SmallHub
+) -> None:
+    said_by(prefetch(recipe, hub))
     model, train, valid = record_of(recipe)
-    assert [entry["key"] for entry in (model, train, valid)] == [
-        "model.hub",
-        "train_dataset.hub",
-        "valid_dataset.path",
-    ]
+    keys = [entry["key"] for entry in (model, train, valid)]
+    assert keys == ["model.hub", "train_dataset.hub", "valid_dataset.path"]
     assert (model["commit"], train["commit"]) == (COMMIT, COMMIT)
     digests = {file["name"]: file["sha256"] for file in model["files"]}  # type: ignore[attr-defined]
     assert digests.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
@@ -96,23 +82,23 @@ def test_what_the_recipe_names_is_fetched_and_recorded_once(recipe: Path, hub: S
 
     before = record_of(recipe)
     hub.asked.clear()
-    assert prefetch(recipe, hub).returncode == 0
+    said_by(prefetch(recipe, hub))
     assert record_of(recipe) == before
     assert not [asked for asked in hub.asked if asked.startswith("GET") and "resolve" in asked]
 
-    offline = prefetch(recipe, None)
-    assert offline.returncode == 0, offline.stderr
+    said_by(prefetch(recipe, None))
     assert record_of(recipe) == before
+
+    blob = next((recipe.parent / "hf").rglob(f"blobs/{hashlib.sha256(WEIGHTS).hexdigest()}"))
+    blob.write_bytes(WEIGHTS[:-1] + b"?")
+    answer = prefetch(recipe, hub)
+    assert answer.returncode == 78
+    assert "model.safetensors is damaged" in answer.stderr
 
 
 def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:
-    answer = prefetch(
-        recipe,
-        hub,
-        "model.hub=someone/else",
-        "train_dataset.files=absent-*",
-        "valid_dataset.path=x",
-    )
+    absent = ("model.hub=someone/else", "train_dataset.files=absent-*", "valid_dataset.path=x")
+    answer = prefetch(recipe, hub, *absent)
     assert answer.returncode == 78
     for said in ("someone/else cannot be fetched", "train_dataset.files", "valid_dataset.path"):
         assert said in answer.stderr, answer.stderr
@@ -124,12 +110,3 @@ def test_without_a_network_the_empty_cache_is_an_error(recipe: Path) -> None:
     assert answer.returncode == 78
     assert "someone/small cannot be fetched" in answer.stderr
     assert "someone/sums cannot be fetched" in answer.stderr
-
-
-def test_a_damaged_file_of_the_cache_is_found(recipe: Path, hub: SmallHub) -> None:
-    assert prefetch(recipe, hub).returncode == 0
-    blob = next((recipe.parent / "hf").rglob(f"blobs/{hashlib.sha256(WEIGHTS).hexdigest()}"))
-    blob.write_bytes(WEIGHTS[:-1] + b"?")
-    answer = prefetch(recipe, hub)
-    assert answer.returncode == 78
-    assert "model.safetensors is damaged" in answer.stderr

@@ -1,16 +1,13 @@
 """The main of every process of a job, in a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.environments import CHECKOUT
+from tests.support.commands import run_program, said_by
 
 LOW = 200
 
@@ -26,10 +23,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"out": str(tmp_path / "limit")}))
     entry = ("areal_hpc.jobs.process_main", f"{__name__}:write_limit", str(config))
-    subprocess.run(
-        ["bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry],
-        check=True,
-        cwd=CHECKOUT,
-        env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
-    )
+    limited = ("bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry)
+    environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
+    said_by(run_program(*limited, environ=environ))
     assert int((tmp_path / "limit").read_text()) == hard

@@ -1,7 +1,5 @@
 """Real processes under a real submitit job: restarts, stops, and nothing left behind."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -9,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from areal_hpc.jobs.supervisor import run_job
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, TaskExit
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
 
@@ -61,22 +61,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+Submit = Callable[..., JobHandle]
+
+
 @pytest.fixture
-def submit(folder: Path) -> Iterator[Callable[..., JobHandle]]:
+def submit(folder: Path) -> Iterator[Submit]:
     handles: list[JobHandle] = []
 
     def submit_processes(
-        *processes: ProcessSpec, tasks: int = 1, lock: Path | None = None, grace_s: float = 3.0
+        *processes: ProcessSpec, name: str = "job", grace_s: float = 3.0, **options: Any
     ) -> JobHandle:
         launch = LaunchFile(
-            job=JobSpec("job", "agents", list(processes), tasks=tasks),
-            job_dir=str(folder / "job"),
+            job=JobSpec(name, "agents", list(processes), tasks=options.pop("tasks", 1)),
+            job_dir=str(folder / name),
             log_dir=str(folder / "logs"),
             events=str(folder / "events.jsonl"),
             pythons={"agents": sys.executable},
             variables={"agents": {"PYTHONPATH": str(folder)}},
-            launcher_lock=str(lock) if lock else None,
             stop_grace_s=grace_s,
+            **options,
         )
         handles.append(submit_local(launch, run_job))
         return handles[-1]
@@ -98,51 +101,45 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def outcome_of(job: JobHandle) -> TaskExit:
+    wait_for(job.done)
+    (outcome,) = job.outcomes()
+    return outcome
+
+
 def pids_in(path: Path) -> list[int]:
     wait_for(lambda: path.exists() and path.read_text() != "")
     return [int(word) for word in path.read_text().split()]
 
 
-def test_the_job_ends_with_its_leading_process(
-    folder: Path, submit: Callable[..., JobHandle]
-) -> None:
+def test_the_job_ends_with_its_leading_process(folder: Path, submit: Submit) -> None:
     job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish_after_w", ends_job=True))
-    wait_for(job.done)
-    (outcome,) = job.read_task_exits()
+    outcome = outcome_of(job)
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
 
 
-def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., JobHandle]) -> None:
-    spec = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
-    job = submit(spec)
-    wait_for(job.done)
-    assert job.read_task_exits()[0].exit_code == 0
-    assert (folder / "c.txt").read_text() == "3"
-    assert (folder / "events.jsonl").read_text().count("process_exited") == 2
-
-
-def test_too_many_crashes_fail_the_job(folder: Path, submit: Callable[..., JobHandle]) -> None:
-    job = submit(actor(folder, "c", "crash_until", crashes=9, restarts=1, ends_job=True))
-    wait_for(job.done)
-    (outcome,) = job.read_task_exits()
-    assert outcome.exit_code == 128 + signal.SIGKILL
-    assert outcome.log.endswith("c.log")
-
-
-def test_a_mistake_of_the_user_is_not_retried(
-    folder: Path, submit: Callable[..., JobHandle]
+def test_crashes_are_retried_as_often_as_allowed_and_mistakes_of_the_user_never(
+    folder: Path, submit: Submit
 ) -> None:
-    job = submit(actor(folder, "r", "refuse", restarts=5))
-    wait_for(job.done)
-    (outcome,) = job.read_task_exits()
-    assert outcome.exit_code == 78
-    assert outcome.reason == "the shoe does not fit\n  at: shoe.size\n  try: use a larger one"
+    allowed = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
+    too_many = actor(folder, "d", "crash_until", crashes=9, restarts=1, ends_job=True)
+    mistaken = actor(folder, "r", "refuse", restarts=5)
+    jobs = [submit(spec, name=f"job-{spec.name}") for spec in (allowed, too_many, mistaken)]
+    recovered, failed, refused = map(outcome_of, jobs)
+    assert (recovered.exit_code, (folder / "c.txt").read_text()) == (0, "3")
+    events = read_lines(folder / "events.jsonl")
+    exits = [event["process"] for event in events if event["event"] == "process_exited"]
+    assert exits.count("c") == 2
+    assert failed.exit_code == 128 + signal.SIGKILL
+    assert failed.log.endswith("d.log")
+    assert refused.exit_code == 78
+    assert refused.reason == "the shoe does not fit\n  at: shoe.size\n  try: use a larger one"
     assert (folder / "r.txt").read_text() == "x"
 
 
 def test_every_task_runs_and_only_the_first_runs_first_task_processes(
-    folder: Path, submit: Callable[..., JobHandle]
+    folder: Path, submit: Submit
 ) -> None:
     job = submit(
         actor(folder, "only", "finish", tasks="first"),
@@ -150,16 +147,13 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
         tasks=2,
     )
     wait_for(job.done)
-    assert len(job.read_task_exits()) == 2
-    assert sorted(path.name for path in (folder / "logs" / "job").iterdir()) == [
-        "all-0.log",
-        "all-1.log",
-        "only-0.log",
-    ]
+    assert len(job.outcomes()) == 2
+    logs = sorted(path.name for path in (folder / "logs" / "job").iterdir())
+    assert logs == ["all-0.log", "all-1.log", "only-0.log"]
 
 
 def test_a_stop_ends_even_processes_that_ignore_it_and_their_children(
-    folder: Path, submit: Callable[..., JobHandle]
+    folder: Path, submit: Submit
 ) -> None:
     job = submit(actor(folder, "s", "stubborn"), grace_s=1.0)
     pids = pids_in(folder / "s.txt")
@@ -169,25 +163,20 @@ def test_a_stop_ends_even_processes_that_ignore_it_and_their_children(
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_killing_the_supervisor_leaves_no_process(
-    folder: Path, submit: Callable[..., JobHandle]
-) -> None:
+def test_killing_the_supervisor_leaves_no_process(folder: Path, submit: Submit) -> None:
     submit(actor(folder, "w", "wait"))
     (pid,) = pids_in(folder / "w.txt")
     os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
     wait_for(lambda: not is_running(pid))
 
 
-def test_the_job_stops_when_the_launcher_vanishes(
-    folder: Path, submit: Callable[..., JobHandle]
-) -> None:
+def test_the_job_stops_when_the_launcher_vanishes(folder: Path, submit: Submit) -> None:
     lock = folder / "lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        job = submit(actor(folder, "w", "wait"), lock=lock)
+        job = submit(actor(folder, "w", "wait"), launcher_lock=str(lock))
         (pid,) = pids_in(folder / "w.txt")
         time.sleep(0.5)
         assert is_running(pid)
-    wait_for(job.done)
+    assert outcome_of(job).reason == "the launcher is gone"
     assert not is_running(pid)
-    assert job.read_task_exits()[0].reason == "the launcher is gone"

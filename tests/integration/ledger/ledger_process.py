@@ -1,10 +1,9 @@
 """A real ledger process that tests can kill and start again on the same run directory."""
 
-from __future__ import annotations
-
 import http.client
 import multiprocessing
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -49,23 +48,28 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["areal_hpc.ledger.job"])
 
 
+def config_of(run_dir: Path, **settings: Any) -> dict[str, Any]:
+    """What a ledger is started with: a small synchronous run, but for the settings given."""
+    return {
+        "run_dir": str(run_dir),
+        "batch_size": 2,
+        "episodes_per_ticket": 4,
+        "max_head_offpolicyness": 0,
+        "max_concurrent_rollouts": 64,
+        "seed": 7,
+        "n_train_tasks": 10,
+        "n_valid_tasks": 5,
+        "total_steps": 3,
+        **settings,
+    }
+
+
 class LedgerProcess:
     """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         self.paths = RunPaths(run_dir)
-        self.config = {
-            "run_dir": str(run_dir),
-            "batch_size": 2,
-            "episodes_per_ticket": 4,
-            "max_head_offpolicyness": 0,
-            "max_concurrent_rollouts": 64,
-            "seed": 7,
-            "n_train_tasks": 10,
-            "n_valid_tasks": 5,
-            "total_steps": 3,
-            **settings,
-        }
+        self.config = config_of(run_dir, **settings)
         self.shards = 0
         self.threads = ThreadPoolExecutor(8)
         self.clients: list[WireClient] = []
@@ -84,14 +88,12 @@ class LedgerProcess:
         self.clients.append(self.client)
 
     def _await_url(self) -> str:
-        give_up_at = time.monotonic() + PATIENCE_S
-        while True:
-            endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, "ledger")
-            if endpoint is not None and endpoint.pid == self.process.pid:
-                return endpoint.url
+        endpoint = None
+        while endpoint is None or endpoint.pid != self.process.pid:
             assert self.process.is_alive(), "the ledger ended at its start"
-            assert time.monotonic() < give_up_at, "the ledger did not start"
             time.sleep(0.01)
+            endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, "ledger")
+        return endpoint.url
 
     def kill(self) -> None:
         """kill -9: no chance to write anything."""
@@ -116,16 +118,13 @@ class LedgerProcess:
     def call(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Reply:
         return self.client.call(route, request, reply)
 
-    def call_later(
-        self, route: str, request: msgspec.Struct, reply: type[Reply]
-    ) -> Future[tuple[Reply, float]]:
-        """The call in a thread; the result carries the time at which the answer came."""
+    def order(self, route: str, request: msgspec.Struct) -> None:
+        """A call that is acknowledged."""
+        self.call(route, request, Acknowledged)
 
-        def timed() -> tuple[Reply, float]:
-            answer = self.call(route, request, reply)
-            return answer, time.monotonic()
-
-        return self.threads.submit(timed)
+    def call_later(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Future[Reply]:
+        """The call, in a thread."""
+        return self.threads.submit(self.call, route, request, reply)
 
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
         """A call that waits at the ledger on return; its answer comes by this connection."""
@@ -150,9 +149,11 @@ class LedgerProcess:
         finished: list[TicketRef] | None = None,
         wait_s: float = 0.0,
         splits: tuple[TaskSplit, ...] = ("train", "valid"),
+        job_start: int = 0,
     ) -> LeaseReply:
         capacity = tickets * int(self.config["episodes_per_ticket"])
-        request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s, splits=splits)
+        reported = held or [], finished or []
+        request = LeaseRequest(cell, capacity, *reported, wait_s, job_start, splits)
         return self.call("/lease", request, LeaseReply)
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
@@ -166,42 +167,28 @@ class LedgerProcess:
         """What a proxy does before it settles: a shard with an index line."""
         name = f"{cell}-{self.shards:06d}.h5"
         self.shards += 1
-        rows = [[2 * i, 2 * i + 1] for i in range(len(refs))]
-        append_to_index(
-            self.paths.index_dir,
-            SealedShard(
-                name,
-                100,
-                "crc32:00000000",
-                2 * len(refs),
-                10,
-                [
-                    ShardTicket(ref.ticket_id, ref.attempt, pair, [0.0, 1.0], NO_VERSION)
-                    for ref, pair in zip(refs, rows, strict=True)
-                ],
-            ),
-        )
-        return [
-            SettledTicket(ref, name, pair, [0.0, 1.0], NO_VERSION)
-            for ref, pair in zip(refs, rows, strict=True)
+        tickets = [
+            SettledTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], NO_VERSION)
+            for i, ref in enumerate(refs)
         ]
+        indexed = [
+            ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards, NO_VERSION)
+            for one in tickets
+        ]
+        shard = SealedShard(name, 100, "crc32:00000000", 2 * len(refs), 10, indexed)
+        append_to_index(self.paths.index_dir, shard)
+        return tickets
 
     def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:
-        self.call("/settle", SettleRequest(cell, tickets), Acknowledged)
-
-    def generate(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketRef]:
-        """Whatever is granted, sealed and settled."""
-        refs = [grant.ref for grant in self.grants(cell, tickets)]
-        self.settle(self.seal(refs, cell), cell)
-        return refs
+        self.order("/settle", SettleRequest(cell, tickets))
 
     def report(self, ref: TicketRef, reward: float) -> None:
         """The result of an evaluation ticket."""
         request = EvaluationResultRequest("cell-0", ref, [reward])
-        self.call("/report_evaluation", request, Acknowledged)
+        self.order("/report_evaluation", request)
 
     def drop(self, ref: TicketRef, reason: str) -> None:
-        self.call("/drop", DropRequest("cell-0", ref, reason), Acknowledged)
+        self.order("/drop", DropRequest("cell-0", ref, reason))
 
     # The trainer
 
@@ -209,14 +196,14 @@ class LedgerProcess:
         self, generation: int = 1, base_step: int = 0, evaluated_step: int = -1
     ) -> None:
         request = OpenGenerationRequest(generation, base_step, evaluated_step)
-        self.call("/open_generation", request, Acknowledged)
+        self.order("/open_generation", request)
 
     def batch(self, step: int, generation: int = 1, wait_s: float = 0.0) -> BatchReply:
         return self.call("/batch", BatchRequest(generation, step, wait_s), BatchReply)
 
     def form_batch(self, step: int) -> BatchManifest:
-        """The batch of tickets generated for it."""
-        self.generate()
+        """The batch of whatever is granted, sealed and settled."""
+        self.settle(self.seal([grant.ref for grant in self.grants()]))
         manifest = self.batch(step).manifest
         assert manifest is not None
         return manifest
@@ -226,7 +213,11 @@ class LedgerProcess:
         return self.call("/evaluate", request, EvaluateReply)
 
     def publish(self, step: int, generation: int = 1) -> None:
-        self.call("/publish", PublishRequest(generation, step), Acknowledged)
+        self.order("/publish", PublishRequest(generation, step))
 
     def status(self) -> LedgerStatus:
         return self.call("/status", Empty(), LedgerStatus)
+
+
+StartLedger = Callable[..., LedgerProcess]
+"""Starts one with the settings given; it ends with the test."""

@@ -1,14 +1,11 @@
 """Tasks drawn by the user's function, by a ledger that is killed in between."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from areal_hpc.wire.ledger import Acknowledged, DropRequest
-from tests.integration.ledger.ledger_process import LedgerProcess
+from areal_hpc.wire.ledger import DropRequest
+from tests.integration.ledger.ledger_process import StartLedger
 from tests.support.environments import CHECKOUT
 
 CURRICULUM = {
@@ -24,9 +21,7 @@ def untried(known: dict[str, Any]) -> Any:
     return np.isnan(known["reward"])
 
 
-def test_groups_that_are_over_decide_what_is_drawn_next(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
+def test_groups_that_are_over_decide_what_is_drawn_next(start_ledger: StartLedger) -> None:
     ledger = start_ledger(n_train_tasks=4, **CURRICULUM)
     ledger.open_generation()
     trained = ledger.grants("cell-0", tickets=1)
@@ -35,7 +30,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(
     assert len(set(first)) == 2
     ledger.settle(ledger.seal([grant.ref for grant in trained]))
     drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
-    ledger.call("/drop", drop, Acknowledged)
+    ledger.order("/drop", drop)
     ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
     assert ledger.batch(1).settled == 1
     second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]
@@ -43,9 +38,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(
     assert len((ledger.paths.root / "curriculum.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_curriculum_that_fails_is_told_to_the_trainer(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
+def test_a_curriculum_that_fails_is_told_to_the_trainer(start_ledger: StartLedger) -> None:
     ledger = start_ledger(n_train_tasks=2, **CURRICULUM)
     ledger.open_generation()
     ledger.form_batch(1)

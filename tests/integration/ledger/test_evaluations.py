@@ -1,7 +1,5 @@
 """Evaluations through restarts of the ledger and the trainer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,9 +1,7 @@
 """The ledger's HTTP face: waiting, refusing, stopping."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +13,6 @@ from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.ledger.job import run
 from areal_hpc.wire.ledger import (
     NO_VERSION,
-    Acknowledged,
     BatchReply,
     BatchRequest,
     EvaluateReply,
@@ -26,18 +23,21 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
-from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger, config_of
 
 WAIT_S = 50.0
 """What waits ends after so long without news."""
 PROMPT_S = 20.0
 """With news it ends within this on any machine; on an idle one in 1-3 ms."""
+OF_AN_EVALUATION = SettleRequest(
+    "cell-0", [SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
+)
 RARE_SWEEPS = {"cell_timeout_s": 3000.0}
 """Sweeps wake those who wait, too: here every 100 s, so that the news alone can have done it."""
 
 
 @pytest.fixture
-def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+def ledger(start_ledger: StartLedger) -> LedgerProcess:
     return start_ledger(**RARE_SWEEPS)
 
 
@@ -62,11 +62,8 @@ def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
     waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S), LeaseReply)
     time.sleep(0.1)
     assert not waiting.done(), "synchronous training must not run ahead of the published step"
-    published_at = time.monotonic()
     ledger.publish(1)
-    reply, answered_at = waiting.result(WAIT_S)
-    assert len(reply.grants) == 2
-    assert answered_at - published_at < PROMPT_S
+    assert len(waiting.result(PROMPT_S).grants) == 2
 
 
 def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
@@ -78,11 +75,8 @@ def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
     ledger.settle([first])
     time.sleep(0.1)
     assert not waiting.done()
-    settled_at = time.monotonic()
     ledger.settle([second])
-    reply, answered_at = waiting.result(WAIT_S)
-    assert reply.manifest is not None
-    assert answered_at - settled_at < PROMPT_S
+    assert waiting.result(PROMPT_S).manifest is not None
 
 
 def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> None:
@@ -123,7 +117,7 @@ def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProce
 
 
 def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
-    start_ledger: Callable[..., LedgerProcess],
+    start_ledger: StartLedger,
 ) -> None:
     ledger = start_ledger(max_head_offpolicyness=1, **RARE_SWEEPS)
     ledger.open_generation()
@@ -133,20 +127,27 @@ def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
     time.sleep(0.1)
     assert not cell.done(), "nobody waits: the shard may still grow"
     trainer = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
-    assert cell.result(PROMPT_S)[0].seal_now
+    assert cell.result(PROMPT_S).seal_now
     ledger.settle(ledger.seal(refs))
-    assert trainer.result(PROMPT_S)[0].manifest is not None
+    assert trainer.result(PROMPT_S).manifest is not None
 
 
-def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: LedgerProcess) -> None:
+def test_agents_that_only_fail_are_reported_to_the_trainer_at_once_and_not_again_after_a_restart(
+    ledger: LedgerProcess,
+) -> None:
     ledger.open_generation()
     waiting = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
     for _ in range(2):
         for grant in ledger.grants():
             ledger.drop(grant.ref, "ZeroDivisionError in solve()")
-    reply, _ = waiting.result(PROMPT_S)
-    assert "4 tickets in a row" in reply.trouble
-    assert "ZeroDivisionError in solve()" in reply.trouble
+    trouble = waiting.result(PROMPT_S).trouble
+    assert "4 tickets in a row" in trouble
+    assert "ZeroDivisionError in solve()" in trouble
+    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
+    assert ledger.batch(1).trouble == ""
+    assert ledger.status().dropped == 4
+    again = {grant.ref.ticket_id for grant in ledger.grants()}
+    assert again.isdisjoint(range(4))
 
 
 def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) -> None:
@@ -169,6 +170,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
         ("/open_generation", b'{"generation": 1, "base_step": 4}', 400, "step 4 does not exist"),
         ("/evaluate", b'{"generation": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
         ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
+        ("/settle", msgspec.json.encode(OF_AN_EVALUATION), 400, "evaluation ticket"),
     ],
 )
 def test_a_wrong_request_is_told_what_is_wrong(
@@ -190,29 +192,18 @@ def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     good = SettledTicket(refs[0], "s", [0], [1.0], NO_VERSION)
     bad = SettledTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
     with pytest.raises(HttpStatusError, match="2 rows and 1 rewards"):
-        ledger.call("/settle", SettleRequest("cell-0", [good, bad]), Acknowledged)
+        ledger.settle([good, bad])
     assert ledger.status().settled == 0
 
 
-def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
-    idle_ledger: LedgerProcess,
+def test_steps_are_handed_out_in_order_and_status_counts_what_is_where(
+    ledger: LedgerProcess,
 ) -> None:
-    with pytest.raises(HttpStatusError, match="evaluation ticket"):
-        idle_ledger.settle(
-            [SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
-        )
-
-
-def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
-    ledger.open_generation()
-    with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
-        ledger.batch(2)
-    with pytest.raises(HttpStatusError, match="step 1 does not exist"):
-        ledger.publish(1)
-
-
-def test_status_counts_what_is_where(ledger: LedgerProcess) -> None:
     ledger.open_generation(4)
+    with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
+        ledger.batch(2, generation=4)
+    with pytest.raises(HttpStatusError, match="step 1 does not exist"):
+        ledger.publish(1, generation=4)
     refs = [grant.ref for grant in ledger.grants()]
     ledger.lease(held=refs[1:], finished=refs[:1])
     assert ledger.status() == LedgerStatus(generation=4, leased=1, finished=1, cells=1)
@@ -222,17 +213,13 @@ def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
     ledger: LedgerProcess,
 ) -> None:
     ledger.open_generation()
-
-    def lease(job_start: int, held: list[TicketRef]) -> LeaseReply:
-        request = LeaseRequest("cell-0", 8, held, wait_s=0.0, job_start=job_start)
-        return ledger.client.call("/lease", request, LeaseReply)
-
-    (first, second) = [grant.ref for grant in lease(1, []).grants]
-    again = [grant.ref for grant in lease(2, []).grants]
-    assert {ref.ticket_id for ref in again} == {first.ticket_id, second.ticket_id}
+    first = [grant.ref for grant in ledger.lease(job_start=1).grants]
+    assert len(first) == 2
+    again = [grant.ref for grant in ledger.lease(job_start=2).grants]
+    assert {ref.ticket_id for ref in again} == {ref.ticket_id for ref in first}
     with pytest.raises(HttpStatusError, match="restart 1 of cell-0 was replaced by restart 2"):
-        lease(1, [first, second])
-    assert lease(2, again).grants == []
+        ledger.lease(held=first, job_start=1)
+    assert ledger.lease(held=again, job_start=2).grants == []
     assert ledger.status().leased == 2
 
 
@@ -248,38 +235,19 @@ def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: Ledge
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    config = {
-        "run_dir": str(tmp_path / "file" / "run"),
-        **dict.fromkeys(("batch_size", "episodes_per_ticket", "max_concurrent_rollouts"), 1),
-        **dict.fromkeys(("n_train_tasks", "n_valid_tasks", "total_steps"), 1),
-        "max_head_offpolicyness": 0,
-        "seed": 0,
-    }
     with pytest.raises(ClusterError, match="cannot write to the run directory"):
-        run(config)
+        run(config_of(tmp_path / "file" / "run"))
 
 
-def test_a_lease_and_its_settle_cost_little_cpu(
-    start_ledger: Callable[..., LedgerProcess],
-) -> None:
-    rounds = 1000
+def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> None:
+    rounds = 300
     ledger = start_ledger(batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds)
     process = psutil.Process(ledger.process.pid)
     before = process.cpu_times()
     for _ in range(rounds):
         (grant,) = ledger.lease(tickets=1).grants
-        ticket = SettledTicket(
-            grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0], NO_VERSION
-        )
-        ledger.settle([ticket])
+        ledger.settle([SettledTicket(grant.ref, "s", [0, 1, 2, 3], [0.0, 1.0] * 2, NO_VERSION)])
     after = process.cpu_times()
     cpu_s = after.user + after.system - before.user - before.system
     print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
     assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
-
-
-def test_an_unknown_ticket_changes_nothing(idle_ledger: LedgerProcess) -> None:
-    idle_ledger.settle(
-        [SettledTicket(TicketRef(12345, 1), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
-    )
-    assert idle_ledger.status() == LedgerStatus()

@@ -1,25 +1,15 @@
 """Tickets that are not trained, or not as they were: written first, whatever is killed after."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
-from areal_hpc.wire.ledger import (
-    Acknowledged,
-    BatchCounts,
-    DropRequest,
-    SettledTicket,
-    TicketRef,
-)
+from areal_hpc.wire.ledger import BatchCounts, DropRequest, SettledTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
 
 @pytest.fixture
-def ledger(start_ledger: Callable[..., LedgerProcess]) -> LedgerProcess:
+def ledger(start_ledger: StartLedger) -> LedgerProcess:
     started = start_ledger(max_head_offpolicyness=1, stale_groups="requeue")
     started.open_generation()
     return started
@@ -63,7 +53,8 @@ def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess)
     assert len(refs) == 4
     drop = DropRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
     for _ in range(2):  # repeating it is harmless
-        ledger.call("/drop", drop, Acknowledged)
+        ledger.order("/drop", drop)
+    assert len(ledger.lease(held=refs[1:]).grants) == 1
     ledger.restart()
     status = ledger.status()
     assert (status.filtered, status.dropped) == (1, 0)

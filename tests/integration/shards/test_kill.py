@@ -1,24 +1,78 @@
 """kill -9 at any moment loses nothing acknowledged and shows nobody half a shard."""
 
+import itertools
+import multiprocessing
+import os
 import random
-import subprocess
+import shutil
+import signal
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 
+from areal_hpc.rundir import atomic
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards import disk_io, index, writer
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair, verify_run
-from areal_hpc.shards.writer import seal_shard
-from tests.support.environments import CHECKOUT
-from tests.support.sample_trajectories import fields, ticket
+from tests.support.sample_trajectories import fields, seal_in, ticket
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+PROCESSES = multiprocessing.get_context("forkserver")
+WATCHED = {module.__file__ for module in (writer, index, atomic, disk_io)}
+"""Everything that touches the disk when a shard is sealed."""
 
 
-def module_command(name: str, path: Path) -> list[str]:
-    return [sys.executable, "-m", f"tests.integration.shards.{name}", str(path)]
+def seal_and_die(paths: RunPaths, line_to_die_at: int) -> None:
+    lines_seen: set[tuple[str, int]] = set()
+
+    def watch(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        lines_seen.add((frame.f_code.co_name, frame.f_lineno))
+        if len(lines_seen) > line_to_die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return watch
+
+    sys.settrace(watch)
+    seal_in(paths, ticket(2))
+    os._exit(0)
+
+
+def seal_and_die_at_every_line(root: Path) -> None:
+    """Seals in `<root>/<n>/` are killed before the n-th line of code first runs, up to a whole one.
+
+    A process of its own: it forks, and may have no threads.
+    """
+    begun = RunPaths(root / "begun")
+    seal_in(begun, ticket(1))
+    for line_to_die_at in itertools.count():
+        paths = RunPaths(root / str(line_to_die_at))
+        shutil.copytree(begun.root, paths.root)
+        child = os.fork()
+        if child == 0:
+            seal_and_die(paths, line_to_die_at)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+
+
+def append_forever(path: Path, acknowledged: Connection) -> None:
+    """Append numbered records, rotating now and then; say so of each once `append` has returned."""
+    journal = JournalWriter(path, sync_interval_s=0.001)
+    for number in itertools.count():
+        journal.append(number, b"%d" % number * (number % 4000))
+        acknowledged.send(number)
+        if number % 25 == 24:
+            journal.rotate(lambda record: True)
 
 
 def stage(paths: RunPaths) -> str:
@@ -34,7 +88,10 @@ def stage(paths: RunPaths) -> str:
 def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repaired(
     tmp_path: Path,
 ) -> None:
-    subprocess.run(module_command("die_at_every_line", tmp_path), cwd=CHECKOUT, check=True)
+    sealing = PROCESSES.Process(target=seal_and_die_at_every_line, args=(tmp_path,))
+    sealing.start()
+    sealing.join()
+    assert sealing.exitcode == 0
     stages: dict[str, RunPaths] = {}
     for path in tmp_path.iterdir():
         paths = RunPaths(path)
@@ -49,7 +106,7 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repai
 
     assert set(stages) == {"nothing", "partial", "orphan", "sealed"}
     for paths in stages.values():
-        seal_shard(ticket(3), paths.shards_dir, paths.index_dir, "cell-0")
+        seal_in(paths, ticket(3))
         assert verify_run(paths).problems == []
 
 
@@ -66,18 +123,19 @@ def test_every_acknowledged_record_survives_the_death_of_its_writer(
 ) -> None:
     path = tmp_path / "journal"
     to_acknowledge = random.Random(trial).randrange(1, 400)
-    with subprocess.Popen(
-        module_command("append_forever", path), cwd=CHECKOUT, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        for _ in range(to_acknowledge):
-            child.stdout.readline()
-        child.kill()
-        rest = child.stdout.read()
-    acknowledged = to_acknowledge + rest.count(b"\n")
+    heard, said = PROCESSES.Pipe(duplex=False)
+    appending = PROCESSES.Process(target=append_forever, args=(path, said))
+    appending.start()
+    said.close()
+    acknowledged = [heard.recv() for _ in range(to_acknowledge)]
+    appending.kill()
+    with suppress(EOFError):
+        while True:
+            acknowledged.append(heard.recv())
+    appending.join()
 
     records = list(read_journal(path))
-    assert acknowledged <= len(records) <= acknowledged + 1
+    assert len(acknowledged) <= len(records) <= len(acknowledged) + 1
     assert records == [
         JournalRecord(number, b"%d" % number * (number % 4000)) for number in range(len(records))
     ]

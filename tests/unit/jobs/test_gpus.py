@@ -1,7 +1,5 @@
 """Which GPUs a process may use, by its environment and the device files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the probe makes of what it finds on a node."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the end of a job's tasks means for the job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The starts of a job are numbered; older ones and their processes learn that they are over."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +11,11 @@ from areal_hpc.jobs import starts, time_limit
 from areal_hpc.rundir.paths import JobPaths
 
 
-def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
-    starts.take_next_start(tmp_path / "starts", "7.0", "n01", "")
+def test_other_tasks_find_the_start_that_the_first_one_took_and_an_earlier_one_is_over(
+    tmp_path: Path,
+) -> None:
+    first = starts.take_next_start(tmp_path / "starts", "7.0", "n01", "")
+    assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(starts.wait_for_start, tmp_path / "starts", "7.1", "n02", 60.0)
         time.sleep(0.1)
@@ -22,6 +23,8 @@ def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> N
         taken = starts.take_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
+    superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
+    assert superseded == [True, False]
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
@@ -37,14 +40,6 @@ def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
     starts.report_node(tmp_path, start, 3)
     assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
-
-
-def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
-    first = starts.take_next_start(tmp_path, "7.0", "n01", "")
-    assert not starts.is_superseded(tmp_path, first)
-    second = starts.take_next_start(tmp_path, "8.0", "n02", "")
-    assert starts.is_superseded(tmp_path, first)
-    assert not starts.is_superseded(tmp_path, second)
 
 
 def test_processes_read_until_when_they_may_stop(

@@ -1,7 +1,5 @@
 """By which address the other nodes reach this one."""
 
-from __future__ import annotations
-
 import socket
 
 import psutil

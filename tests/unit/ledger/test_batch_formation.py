@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,10 +7,10 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import BatchCounts, BatchManifest, StaleGroups, TicketRef
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.wire.ledger import BatchCounts, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.unit.ledger.ticket_world import rebuilt, settled
+from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
 
 def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> TicketTable:
@@ -25,22 +23,11 @@ def too_old(
     return StalenessCheck().too_old(tickets, generation, forks)
 
 
-def batch_of(tickets: TicketTable) -> BatchManifest:
-    manifest = form_next_batch(tickets, generation=1)
-    assert manifest is not None
-    return manifest
-
-
 def train(tickets: TicketTable, steps: int) -> None:
     """Batches of fresh tickets, while one ticket (the first leased) is under way."""
     for _ in range(steps):
-        refs = tickets.lease("b", 2, 0.0)
-        assert len(refs) == 2
-        for ref in refs:
-            tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-        manifest = batch_of(tickets)
+        manifest = fill_batch(tickets)
         assert manifest.counts == BatchCounts()
-        tickets.record_batch(manifest)
         tickets.publish(manifest.step)
 
 
@@ -53,46 +40,32 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
     return tickets, ref
 
 
-def fill(tickets: TicketTable) -> BatchManifest:
-    for ref in tickets.lease("b", 2 - tickets.n_settled, 0.0):
-        tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-    return batch_of(tickets)
-
-
 @pytest.mark.parametrize(
-    ("policy", "steps", "stale"), [("drop", 1, 0), ("train_with_correction", 2, 1)]
+    ("policy", "steps", "state", "trained_attempt", "counts"),
+    [
+        ("drop", 1, "settled", 1, BatchCounts()),
+        ("train_with_correction", 2, "settled", 1, BatchCounts(stale_trained=1)),
+        ("drop", 2, "dropped", None, BatchCounts(stale_dropped=1)),
+        ("requeue", 2, "waiting", 2, BatchCounts(stale_requeued=1)),
+    ],
 )
-def test_a_group_within_the_bound_or_that_the_recipe_corrects_for_is_trained(
-    policy: StaleGroups, steps: int, stale: int
+def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
+    policy: StaleGroups,
+    steps: int,
+    state: str,
+    trained_attempt: int | None,
+    counts: BatchCounts,
 ) -> None:
     tickets, ref = overtaken(policy, steps)
-    assert too_old(tickets) == []
-    manifest = fill(tickets)
-    assert manifest.tickets[0].ref == ref
-    assert manifest.counts == BatchCounts(stale_trained=stale)
-
-
-def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
-    tickets, ref = overtaken("drop", steps=2)
-    (drop,) = too_old(tickets)
-    assert drop == DroppedTicket(ref, "sampled 2 steps ago; the limit is 1", "stale")
-    tickets.drop_settled(drop)
-    assert tickets.state_of(ref.ticket_id) == "dropped"
-    manifest = fill(tickets)
-    assert ref not in {ticket.ref for ticket in manifest.tickets}
-    assert manifest.counts == BatchCounts(stale_dropped=1)
-
-
-def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() -> None:
-    tickets, ref = overtaken("requeue", steps=2)
-    (drop,) = too_old(tickets)
-    tickets.drop_settled(drop)
-    assert tickets.state_of(ref.ticket_id) == "waiting"
-    assert tickets.lease("b", 1, 0.0) == [TicketRef(ref.ticket_id, ref.attempt + 1)]
-    tickets.settle(settled(TicketRef(ref.ticket_id, ref.attempt + 1), WeightVersion(1, 2)))
-    manifest = fill(tickets)
-    assert manifest.tickets[0].ref == TicketRef(ref.ticket_id, ref.attempt + 1)
-    assert manifest.counts == BatchCounts(stale_requeued=1)
+    for drop in too_old(tickets):
+        assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
+        tickets.set_aside(drop)
+    assert tickets.state_of(ref.ticket_id) == state
+    manifest = fill_batch(tickets)
+    first, _ = (ticket.ref for ticket in manifest.tickets)
+    assert (first.ticket_id == ref.ticket_id) == (trained_attempt is not None)
+    assert trained_attempt in (first.attempt, None)
+    assert manifest.counts == counts
 
 
 def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
@@ -157,18 +130,6 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, sa
     assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
 
 
-def test_a_filtered_ticket_gives_its_place_to_another() -> None:
-    tickets = tickets_of(bound=0)
-    refs = tickets.lease("a", 9, 0.0)
-    assert len(refs) == 2
-    assert tickets.drop(DroppedTicket(refs[0], "all rewards are 1.0", "filtered"))
-    assert tickets.state_of(refs[0].ticket_id) == "filtered"
-    (replacement,) = tickets.lease("a", 9, 0.0)
-    for ref in (refs[1], replacement):
-        tickets.settle(settled(ref, WeightVersion(1, 0)))
-    assert fill(tickets).counts == BatchCounts(filtered=1)
-
-
 class CountedForks(tuple[GenerationFork, ...]):
     """Counts the tickets whose age was asked for."""
 
@@ -188,7 +149,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
         for _ in range(3):
             assert ages.too_old(tickets, 1, forks) == []
     assert forks.looks == 20
-    tickets.record_batch(batch_of(tickets))
+    form_batch(tickets)
     ages.too_old(tickets, 1, forks)
     assert forks.looks == 20 + 18
     ages.too_old(tickets, 2, forks)

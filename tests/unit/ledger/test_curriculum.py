@@ -1,7 +1,6 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,33 +19,23 @@ def curriculum(path: Path, weigh: WeighTasks = evenly, batch_size: int = 3) -> C
     return Curriculum(path / "curriculum.jsonl", weigh, n_tasks=6, batch_size=batch_size, seed=5)
 
 
-def test_a_ticket_stands_for_the_same_task_ever_after(tmp_path: Path) -> None:
+def test_a_ticket_stands_for_the_same_task_ever_after_and_a_torn_line_is_drawn_again(
+    tmp_path: Path,
+) -> None:
     first = curriculum(tmp_path)
     tasks = [first.task_of(ticket) for ticket in (0, 4, 2, 11)]
+    with (tmp_path / "curriculum.jsonl").open("ab") as stream:
+        stream.write(b'{"first_ticket":12,"ta')
     again = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
     assert [again.task_of(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
-    assert again.task_of(6) == 0  # never drawn before
-
-
-def test_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
-    curriculum(tmp_path).task_of(0)
-    kept = curriculum(tmp_path).task_of(0)
-    with (tmp_path / "curriculum.jsonl").open("ab") as stream:
-        stream.write(b'{"first_ticket":3,"ta')
-    again = curriculum(tmp_path)
-    task = again.task_of(3)
-    assert curriculum(tmp_path).task_of(3) == task
-    assert curriculum(tmp_path).task_of(0) == kept
+    assert again.task_of(12) == 0
+    assert curriculum(tmp_path).task_of(12) == 0
 
 
 def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line may be there although the storage refused: a restarted ledger would believe it."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError("no space left for the log of the storage")
-
     asked: list[int] = []
 
     def another_each_time(known: dict[str, Any]) -> Any:
@@ -55,7 +44,7 @@ def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
 
     tasks = curriculum(tmp_path, another_each_time)
     with monkeypatch.context() as storage:
-        storage.setattr("os.fsync", refuse)
+        storage.setattr("os.fsync", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
             tasks.task_of(0)
     task = tasks.task_of(0)

@@ -1,7 +1,5 @@
 """Single situations of the ticket state machine, by name."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -12,26 +10,13 @@ from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
-from tests.unit.ledger.ticket_world import rebuilt, settled
+from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
 
 def policy(
     batch_size: int = 2, offpolicyness: int = 0, concurrent: int = 100, total_steps: int = 10
 ) -> TicketPolicy:
     return TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, cell_timeout_s=30.0)
-
-
-def form_batch(tickets: TicketTable) -> BatchManifest:
-    manifest = form_next_batch(tickets, generation=1)
-    assert manifest is not None
-    tickets.record_batch(manifest)
-    return manifest
-
-
-def fill_batch(tickets: TicketTable) -> BatchManifest:
-    for ref in tickets.lease("a", 2, 0.0):
-        tickets.settle(settled(ref))
-    return form_batch(tickets)
 
 
 def test_synchronous_training_generates_one_batch_per_published_step() -> None:
@@ -42,10 +27,22 @@ def test_synchronous_training_generates_one_batch_per_published_step() -> None:
     assert len(tickets.lease("a", 9, 0.0)) == 2
 
 
-@pytest.mark.parametrize("offpolicyness", [0, 1, 4])
-def test_generation_runs_ahead_by_the_allowed_number_of_batches(offpolicyness: int) -> None:
-    tickets = TicketTable(policy(offpolicyness=offpolicyness))
-    assert len(tickets.lease("a", 100, 0.0)) == 2 * (offpolicyness + 1)
+@pytest.mark.parametrize(
+    ("limits", "granted"),
+    [
+        *((policy(offpolicyness=steps), 2 * (steps + 1)) for steps in (0, 1, 4)),
+        (policy(offpolicyness=4, concurrent=3), 3),
+        (policy(offpolicyness=4, total_steps=2), 4),
+    ],
+)
+def test_as_many_run_as_staleness_concurrency_and_need_allow_and_one_that_is_dropped_is_replaced(
+    limits: TicketPolicy, granted: int
+) -> None:
+    tickets = TicketTable(limits)
+    refs = tickets.lease("a", 100, 0.0)
+    assert len(refs) == granted
+    assert tickets.drop(DroppedTicket(refs[0], "boom"))
+    assert tickets.lease("a", 100, 0.0) == [TicketRef(granted, 1)]
 
 
 def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
@@ -54,13 +51,6 @@ def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
     assert len(refs) == 3
     tickets.report("a", refs[1:], refs[:1], 0.0)
     assert len(tickets.lease("a", 100, 0.0)) == 1
-
-
-def test_a_dropped_ticket_is_replaced_by_a_new_one() -> None:
-    tickets = TicketTable(policy())
-    refs = tickets.lease("a", 9, 0.0)
-    assert tickets.drop(DroppedTicket(refs[0], "boom"))
-    assert [ref.ticket_id for ref in tickets.lease("a", 9, 0.0)] == [2]
 
 
 def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
@@ -72,33 +62,21 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     assert tickets.n_leased == 2
 
 
-def test_the_run_ends_with_nothing_issued_in_vain() -> None:
-    tickets = TicketTable(policy(offpolicyness=4, total_steps=2))
-    refs = tickets.lease("a", 100, 0.0)
-    assert len(refs) == 4
-    tickets.drop(DroppedTicket(refs[0], "boom"))
-    assert len(tickets.lease("a", 100, 0.0)) == 1
-
-
-def test_batches_take_tickets_in_the_order_they_settled() -> None:
+def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothing() -> None:
     tickets = TicketTable(policy(batch_size=3))
     a, b, c = tickets.lease("a", 3, 0.0)
     for ref in (c, a, b):
         tickets.settle(settled(ref))
+    asked = form_next_batch(tickets, generation=1)
+    assert tickets.settled == 3
     assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
+    assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])
 
 
-def test_asking_for_a_batch_changes_nothing_until_it_is_recorded() -> None:
-    tickets = TicketTable(policy())
-    for ref in tickets.lease("a", 2, 0.0):
-        tickets.settle(settled(ref))
-    assert form_next_batch(tickets, 1) == form_next_batch(tickets, 1)
-    assert tickets.n_settled == 2
-
-
-def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> None:
+def test_tickets_of_a_silent_cell_finished_or_not_come_first_and_need_no_own_room() -> None:
     tickets = TicketTable(policy(offpolicyness=1))
     lost = tickets.lease("a", 2, 0.0)
+    tickets.report("a", lost[:1], lost[1:], 0.0)
     kept = tickets.lease("b", 2, 0.0)
     tickets.report("b", kept, [], 30.0)
     assert tickets.expire(31.0) == 2
@@ -113,14 +91,6 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     tickets.report("a", [kept], [], 1.0)
     assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
     assert tickets.state_of(kept.ticket_id) == "leased"
-
-
-def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:
-    tickets = TicketTable(policy())
-    refs = tickets.lease("a", 2, 0.0)
-    tickets.report("a", [], refs, 1.0)
-    tickets.expire(32.0)
-    assert [ref.attempt for ref in tickets.lease("b", 2, 32.0)] == [2, 2]
 
 
 def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
@@ -142,19 +112,6 @@ def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() ->
     tickets.expire(100.0)
     (third,) = tickets.lease("b", 1, 100.0)
     assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
-
-
-def test_a_late_settle_of_an_older_attempt_counts_once() -> None:
-    tickets = TicketTable(policy(batch_size=1))
-    (old,) = tickets.lease("a", 1, 0.0)
-    tickets.expire(31.0)
-    (new,) = tickets.lease("b", 1, 31.0)
-    assert tickets.settle(settled(old))
-    assert not tickets.settle(settled(new))
-    assert not tickets.settle(settled(old))
-    form_batch(tickets)
-    assert not tickets.settle(settled(old))
-    assert tickets.state_of(0) == "batched"
 
 
 def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
@@ -202,16 +159,20 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
 
 
-@pytest.mark.parametrize("steps", [[2], [1, 3], [1, 1]])
-def test_manifests_with_a_gap_are_refused(steps: list[int]) -> None:
-    batches = [BatchManifest(step, 1, [settled(TicketRef(i, 1))]) for i, step in enumerate(steps)]
-    with pytest.raises(ClusterError, match=f"the manifest of step {len(steps)} is missing"):
-        rebuilt(AHEAD, manifests=batches)
-
-
-def test_a_ticket_in_two_batches_is_refused() -> None:
-    batches = [BatchManifest(step, 1, [settled(TicketRef(0, 1))]) for step in (1, 2)]
-    with pytest.raises(ClusterError, match="batches of steps 1 and 2"):
+@pytest.mark.parametrize(
+    ("steps_and_tickets", "said"),
+    [
+        ([(2, 0)], "the manifest of step 1 is missing"),
+        ([(1, 0), (3, 1)], "the manifest of step 2 is missing"),
+        ([(1, 0), (1, 1)], "the manifest of step 2 is missing"),
+        ([(1, 0), (2, 0)], "batches of steps 1 and 2"),
+    ],
+)
+def test_manifests_with_a_gap_or_a_ticket_in_two_are_refused(
+    steps_and_tickets: list[tuple[int, int]], said: str
+) -> None:
+    batches = [BatchManifest(at, 1, [settled(TicketRef(i, 1))]) for at, i in steps_and_tickets]
+    with pytest.raises(ClusterError, match=said):
         rebuilt(AHEAD, manifests=batches)
 
 

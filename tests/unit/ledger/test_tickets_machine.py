@@ -5,20 +5,12 @@ state, checkpoints) and cells that go on working whatever the ledger thinks of t
 point is modelled by rebuilding the ledger from the disk alone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Literal, get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
@@ -35,23 +27,18 @@ CELLS = ("cell-0", "cell-1", "cell-2")
 
 class TicketHistories(RuleBasedStateMachine):
     @initialize(
-        batch_size=st.integers(1, 3),
-        offpolicyness=st.integers(0, 2),
-        concurrent=st.integers(1, 6),
-        total_steps=st.integers(1, 4),
-        stale_groups=st.sampled_from(get_args(StaleGroups)),
-    )
-    def start_run(
-        self,
-        batch_size: int,
-        offpolicyness: int,
-        concurrent: int,
-        total_steps: int,
-        stale_groups: StaleGroups,
-    ) -> None:
-        self.policy = TicketPolicy(
-            batch_size, offpolicyness, concurrent, total_steps, TIMEOUT_S, stale_groups
+        policy=st.builds(
+            TicketPolicy,
+            batch_size=st.integers(1, 3),
+            max_head_offpolicyness=st.integers(0, 2),
+            max_concurrent_tickets=st.integers(1, 6),
+            total_steps=st.integers(1, 4),
+            cell_timeout_s=st.just(TIMEOUT_S),
+            stale_groups=st.sampled_from(get_args(StaleGroups)),
         )
+    )
+    def start_run(self, policy: TicketPolicy) -> None:
+        self.policy = policy
         self.now_s = 0.0
         self.disk = Disk()
         self.generation = 1
@@ -72,7 +59,7 @@ class TicketHistories(RuleBasedStateMachine):
         for ref in self.ledger.over(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
-    def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
+    def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
         refs = self.ledger.lease(cell.name, count, self.now_s)
         self.granted.update(refs)
         self.sampled_by |= dict.fromkeys(
@@ -85,7 +72,6 @@ class TicketHistories(RuleBasedStateMachine):
             assert self.count("leased") <= self.policy.max_concurrent_tickets
         if reply_arrives:
             cell.held.extend(refs)
-        return len(refs)
 
     @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), reply_arrives=st.booleans())
     def lease(self, name: str, count: int, reply_arrives: bool) -> None:
@@ -116,10 +102,8 @@ class TicketHistories(RuleBasedStateMachine):
     @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), again=st.booleans())
     def work(self, name: str, count: int, again: bool) -> None:
         """A cell that does its duty, so that histories get as far as batches."""
-        cell = self.cells[name]
         self.lease(name, count, reply_arrives=True)
-        cell.finished.extend(cell.held)
-        cell.held.clear()
+        self.cells[name].finish_all()
         self.seal(name, reported=True, delivered=False)
         self.deliver(name, again=again)
 
@@ -311,8 +295,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.ledger.expire(self.now_s)
         for cell in self.cells.values():
             self.take(cell, 2)
-            cell.finished.extend(cell.held)
-            cell.held.clear()
+            cell.finish_all()
             self.seal(cell.name, reported=True, delivered=True)
         self.form_batch("no")
         self.publish("no")

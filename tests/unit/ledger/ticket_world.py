@@ -1,12 +1,11 @@
 """What is real apart from the ledger: cells that work, and a disk that survives."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.batch_formation import form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.manifests import DroppedTicket
@@ -24,24 +23,31 @@ def settled(ref: TicketRef, version: WeightVersion | None = None) -> SettledTick
     return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
 
 
-def rebuilt(
-    policy: TicketPolicy,
-    *,
-    manifests: Iterable[BatchManifest] = (),
-    dropped: Iterable[DroppedTicket] = (),
-    settled: Iterable[SettledTicket] = (),
-    grants_from_s: float = 0.0,
-) -> TicketTable:
-    """The table of a ledger's second start."""
-    return TicketTable.rebuilt(
-        policy,
-        incarnation=2,
-        version_step=0,
-        manifests=manifests,
-        dropped=dropped,
-        settled=settled,
-        grants_from_s=grants_from_s,
-    )
+rebuilt = partial(
+    TicketTable.rebuilt,
+    incarnation=2,
+    version_step=0,
+    manifests=(),
+    dropped=(),
+    settled=(),
+    grants_from_s=0.0,
+)
+"""The table of a ledger's second start."""
+
+
+def form_batch(tickets: TicketTable) -> BatchManifest:
+    """The next batch, which must be complete."""
+    manifest = form_next_batch(tickets, generation=1)
+    assert manifest is not None
+    tickets.record_batch(manifest)
+    return manifest
+
+
+def fill_batch(tickets: TicketTable) -> BatchManifest:
+    """The next batch, of what is settled and of fresh tickets."""
+    for ref in tickets.lease("b", tickets.policy.batch_size - tickets.settled, 0.0):
+        tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
+    return form_batch(tickets)
 
 
 @dataclass
@@ -52,6 +58,10 @@ class Cell:
     held: list[TicketRef] = field(default_factory=list)
     finished: list[TicketRef] = field(default_factory=list)
     undelivered: list[SettledTicket] = field(default_factory=list)
+
+    def finish_all(self) -> None:
+        self.finished += self.held
+        self.held.clear()
 
 
 @dataclass

@@ -6,24 +6,25 @@ import pytest
 
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 
+KINDS = {
+    "jobs": {
+        "trainer": {"partition": "a", "mem": "9G"},
+        "sft": {"mem": "1G"},
+        "cell": {"partition": "low", "mem": "8G"},
+        "evaluation": {"mem": "2G"},
+    }
+}
+"""SFT would have what the trainer has, the evaluation what a cell has."""
+
 
 @pytest.mark.parametrize(
     ("slurm", "job", "partition", "mem"),
     [
         ({"mem": "8G", "jobs": {"cell": {"partition": "low"}}}, "cell-12", "low", "8G"),
         ({"partition": "gpu", "jobs": {"cell": {"partition": "low"}}}, "trainer", "gpu", None),
-        (
-            {"jobs": {"trainer": {"partition": "a", "mem": "9G"}, "sft": {"mem": "1G"}}},
-            *("sft", "a", "1G"),
-        ),
-        (
-            {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}},
-            *("evaluation", "low", "1G"),
-        ),
-        (
-            {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}},
-            *("cell-0", "low", "9G"),
-        ),
+        (KINDS, "sft", "a", "1G"),
+        (KINDS, "evaluation", "low", "2G"),
+        (KINDS, "cell-0", "low", "8G"),
     ],
 )
 def test_options_of_a_kind_of_job_win_over_those_that_it_would_have_without(

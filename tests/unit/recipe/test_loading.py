@@ -1,7 +1,5 @@
 """A recipe is read whole or refused with every problem it has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,21 @@ from tests.support.environments import CHECKOUT
 RECIPES = CHECKOUT / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
 SOURCES = "train_dataset={generator: null, kwargs: {}, sources: [{path: a.jsonl, weight: 3}]}"
-ONLINE = "rollout.agent.mode=online rollout.workflow=''"
-NO_TASKS = "valid_dataset=null evaluation.separate_cell=true"
+ONLINE = "rollout.agent.mode=online; rollout.workflow=''"
+NO_TASKS = "valid_dataset=null; evaluation.separate_cell=true"
 
 REFUSED = [
-    # overrides, the keys at fault, what is said
+    # overrides with `; ` between them, the keys at fault, what is said
     ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
     ("sft.batch_sise=3", "sft.batch_sise", "did you mean batch_size?"),
     ("trainer.total_steps=many", "trainer.total_steps", "valid integer|'many'"),
     (
-        "trainer.total_steps=0 rollout.nonsense=1 inference.cells=none",
+        "trainer.total_steps=0; rollout.nonsense=1; inference.cells=none",
         "trainer.total_steps rollout.nonsense inference.cells",
         "",
     ),
     (
-        "trainer.minibatches=5 rollout.n_samples=1 trainer.parallel={dp: 3, ep: 2}",
+        "trainer.minibatches=5; rollout.n_samples=1; trainer.parallel={dp: 3, ep: 2}",
         "trainer.minibatches trainer.batch_size trainer.parallel.ep rollout.n_samples",
         "trainer.batch_size=32 is not divisible by trainer.minibatches=5|"
         "over ep=2: each pipeline stage has tp x cp x dp = 3 ranks|parallel.dp=3|n_samples=1",
@@ -41,18 +39,18 @@ REFUSED = [
     ("rollout.workflow=''", "rollout.workflow", "this key is required"),
     ("rollout.agent.mode=online", "rollout.workflow valid_dataset", "external programs"),
     (NO_TASKS, "evaluation.separate_cell", "needs a valid_dataset"),
-    (f"{NO_TASKS} {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
+    (f"{NO_TASKS}; {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
     (
-        "inference.dtype=bfloat16 trainer.device=cuda",
+        "inference.dtype=bfloat16; trainer.device=cuda",
         "inference.device inference.dtype",
         "checksums of weight updates could not match",
     ),
     ("rollout.episode_timeout_s=2400", "proxy.session_timeout_s", "=3600 is shorter than 3 attem"),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
-    (f"{SOURCES} rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
+    (f"{SOURCES}; rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
     (
-        "weights.transport=disk weights.replicas_per_group=2",
+        "weights.transport=disk; weights.replicas_per_group=2",
         "weights",
         "from disk every replica loads by itself",
     ),
@@ -61,23 +59,12 @@ REFUSED = [
 ]
 
 
-def arguments(overrides: str) -> list[str]:
-    """One item for each `key=value`, whose value may hold spaces."""
-    items: list[str] = []
-    for word in overrides.split():
-        if "=" in word:
-            items.append(word)
-        else:
-            items[-1] += f" {word}"
-    return items
-
-
 @pytest.mark.parametrize(("overrides", "keys", "said"), REFUSED)
 def test_what_is_wrong_is_said_with_its_key_and_all_of_it(
     overrides: str, keys: str, said: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(QUICKSTART, arguments(overrides))
+        load_recipe(QUICKSTART, overrides.split("; "))
     assert sorted(problem.key for problem in caught.value.problems) == sorted(keys.split())
     message = str(caught.value)
     assert [part for part in said.split("|") if part not in message] == [], message
@@ -86,16 +73,21 @@ def test_what_is_wrong_is_said_with_its_key_and_all_of_it(
 
 @pytest.mark.parametrize(
     "overrides",
-    [f"{ONLINE} valid_dataset=null", SOURCES, "rollout.n_samples=2 rollout.min_samples=2"],
+    [f"{ONLINE}; valid_dataset=null", SOURCES, "rollout.n_samples=2; rollout.min_samples=2"],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    load_recipe(QUICKSTART, arguments(overrides))
+    load_recipe(QUICKSTART, overrides.split("; "))
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_recipe_parses(path: Path) -> None:
+def test_every_shipped_recipe_parses_and_what_it_is_resolved_to_parses_to_itself(
+    path: Path, tmp_path: Path
+) -> None:
     recipe = load_recipe(path)
     assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
+    resolved = tmp_path / "recipe.yaml"
+    resolved.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert load_recipe(resolved) == recipe
 
 
 def test_overrides_reach_any_depth_and_keep_their_types() -> None:
@@ -126,13 +118,6 @@ def test_files_that_are_no_recipe_are_refused(
         path.write_text(content)
     with pytest.raises(RecipeError, match=expected):
         load_recipe(path)
-
-
-def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
-    recipe = load_recipe(QUICKSTART)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert load_recipe(path) == recipe
 
 
 def site_file(folder: Path, **cluster: object) -> Path:

@@ -1,7 +1,5 @@
 """Types of recipe keys are shown as a person reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Rows as the data sets publish them become tasks that their reward functions can judge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +58,8 @@ def test_countdown_is_judged_exactly() -> None:
         assert countdown_reward("", answer, [], [], **first) == reward, answer
     assert countdown_reward("", "<answer>5*4/2-3</answer>", [], [], **second) == 1.0
     assert countdown_reward("", "<answer>5+4-2</answer>", [], [], **second) == 0.0
-
-
-def test_fractions_on_the_way_are_exact() -> None:
-    answer = "<answer>8/(3-8/3)</answer>"
-    assert countdown_reward("", answer, [], [], target=24, numbers=[3, 3, 8, 8]) == 1.0
+    on_the_way = "<answer>8/(3-8/3)</answer>"
+    assert countdown_reward("", on_the_way, [], [], target=24, numbers=[3, 3, 8, 8]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """Files of JSON lines, torn by crashes and full disks."""
 
 import logging
-import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,22 +9,9 @@ from hypothesis import strategies as st
 
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import append_line, read_lines
+from tests.support.full_disk import full_disk
 
 FIRST, SECOND = {"node": "n01", "step": 1}, {"node": "n02", "step": 2}
-
-
-def append_on_a_full_disk(path: Path, limit_bytes: int) -> bool:
-    """Append a line in a process that may write `limit_bytes` of the file; False if it refused."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-        try:
-            append_line(path, SECOND)
-        except OSError:
-            os._exit(7)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
@@ -36,7 +20,8 @@ def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
     path = tmp_path / "lines.jsonl"
     append_line(path, FIRST)
     whole_bytes = path.stat().st_size
-    assert not append_on_a_full_disk(path, whole_bytes + 10)
+    with full_disk(whole_bytes + 10), pytest.raises(OSError, match="took 10 of 24 bytes"):
+        append_line(path, SECOND)
     assert path.stat().st_size == whole_bytes + 10
     assert read_lines(path) == [FIRST], "a fragment at the end is silently left out"
     assert not caplog.records
@@ -49,37 +34,26 @@ def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
     assert len(caplog.records) == 1, "a line is named once, however often its file is read"
 
 
-def test_events_are_appended_behind_a_fragment(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"time":1.5,"role":"cell-0","eve')
-    EventLog(path, "trainer").record("weights_published", version="1.2")
-    assert [line["event"] for line in read_lines(path)] == ["weights_published"]
-
-
-def test_a_whole_line_without_its_newline_counts_and_stays_apart_from_the_next(
+def test_joined_lines_of_an_earlier_version_are_left_out_and_one_without_a_newline_counts(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"node":"n01","step":1}')
+    path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}')
     assert read_lines(path) == [FIRST]
     append_line(path, SECOND)
     assert read_lines(path) == [FIRST, SECOND]
 
 
-def test_lines_of_an_earlier_version_that_were_joined_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}\n')
-    assert read_lines(path) == [FIRST]
-
-
-def test_half_of_a_surrogate_pair_is_no_reason_not_to_write(tmp_path: Path) -> None:
+def test_half_of_a_surrogate_pair_and_a_fragment_before_it_are_no_reason_not_to_write(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "events.jsonl"
+    assert read_lines(path) == []
+    path.write_bytes(b'{"time":1.5,"role":"cell-0","eve')
     EventLog(path, "cell-0").record("episode_failed", reason="cut \ud83d emoji")
-    assert [line["reason"] for line in read_lines(path)] == ["cut ? emoji"]
-
-
-def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert read_lines(tmp_path / "lines.jsonl") == []
+    assert [(line["event"], line["reason"]) for line in read_lines(path)] == [
+        ("episode_failed", "cut ? emoji")
+    ]
 
 
 @given(lines=st.lists(st.integers(0, 10**6), min_size=1), cut=st.data())

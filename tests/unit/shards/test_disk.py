@@ -1,22 +1,17 @@
 import os
-import resource
-import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from areal_hpc.shards.disk_io import Buffer, write_all
+from tests.support.full_disk import full_disk
 
 
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "file"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    buffers: list[Buffer] = [
-        b"ab",
-        np.array([], "<i4"),
-        np.array([1, 2], "<i4"),
-        memoryview(b"c"),
-    ]
+    buffers: list[Buffer] = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
     assert write_all(descriptor, buffers) == 11
     assert write_all(descriptor, [b"X"] * 3000, offset=20) == 3000
     os.close(descriptor)
@@ -36,14 +31,8 @@ def test_a_write_that_the_kernel_shortens_goes_on_where_it_stopped() -> None:
 
 def test_what_does_not_fit_is_an_error_even_when_some_of_it_did(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        try:
-            write_all(os.open(path, os.O_WRONLY | os.O_CREAT), [b"x" * 60, b"y" * 60])
-        except OSError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        write_all(descriptor, [b"x" * 60, b"y" * 60])
+    os.close(descriptor)
     assert path.stat().st_size == 100

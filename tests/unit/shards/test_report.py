@@ -8,7 +8,6 @@ from tokenizers.models import WordLevel
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.shards.writer import seal_shard
 from areal_hpc.view.shard_report import (
     find_ticket_rows,
     format_shards_json,
@@ -16,15 +15,14 @@ from areal_hpc.view.shard_report import (
     list_shards,
     show_trajectory,
 )
-from tests.support.sample_trajectories import ticket, trajectory
+from tests.support.sample_trajectories import seal_in, ticket, trajectory
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path)
-    for ticket_ids in ((1, 2), (3,)):
-        rows = [row for ticket_id in ticket_ids for row in ticket(ticket_id)]
-        seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+def paths(paths: RunPaths) -> RunPaths:
+    """A run with two shards, of three tickets."""
+    seal_in(paths, [*ticket(1), *ticket(2)])
+    seal_in(paths, ticket(3))
     return paths
 
 
@@ -43,9 +41,7 @@ def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> N
 
 
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
-    seal_shard(
-        ticket(1), paths.shards_dir, paths.index_dir, "cell-1"
-    )  # sealed twice, after a crash
+    seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
     assert find_ticket_rows(paths.root, 1) == [0, 1, 6, 7]
     assert find_ticket_rows(paths.root, 3) == [4, 5]
     assert find_ticket_rows(paths.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
@@ -53,13 +49,10 @@ def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) 
         find_ticket_rows(paths.root, 9)
 
 
-def test_the_list_says_when_a_shard_cannot_be_read(paths: RunPaths) -> None:
+def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: RunPaths) -> None:
     (paths.shards_dir / "cell-0-000001.h5").unlink()
     assert "unreadable" in list_shards(paths).splitlines()[2]
-
-
-def test_the_list_of_a_run_without_shards_says_so(tmp_path: Path) -> None:
-    assert list_shards(RunPaths(tmp_path)).startswith("no sealed shards in")
+    assert list_shards(RunPaths(paths.root / "new")).startswith("no sealed shards in")
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
@@ -75,8 +68,10 @@ def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
 
 def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    seal_shard([trajectory(tokens=2)], paths.shards_dir, paths.index_dir, "cell-0")
+    seal_in(paths, [trajectory(tokens=2)])
     tokenizer_json = tmp_path / "tokenizer.json"
+    with pytest.raises(RecipeError, match="there is no tokenizer"):
+        show_trajectory(paths.root, 0, tokenizer_json)
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
     lines = show_trajectory(paths.root, 0, tokenizer_json).splitlines()
     assert lines[1].split()[-1] == "text"
@@ -87,11 +82,6 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
 def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
         show_trajectory(paths.root, row)
-
-
-def test_a_missing_tokenizer_is_an_error(paths: RunPaths) -> None:
-    with pytest.raises(RecipeError, match="there is no tokenizer"):
-        show_trajectory(paths.root, 0, paths.root / "tokenizer.json")
 
 
 def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:

@@ -3,7 +3,6 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -13,27 +12,17 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError, ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
+from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.trajectory import Trajectory
-from tests.support.sample_trajectories import fields, ticket, trajectories, trajectory
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
+from tests.support.sample_trajectories import fields, seal_in, ticket, trajectories, trajectory
 
 
 @pytest.fixture
 def ten_rows(paths: RunPaths) -> ShardReader:
     """Row n has n tokens."""
     return reader_of(paths, [trajectory(number, tokens=number) for number in range(10)])
-
-
-def seal_in(paths: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
-    return seal_shard(rows, paths.shards_dir, paths.index_dir, writer)
 
 
 def reader_of(paths: RunPaths, rows: list[Trajectory]) -> ShardReader:
@@ -108,19 +97,16 @@ def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths
     assert (4, 0) not in places
 
 
-def test_rewards_of_the_index_are_the_stored_ones(paths: RunPaths) -> None:
-    reader = reader_of(paths, [trajectory(reward=0.1)])
-    (shard,) = read_index(paths.index_dir)
-    assert shard.tickets[0].rewards == reader.column("reward").tolist()
-
-
-def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
+def test_the_index_tells_stored_rewards_and_the_oldest_weights_that_sampled_a_token_of_a_ticket(
     paths: RunPaths,
 ) -> None:
     old, new = trajectory(3), trajectory(3, 1)
     new.versions_T[-1] += 4  # an update came in between
     old.versions_T[-2] -= 2
-    shard = seal_in(paths, [new, old, trajectory(5)])
+    reader = reader_of(paths, [new, old, trajectory(5, reward=0.1)])
+    (shard,) = read_index(paths.index_dir)
+    rewards = [reward for one in shard.tickets for reward in one.rewards]
+    assert rewards == reader.column("reward").tolist()
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
@@ -133,16 +119,19 @@ def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(paths: Run
     assert seal_in(paths, [trajectory()]).file == "cell-0-000003.h5"
 
 
-def test_the_next_number_is_found_behind_long_lines_and_half_ones(paths: RunPaths) -> None:
+def test_index_and_numbers_go_on_behind_long_lines_and_half_ones(paths: RunPaths) -> None:
     many = [trajectory(number, tokens=1) for number in range(4000)]
-    names = [seal_in(paths, rows).file for rows in (ticket(0), many, ticket(1), many)]
+    shards = [seal_in(paths, rows) for rows in (ticket(0), many, ticket(1), many)]
     path = paths.index_dir / "cell-0.jsonl"
     assert path.stat().st_size > 400_000
     with path.open("ab") as stream:
         stream.write(b'{"file":"cell-0-000009.h5","byt')
-    for name in names:
-        (paths.shards_dir / name).unlink()
-    assert seal_in(paths, ticket(2)).file == "cell-0-000004.h5"
+    assert read_index(paths.index_dir) == shards
+    for shard in shards:
+        (paths.shards_dir / shard.file).unlink()
+    shards.append(seal_in(paths, ticket(2)))
+    assert shards[-1].file == "cell-0-000004.h5"
+    assert read_index(paths.index_dir) == shards
 
 
 def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths) -> None:
@@ -153,60 +142,28 @@ def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths
     assert verify_run(paths).problems == []
 
 
-def test_the_index_goes_on_behind_half_a_line(paths: RunPaths) -> None:
-    first = seal_in(paths, ticket(1))
-    with (paths.index_dir / "cell-0.jsonl").open("ab") as stream:
-        stream.write(b'{"file":"cell-0-0000')
-    assert read_index(paths.index_dir) == [first]
-    second = seal_in(paths, ticket(2))
-    assert read_index(paths.index_dir) == [first, second]
-
-
-def test_there_is_no_empty_shard(paths: RunPaths) -> None:
-    with pytest.raises(ValueError, match="at least one trajectory"):
-        seal_in(paths, [])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reward": float("nan")},
-        {"logprobs_T": np.array([0, 0, 0, np.nan, -1, -1], np.float32)},
-        {"input_ids_T": np.array([1, 2, 3, 4, 5, -6], np.int32)},
-        {"versions_T": np.full(6, -1, np.int64)},
-        {"temperature": 1e300},
-        {"attempt": 2**40},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_an_unsound_row_is_refused_before_anything_is_written(
-    paths: RunPaths, change: dict[str, Any]
+def test_what_is_unsound_empty_or_badly_named_is_refused_before_anything_is_written(
+    paths: RunPaths,
 ) -> None:
-    unsound = dataclasses.replace(trajectory(3), **change)
-    with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got "):
+    """`tests/unit/test_trajectory.py` has all that makes a row unsound."""
+    unsound = dataclasses.replace(trajectory(3), reward=float("nan"))
+    with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got nan"):
         seal_in(paths, [trajectory(), unsound])
+    for rows, writer, said in (
+        ([], "cell-0", "at least one trajectory"),
+        ([trajectory()], "../cell-0", "a writer is named by"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            seal_in(paths, rows, writer)
     assert not paths.shards_dir.exists()
 
 
-def test_a_writer_with_a_path_for_a_name_is_refused(paths: RunPaths) -> None:
-    with pytest.raises(ValueError, match="a writer is named by"):
-        seal_in(paths, [trajectory()], "../cell-0")
-
-
 def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(paths: RunPaths) -> None:
-    paths.root.mkdir(exist_ok=True)
-    paths.index_dir.write_text("a file where a directory belongs")
-    with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
-        seal_in(paths, [trajectory()])
-    paths.index_dir.unlink()
-    paths.shards_dir.write_text("another")
-    with pytest.raises(ClusterError, match="cannot seal"):
-        seal_in(paths, [trajectory()])
-
-
-def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match=r"there is no such shard\n.*cell-0-000000\.h5"):
-        ShardReader(tmp_path / "cell-0-000000.h5")
+    for folder in (paths.index_dir, paths.shards_dir):
+        folder.write_text("a file where a directory belongs")
+        with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
+            seal_in(paths, [trajectory()])
+        folder.unlink()
 
 
 @settings(max_examples=40)
@@ -220,8 +177,10 @@ def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
             ShardReader(path)
 
 
-def test_a_file_that_is_no_shard_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_shard_and_a_file_that_is_none_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "other.h5"
+    with pytest.raises(ShardError, match=r"there is no such shard\n.*other\.h5"):
+        ShardReader(path)
     with h5py.File(path, "w") as file:
         file["input_ids"] = np.arange(3)
     with pytest.raises(ShardError, match="expected format 'areal-hpc-shard', got None"):

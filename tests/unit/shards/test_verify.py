@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import repair, verify_run
-from areal_hpc.shards.writer import seal_shard
-from tests.support.sample_trajectories import ticket
+from tests.support.sample_trajectories import seal_in, ticket
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
+def paths(paths: RunPaths) -> RunPaths:
     """A run with two shards of one writer and one of another."""
-    paths = RunPaths(tmp_path)
     for ticket_id, writer in ((1, "cell-0"), (2, "cell-0"), (3, "cell-1")):
-        seal_shard(ticket(ticket_id), paths.shards_dir, paths.index_dir, writer)
+        seal_in(paths, ticket(ticket_id), writer)
     return paths
 
 
@@ -43,10 +41,6 @@ def test_a_whole_run_has_no_problems_and_its_verification_tells_how_far_it_is(
     assert seen[-1] == (total_bytes, total_bytes)
 
 
-def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
-    assert verify_run(RunPaths(tmp_path)).problems == []
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 def test_a_flipped_byte_anywhere_is_found(paths: RunPaths, fraction: float, flip: int) -> None:
@@ -70,18 +64,15 @@ def test_a_shard_that_is_missing_or_cannot_be_read_is_named(paths: RunPaths) -> 
     assert complaints(paths) == {path.name: "cannot be read: Input/output error"}
 
 
-def test_a_shard_of_another_size_is_named(paths: RunPaths) -> None:
+def test_a_shard_of_another_size_is_named_and_so_is_another_shard(paths: RunPaths) -> None:
     path = paths.shards_dir / "cell-0-000000.h5"
     content = path.read_bytes()
     for changed in (content[:-1], content + b"\0"):
         path.write_bytes(changed)
         said = f"size: expected {len(content)} bytes, got {len(changed)}"
         assert complaints(paths) == {path.name: said}
-
-
-def test_a_shard_swapped_with_another_is_found(paths: RunPaths) -> None:
-    shutil.copy(paths.shards_dir / "cell-0-000000.h5", paths.shards_dir / "cell-0-000001.h5")
-    assert list(complaints(paths)) == ["cell-0-000001.h5"]
+    shutil.copy(paths.shards_dir / "cell-0-000001.h5", path)
+    assert list(complaints(paths)) == [path.name]
 
 
 def test_an_index_line_that_contradicts_its_shard_is_found(paths: RunPaths) -> None:
@@ -101,24 +92,20 @@ def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
     assert verify_run(paths).problems == []
 
 
-def test_half_written_shards_are_no_problem_and_repair_removes_them(paths: RunPaths) -> None:
-    partial = paths.shards_dir / "cell-0-000002.h5.tmp"
-    partial.write_bytes(b"half")
-    assert verify_run(paths).problems == []
-    repair(paths)
-    assert not partial.exists()
-
-
-def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(
+def test_repair_removes_half_written_shards_and_leaves_alone_but_names_what_cannot_be_read(
     paths: RunPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = read_index(paths.index_dir)
-    path = paths.shards_dir / "cell-0-000002.h5"
-    path.write_bytes(b"no shard")
+    partial = paths.shards_dir / "cell-0-000002.h5.tmp"
+    partial.write_bytes(b"half")
+    assert verify_run(paths).problems == []
+    orphan = paths.shards_dir / "cell-0-000003.h5"
+    orphan.write_bytes(b"no shard")
     repair(paths)
+    assert not partial.exists()
     assert read_index(paths.index_dir) == before
-    assert str(path) in caplog.text
-    assert path.exists()
+    assert str(orphan) in caplog.text
+    assert orphan.exists()
 
 
 def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
@@ -132,7 +119,8 @@ def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
     assert partial.exists()
 
 
-def test_files_that_are_no_shards_are_ignored(paths: RunPaths) -> None:
-    (paths.shards_dir / "README").write_text("notes")
-    (paths.shards_dir / "notes.h5").touch()
+def test_a_run_without_shards_and_files_that_are_none_have_no_problems(paths: RunPaths) -> None:
+    for name in ("README", "notes.h5"):
+        (paths.shards_dir / name).touch()
     assert verify_run(paths).problems == []
+    assert verify_run(RunPaths(paths.root / "new")).problems == []

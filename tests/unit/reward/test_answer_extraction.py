@@ -1,31 +1,20 @@
 """The last answer of a text is found in time proportional to the text."""
 
-from __future__ import annotations
-
 import re
-import subprocess
 import sys
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from areal_hpc.reward.answer_extraction import extract_boxed, extract_code, extract_tagged
+from tests.support.commands import run_program, said_by
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 """What is meant, as one expression each. Their time grows with the square of the text."""
 
-TAGS = [
-    "<answer>",
-    "</answer>",
-    "<ANSWER>",
-    "</Answer>",
-    "<an\u017fwer>",
-    "<",
-    "/",
-    "answer>",
-    "a\n ",
-]
+TAGS = ["<answer>", "</answer>", "<ANSWER>", "</Answer>", "<an\u017fwer>"]
+TAGS += ["<", "/", "answer>", "a\n "]
 FENCES = ["```", "``", "`", "python", "Py", "text", " ", "\t", "\u00a0", "\r", "\n", "x = 1\n"]
 
 
@@ -55,19 +44,16 @@ def test_a_box_may_hold_braces() -> None:
     assert extract_boxed("1") is None
 
 
-OPENINGS = [
-    ("extract_tagged", "<answer>"),
-    ("extract_tagged", "<answer></answer>"),
-    ("extract_tagged", "</answer>"),
-    ("extract_code", "```python\n"),
-    ("extract_code", "```\n```"),
-    ("extract_code", "``` \t"),
-    ("extract_boxed", "\\boxed{"),
-    ("extract_boxed", "\\boxed{}"),
-]
+OPENINGS = {
+    "extract_tagged": ("<answer>", "<answer></answer>", "</answer>"),
+    "extract_code": ("```python\n", "```\n```", "``` \t"),
+    "extract_boxed": ("\\boxed{", "\\boxed{}"),
+}
 
 
 def test_two_megabytes_of_openings_take_no_minutes() -> None:
-    calls = "\n".join(f"found.{function}({piece!r} * 250_000)" for function, piece in OPENINGS)
-    program = f"from areal_hpc.reward import answer_extraction as found\n{calls}"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60.0)
+    calls = [
+        f"{name}({piece!r} * 250_000)" for name, pieces in OPENINGS.items() for piece in pieces
+    ]
+    program = "\n".join(("from areal_hpc.reward.answer_extraction import *", *calls))
+    said_by(run_program(sys.executable, "-c", program, timeout_s=60.0))
