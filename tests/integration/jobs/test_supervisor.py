@@ -103,7 +103,7 @@ def is_running(pid: int) -> bool:
 
 def outcome_of(job: JobHandle) -> TaskExit:
     wait_for(job.done)
-    (outcome,) = job.outcomes()
+    (outcome,) = job.read_task_exits()
     return outcome
 
 
@@ -147,7 +147,7 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
         tasks=2,
     )
     wait_for(job.done)
-    assert len(job.outcomes()) == 2
+    assert len(job.read_task_exits()) == 2
     logs = sorted(path.name for path in (folder / "logs" / "job").iterdir())
     assert logs == ["all-0.log", "all-1.log", "only-0.log"]
 

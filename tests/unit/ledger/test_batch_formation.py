@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
-from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
@@ -59,7 +59,7 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
-        tickets.set_aside(drop)
+        tickets.drop_settled(drop)
     assert tickets.state_of(ref.ticket_id) == state
     manifest = fill_batch(tickets)
     first, _ = (ticket.ref for ticket in manifest.tickets)

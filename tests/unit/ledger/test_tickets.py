@@ -68,7 +68,7 @@ def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothi
     for ref in (c, a, b):
         tickets.settle(settled(ref))
     asked = form_next_batch(tickets, generation=1)
-    assert tickets.settled == 3
+    assert tickets.n_settled == 3
     assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
     assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])
 

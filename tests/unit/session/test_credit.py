@@ -42,16 +42,6 @@ def one_after_another(
     return tree
 
 
-def conversations(*calls: tuple[float, float, float | None]) -> InteractionTree:
-    """One of a single call each, as (asked at, answered at, reward)."""
-    tree = InteractionTree()
-    for number, (asked_at, answered_at, reward) in enumerate(calls):
-        call = say(tree, [user(f"agent {number}")], "x", during=(asked_at, answered_at))
-        call.reward = reward
-    return tree
-
-
-@settings(deadline=None)
 @given(st.lists(rewards, max_size=5), st.floats(-10, 10), discounts)
 def test_all_rules_agree_on_turns_that_follow_one_another(
     earlier: list[float | None], last: float, discount: float
@@ -60,16 +50,19 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
     expected = [last]
     for reward in reversed(earlier):
         expected.insert(0, (reward or 0.0) + discount * expected[0])
-    in_turn = [(at, at + 0.5, reward) for at, reward in enumerate(given_rewards)]
-    for tree in (one_conversation(given_rewards), conversations(*in_turn)):
+    for together in (True, False):
+        tree = one_after_another(given_rewards, in_one_conversation=together)
         assert totals(tree, discount) == pytest.approx(expected)
         assert totals(tree, discount, "chronological") == pytest.approx(expected)
 
 
-def test_several_children_pass_on_their_mean_but_for_those_that_nobody_judged() -> None:
+def test_several_children_pass_on_their_mean() -> None:
     tree, _ = branches(1.0, 0.0)
     assert totals(tree) == [0.25, 1.0, 0.0]
     assert totals(tree, rule="chronological") == [0.5, 1.0, 0.0]
+
+
+def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
     tree, _ = branches(None, 1.0)
     assert totals(tree) == [0.5, None, 1.0]
 
@@ -86,18 +79,33 @@ def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "expected"),
+    ("times", "expected"),
     [
-        ([(0, 9, None), (0, 3, None), (3, 6, 1.0)], [None, None, 1.0]),
-        ([(0, 1, None), (1, 4, None), (1, 3, None), (5, 6, 1.0)], [0.25, 0.5, 0.5, 1.0]),
-        ([(0, 0, None), (0, 0, None), (0, 0, 1.0)], [0.25, 0.5, 1.0]),
+        pytest.param(
+            [(0, 9), (0, 3), (3, 6)],
+            [None, None, 1.0],
+            id="a sibling that waited its turn is still a sibling",
+        ),
+        pytest.param(
+            [(0, 1), (1, 4), (1, 3), (5, 6)],
+            [0.25, 0.5, 0.5, 1.0],
+            id="who divides the work and who joins it share the reward",
+        ),
+        pytest.param(
+            [(0, 0)] * 3,
+            [0.25, 0.5, 1.0],
+            id="without times they follow one another as they were completed",
+        ),
     ],
-    ids=["a sibling waits its turn", "divide and join", "without times, as completed"],
 )
-def test_what_overlaps_another_is_its_sibling_and_what_comes_later_its_child(
-    calls: list[tuple[float, float, float | None]], expected: list[float | None]
+def test_credit_passes_back_to_agents_that_had_answered_before_another_was_asked(
+    times: list[tuple[float, float]], expected: list[float | None]
 ) -> None:
-    assert totals(conversations(*calls)) == expected
+    tree = InteractionTree()
+    for number, during in enumerate(times):
+        say(tree, [user(f"agent {number}")], "x", during=during)
+    tree.last.reward = 1.0
+    assert totals(tree) == expected
 
 
 def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch() -> None:
@@ -132,12 +140,17 @@ def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out()
     assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]
 
 
-def test_replies_that_were_extended_rewarded_or_sampled_side_by_side_are_no_orphans() -> None:
+def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
     say(tree, [user("a"), *turn("one")], "x", during=(4, 5))
     say(tree, [user("a")], "three", during=(6, 7))
-    for text in ("one", "two"):  # sampled side by side
-        say(tree, [user("b")], text, during=(8, 9))
+    assert find_retry_orphans(tree) == frozenset()
+
+
+def test_replies_sampled_side_by_side_are_no_orphans() -> None:
+    tree = InteractionTree()
+    for text in ("one", "two"):
+        say(tree, [user("a")], text, during=(0, 1))
     assert find_retry_orphans(tree) == frozenset()

@@ -66,13 +66,12 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
         assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
 
 
-def test_a_row_has_all_rewards_given_along_it_and_that_of_a_single_turn_its_share() -> None:
+def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_turn() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    said[-1].reward = 1.0
-    said[0].reward = -0.25
-    (whole,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
-    assert whole.reward == 0.75
+    said[0].reward, said[2].reward = -0.25, 1.0
+    (row,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
+    assert row.reward == 0.75
     said[0].reward = None
     rows = export_rows(tree, KEY, rule=ExportSettings("individual", turn_discount=0.5))
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
@@ -129,8 +128,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
         assert (row.versions_T[row.loss_mask_T == 0] == -1).all()
 
 
-def test_replies_of_two_temperatures_have_rows_of_their_own_and_greedy_ones_have_one() -> None:
-    """Log-probabilities of greedy replies are not scaled."""
+def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     tree = InteractionTree()
     warm = say(tree, [user("a")], "one", temperature=1.0)
     cool = say(tree, [user("a"), *turn("one")], "two", temperature=0.5)
@@ -141,8 +139,12 @@ def test_replies_of_two_temperatures_have_rows_of_their_own_and_greedy_ones_have
     assert first.loss_mask_T.sum() == warm.output_tokens
     assert second.loss_mask_T.sum() == cool.output_tokens
     assert [row.reward for row in (first, second)] == [1.0, 1.0]
-    cool.temperature = 0.0
-    assert [row.temperature for row in export_rows(tree, KEY)] == [1.0, 1.0]
+
+
+def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", temperature=0.0).reward = 1.0
+    assert export_rows(tree, KEY)[0].temperature == 1.0
 
 
 def test_a_session_without_reward_is_refused_and_an_empty_one_has_no_rows() -> None:
@@ -161,9 +163,6 @@ def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() ->
     first, second = chain(tree, "one", "two")
     assert find_rewarded_interaction(tree, None) is second
     assert find_rewarded_interaction(tree, first.interaction_id) is first
-    assert get_final_reward(tree) is None
-    first.reward = 0.5
-    assert get_final_reward(tree) == 0.5
     known = f"{first.interaction_id}, {second.interaction_id}"
     with pytest.raises(InvalidRewardError, match=f"no interaction 'resp-1' .*it has: {known}"):
         find_rewarded_interaction(tree, "resp-1")
@@ -181,3 +180,11 @@ def test_rewards_are_finite_numbers(reward: object) -> None:
 def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert validate_reward(reward) == 1.0
     assert type(validate_reward(reward)) is float
+
+
+def test_the_final_reward_is_the_last_one_given() -> None:
+    tree = InteractionTree()
+    said = chain(tree, "one", "two", "three")
+    assert get_final_reward(tree) is None
+    said[1].reward = 0.5
+    assert get_final_reward(tree) == 0.5
