@@ -14,7 +14,7 @@ WRITER = "golden"
 
 
 def golden_row(
-    tokens: list[tuple[int, int, float, int]], rest: dict[str, Any], **ticket: int
+    tokens: list[tuple[int, int, float, int]], rest: dict[str, Any], **ticket: Any
 ) -> Trajectory:
     """One row of tokens: id, loss mask, log-probability and version of each."""
     ids, mask, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
