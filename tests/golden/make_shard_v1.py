@@ -13,9 +13,7 @@ GOLDEN = Path(__file__).with_name("shard_v1.h5")
 WRITER = "golden"
 
 
-def golden_row(
-    tokens: list[tuple[int, int, float, int]], rest: dict[str, Any], **ticket: Any
-) -> Trajectory:
+def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> Trajectory:
     """One row of tokens: id, loss mask, log-probability and version of each."""
     ids, mask, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
     return Trajectory(
@@ -23,7 +21,6 @@ def golden_row(
         loss_mask_T=np.array(mask, np.uint8),
         logprobs_T=np.array(logprobs, np.float32),
         versions_T=np.array(versions, np.int64),
-        **ticket,
         **rest,
     )
 
@@ -34,14 +31,12 @@ def golden_rows() -> list[Trajectory]:
     prompt = [(151643, 0, 0.0, -1), (0, 0, 0.0, -1)]
     reply = [(2**31 - 1, 1, -0.1, version), (7, 1, -12.5, version), (7, 1, -1e-7, version + 1)]
     meta = {"task_id": "sums/17", "messages": [{"role": "user", "content": "1 + 1 = ? ✓"}]}
-    first = {"reward": 0.1, "temperature": 0.7, "meta": meta}
-    last = {"reward": 0.0, "meta": {"finish_reason": None}}
+    forked = {"ticket_id": 2**40, "attempt": 3, "episode": 1}
+    empty = {"ticket_id": 0, "attempt": 0, "episode": 0, "meta": {"finish_reason": None}}
     return [
-        golden_row([*prompt, *reply], first, ticket_id=2**40, attempt=3, episode=1, row=0),
-        golden_row(
-            [(5, 1, -2.0, 0)], {"reward": -1.0}, ticket_id=2**40, attempt=3, episode=1, row=1
-        ),
-        golden_row([], last, ticket_id=0, attempt=0, episode=0, row=0),
+        golden_row([*prompt, *reply], row=0, reward=0.1, temperature=0.7, meta=meta, **forked),
+        golden_row([(5, 1, -2.0, 0)], row=1, reward=-1.0, **forked),
+        golden_row([], row=0, reward=0.0, **empty),
     ]
 
 
