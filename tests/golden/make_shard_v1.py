@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,49 +13,30 @@ GOLDEN = Path(__file__).with_name("shard_v1.h5")
 WRITER = "golden"
 
 
+def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> Trajectory:
+    """One row of tokens: id, loss mask, log-probability and version of each."""
+    ids, mask, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
+    return Trajectory(
+        input_ids_T=np.array(ids, np.int32),
+        loss_mask_T=np.array(mask, np.uint8),
+        logprobs_T=np.array(logprobs, np.float32),
+        versions_T=np.array(versions, np.int64),
+        **rest,
+    )
+
+
 def golden_rows() -> list[Trajectory]:
     """Three rows of two tickets: forked history, an update mid-way, no tokens, largest values."""
-    generation_2_step_7 = (2 << 32) + 7
+    version = (2 << 32) + 7  # generation 2, step 7
+    prompt = [(151643, 0, 0.0, -1), (0, 0, 0.0, -1)]
+    reply = [(2**31 - 1, 1, -0.1, version), (7, 1, -12.5, version), (7, 1, -1e-7, version + 1)]
+    meta = {"task_id": "sums/17", "messages": [{"role": "user", "content": "1 + 1 = ? ✓"}]}
+    forked = {"ticket_id": 2**40, "attempt": 3, "episode": 1}
+    empty = {"ticket_id": 0, "attempt": 0, "episode": 0, "meta": {"finish_reason": None}}
     return [
-        Trajectory(
-            ticket_id=2**40,
-            attempt=3,
-            episode=1,
-            row=0,
-            input_ids_T=np.array([151643, 0, 2**31 - 1, 7, 7], np.int32),
-            loss_mask_T=np.array([0, 0, 1, 1, 1], np.uint8),
-            logprobs_T=np.array([0, 0, -0.1, -12.5, -1e-7], np.float32),
-            versions_T=np.array(
-                [-1, -1, generation_2_step_7, generation_2_step_7, generation_2_step_7 + 1],
-                np.int64,
-            ),
-            reward=0.1,
-            temperature=0.7,
-            meta={"task_id": "sums/17", "messages": [{"role": "user", "content": "1 + 1 = ? ✓"}]},
-        ),
-        Trajectory(
-            ticket_id=2**40,
-            attempt=3,
-            episode=1,
-            row=1,
-            input_ids_T=np.array([5], np.int32),
-            loss_mask_T=np.array([1], np.uint8),
-            logprobs_T=np.array([-2.0], np.float32),
-            versions_T=np.array([0], np.int64),
-            reward=-1.0,
-        ),
-        Trajectory(
-            ticket_id=0,
-            attempt=0,
-            episode=0,
-            row=0,
-            input_ids_T=np.array([], np.int32),
-            loss_mask_T=np.array([], np.uint8),
-            logprobs_T=np.array([], np.float32),
-            versions_T=np.array([], np.int64),
-            reward=0.0,
-            meta={"finish_reason": None},
-        ),
+        golden_row([*prompt, *reply], row=0, reward=0.1, temperature=0.7, meta=meta, **forked),
+        golden_row([(5, 1, -2.0, 0)], row=1, reward=-1.0, **forked),
+        golden_row([], row=0, reward=0.0, **empty),
     ]
 
 

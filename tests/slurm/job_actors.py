@@ -4,10 +4,18 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.starts import read_own_stop_notice
 from areal_hpc.jobs.time_limit import record_checkpoint_time
+
+
+class IdleAgent:
+    """An agent that asks nothing: loading it costs next to nothing."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 0.0
 
 
 def _note(config: dict[str, str], word: str) -> None:
@@ -15,18 +23,46 @@ def _note(config: dict[str, str], word: str) -> None:
         stream.write(f"{word}\n")
 
 
+def _begin(config: dict[str, str]) -> None:
+    start, host = os.environ["AREAL_HPC_JOB_START"], os.environ["AREAL_HPC_HOST"]
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 INFO works", flush=True)
+    _note(config, f"began {start} at {host}")
+
+
 def steady(config: dict[str, str]) -> None:
-    """Work until told to stop; then save, which takes a second."""
+    """Work until all is done, or until told to stop; then save, which takes a while."""
 
     def save(number: int, frame: object) -> None:
-        time.sleep(1)
+        time.sleep(0.5)
         _note(config, f"saved {os.environ['AREAL_HPC_RANK']}")
-        raise SystemExit(143)
+        raise SystemExit("saved")
 
     signal.signal(signal.SIGTERM, save)
-    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']} at {os.environ['AREAL_HPC_HOST']}")
-    while True:
+    _begin(config)
+    while not Path(config["go"]).exists():
         time.sleep(0.1)
+    _note(config, "done")
+
+
+def deaf(config: dict[str, str]) -> None:
+    """Work on when told to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _begin(config)
+    time.sleep(600)
+
+
+def hungry(config: dict[str, str]) -> None:
+    """Take two gigabytes of memory."""
+    _begin(config)
+    print(len([b"x" * (64 << 20) for _ in range(32)]))
+
+
+def failing(config: dict[str, str]) -> None:
+    """Raise an error on the second of the ranks."""
+    _begin(config)
+    if os.environ["AREAL_HPC_RANK"] == "1":
+        raise ValueError("the loss is not a number")
+    time.sleep(600)
 
 
 def slow_saver(config: dict[str, str]) -> None:
@@ -41,9 +77,8 @@ def slow_saver(config: dict[str, str]) -> None:
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, look)
-    _note(config, "began")
-    while True:
-        time.sleep(0.1)
+    _begin(config)
+    time.sleep(600)
 
 
 def crash(config: dict[str, str]) -> None:
@@ -62,7 +97,7 @@ def refuse(config: dict[str, str]) -> None:
 
 def idle_once(config: dict[str, str]) -> None:
     """Find nothing to do in the first start."""
-    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']}")
+    _begin(config)
     if os.environ["AREAL_HPC_JOB_START"] == "1":
         raise SystemExit(79)
 
@@ -70,17 +105,3 @@ def idle_once(config: dict[str, str]) -> None:
 def finish(config: dict[str, str]) -> None:
     """Do the work."""
     _note(config, f"done on {os.environ['SLURMD_NODENAME']}")
-
-
-def wait_to_go(config: dict[str, str]) -> None:
-    """Work until it is told that all is done; a stop before that is answered with a save."""
-
-    def save(number: int, frame: object) -> None:
-        _note(config, "saved")
-        raise SystemExit(143)
-
-    signal.signal(signal.SIGTERM, save)
-    _note(config, f"began {os.environ['AREAL_HPC_JOB_START']}")
-    while not Path(config["go"]).exists():
-        time.sleep(0.1)
-    _note(config, "done")

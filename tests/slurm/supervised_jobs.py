@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from areal_hpc.rundir.jobs import (
     TaskExit,
     latest_by_name,
     read_submissions,
+    read_task_exits,
     record_submission,
 )
 from areal_hpc.rundir.jsonl import read_lines
-from tests.support.devclusters import Devcluster
+from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
+from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_job; run_job(sys.argv[1])"
 
@@ -35,76 +39,64 @@ class SupervisedJob:
     job_id: str = ""
 
     @property
-    def job_dir(self) -> Path:
-        return self.root / "jobs" / self.name
+    def run(self) -> RunPaths:
+        return RunPaths(self.root)
 
     @property
-    def submissions(self) -> Path:
-        return self.root / "jobs" / "submissions.jsonl"
-
-    @property
-    def excluded_nodes(self) -> Path:
-        return self.root / "jobs" / "excluded_nodes.jsonl"
-
-    @property
-    def cancelled(self) -> Path:
-        return self.root / "CANCELLED"
+    def files(self) -> JobPaths:
+        return self.run.job(self.name)
 
     def launch(self, function: str, tasks: int = 1, **slurm: object) -> LaunchFile:
         """What its supervisors are told, for a process that does a thing of `job_actors.py`."""
         progress = str(self.root / f"{self.name}.progress")
         config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
-        spec = ProcessSpec(
-            "process", "agents", f"tests.slurm.job_actors:{function}", config, ends_job=True
-        )
+        process, entry = self.name.partition("-")[0], f"tests.slurm.job_actors:{function}"
+        spec = ProcessSpec(process, "agents", entry, config, ends_job=True)
         told = SlurmLaunchInfo(
-            submissions=str(self.submissions),
-            script=str(self.script),
-            excluded_nodes=str(self.excluded_nodes),
-            cancelled=str(self.cancelled),
+            submissions=str(self.run.submissions),
+            script=str(self.files.script),
+            excluded_nodes=str(self.run.excluded_nodes),
+            cancelled=str(self.run.cancelled_marker),
             margin_s=5.0,
             progress=progress,
             least_free_bytes=64 << 20,
         )
         return LaunchFile(
             job=JobSpec(self.name, "agents", [spec], tasks=tasks),
-            job_dir=str(self.job_dir),
-            log_dir=str(self.root / "logs"),
-            events=str(self.root / "events.jsonl"),
-            pythons={"agents": sys.executable},
+            job_dir=str(self.files.root),
+            log_dir=str(self.run.log_dir(1)),
+            events=str(self.run.events),
+            pythons=dict.fromkeys(ROLES, sys.executable),
             stop_grace_s=6.0,
             slurm=msgspec.structs.replace(told, **slurm),
         )
 
     def submit(self, function: str, *options: str, tasks: int = 1, **slurm: object) -> None:
         """Write what the job needs, and submit it."""
-        self.job_dir.mkdir(parents=True)
-        launch = self.launch(function, tasks, **slurm)
-        (self.job_dir / "launch.json").write_bytes(msgspec.json.encode(launch))
+        folder = self.files.root
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files.launch.write_bytes(msgspec.json.encode(self.launch(function, tasks, **slurm)))
         lines = [
             "#!/bin/bash",
-            f"#SBATCH --job-name={self.name} --open-mode=append --chdir={CHECKOUT}",
-            f"#SBATCH --output={self.job_dir}/out.txt --cpus-per-task=1 --mem=500",
-            f"#SBATCH --ntasks={tasks} --ntasks-per-node=1",
+            f"#SBATCH --job-name={self.name} --comment={self.root} --chdir={CHECKOUT}",
+            f"#SBATCH --output={folder}/%j_log.out --open-mode=append",
+            f"#SBATCH --cpus-per-task=1 --mem=400 --ntasks={tasks} --ntasks-per-node=1",
             *(f"#SBATCH {option}" for option in options),
             f"export PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1",
-            f"srun {sys.executable} -c '{RUN_JOB}' {self.job_dir}/launch.json",
+            f"srun {sys.executable} -c '{RUN_JOB}' {self.files.launch}",
         ]
-        self.script.write_text("\n".join(lines) + "\n")
-        self.is_submitted(self.cluster.slurm("sbatch", "--parsable", str(self.script)))
+        self.files.script.write_text("\n".join(lines) + "\n")
+        self.is_submitted(self.cluster.slurm("sbatch", "--parsable", str(self.files.script)))
 
     def is_submitted(self, job_id: str) -> None:
         """Note the number that Slurm gave it."""
         self.job_id = job_id
-        record_submission(self.submissions, Submission(self.name, job_id, 1, 0.0, str(self.script)))
+        submission = Submission(self.name, job_id, 1, 0.0, str(self.files.script))
+        record_submission(self.run.submissions, submission)
 
     def let_go(self) -> None:
         """Have a process that waits for it end well."""
         self._go_path.touch()
-
-    @property
-    def script(self) -> Path:
-        return self.job_dir / "job.sbatch"
 
     @property
     def _go_path(self) -> Path:
@@ -119,12 +111,17 @@ class SupervisedJob:
         """What its processes wrote."""
         return self._words_path.read_text().splitlines() if self._words_path.exists() else []
 
+    @property
+    def told(self) -> list[str]:
+        """The same, without the places."""
+        return [word.partition(" at ")[0] for word in self.words]
+
     def state(self) -> str:
         return self.cluster.job_state(self.job_id)
 
     def starts(self) -> int:
         """How often its supervisors have started."""
-        folder = self.job_dir / "starts"
+        folder = self.files.starts_dir
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
     def shown(self) -> str:
@@ -137,19 +134,32 @@ class SupervisedJob:
 
     def outcome(self) -> TaskExit:
         """The first task's last word."""
-        return msgspec.json.decode((self.job_dir / "task_exit.0.json").read_bytes(), type=TaskExit)
+        return read_task_exits(self.files)[0]
 
     def newest_id(self) -> str:
-        return latest_by_name(read_submissions(self.submissions))[self.name].job_id
+        return latest_by_name(read_submissions(self.run.submissions))[self.name].job_id
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""
-        return {row["node"]: row["reason"] for row in read_lines(self.excluded_nodes)}
+        return {row["node"]: row["reason"] for row in read_lines(self.run.excluded_nodes)}
 
-    def explain(self) -> str:
+    def awaits(self, condition: Callable[[], bool]) -> None:
+        """Return once the condition holds."""
+        wait_for(condition, 90.0, self._explain, every_s=SLURM_POLL_S)
+
+    def awaits_told(self, *words: str) -> None:
+        """Return once its processes have written this, places apart."""
+        self.awaits(lambda: self.told == list(words))
+
+    def awaits_state(self, *states: str) -> None:
+        self.awaits(lambda: self.state() in states)
+
+    def awaits_words(self, count: int) -> None:
+        """Return once its processes have written so many lines."""
+        self.awaits(lambda: len(self.words) >= count)
+
+    def _explain(self) -> str:
         """All that the job left, for a test that failed."""
-        out = self.job_dir / "out.txt"
-        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id)
-        events = read_lines(self.root / "events.jsonl")
-        written = out.read_text() if out.exists() else ""
-        return "\n".join((shown, json.dumps(events, indent=1), written, *self.words))
+        written = [path.read_text() for path in self.files.root.glob("*_log.out")]
+        events = json.dumps(read_lines(self.run.events), indent=1)
+        return "\n".join((self.shown(), events, *written, *self.words))

@@ -1,7 +1,6 @@
 """Members of job arrays that must submit themselves again, and those that wait for them."""
 
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob
-from tests.support.devclusters import Devcluster, devcluster
+from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
-from tests.support.waiting import wait_for
 
-RESTART_S = 60.0
 SITE = SlurmConfig(
     partition="priority",
     mem="400M",
@@ -27,14 +24,6 @@ SITE = SlurmConfig(
 """Of a cluster that starts no job again under its number."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=2", "--no-accounting", "--grace-s=15") as found:
-        yield found
-        found.cancel_all()
-
-
 def request(job: SupervisedJob, root: Path, site: SlurmConfig, *, is_array: bool) -> JobRequest:
     place = RunContext(
         name=root.name,
@@ -44,7 +33,7 @@ def request(job: SupervisedJob, root: Path, site: SlurmConfig, *, is_array: bool
         working_folder=CHECKOUT,
         is_array=is_array,
     )
-    return build_job_requests([job.launch("wait_to_go").job], site, place)[0]
+    return build_job_requests([job.launch("steady").job], site, place)[0]
 
 
 def submit_together(
@@ -53,22 +42,11 @@ def submit_together(
     """Submit the same job of several runs as one array; its number."""
     array = request(jobs[0], place, site, is_array=True)
     alone = [request(job, job.root, site, is_array=False) for job in jobs]
-    launches = [job.launch("wait_to_go") for job in jobs]
+    launches = [job.launch("steady") for job in jobs]
     ids = submit_array(array.depending_on(after) if after else array, alone, launches, run_job)
     for job, job_id in zip(jobs, ids, strict=True):
         job.is_submitted(job_id)
     return ids[0].partition("_")[0]
-
-
-def awaited(job: SupervisedJob, condition: Callable[[], bool], within_s: float = RESTART_S) -> None:
-    try:
-        wait_for(condition, within_s)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.explain()}") from None
-
-
-def await_words(job: SupervisedJob, *words: str) -> None:
-    awaited(job, lambda: job.words == list(words))
 
 
 def dependency(job: SupervisedJob) -> str:
@@ -89,11 +67,11 @@ def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wa
     # The last one: Slurm gives it the array's own number.
     member, numbers, words = first[2], [f"{array}_2"], ["began 1"]
     for job in first:
-        await_words(job, "began 1")
+        job.awaits_told("began 1")
     for start in (2, 3):
         cluster.slurm("scancel", "--signal=TERM", member.newest_id())
-        words += ["saved", f"began {start}"]
-        await_words(member, *words)
+        words += ["saved 0", f"began {start}"]
+        member.awaits_told(*words)
         numbers.append(member.newest_id())
         alone, _, index = numbers[-1].partition("_")
         assert index == "2"
@@ -103,16 +81,16 @@ def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wa
         )
         assert dependency(second[2]) == f"afterok:{numbers[-1]}"
     assert len(set(numbers)) == 3
-    assert [first[0].words, first[1].words] == [["began 1"], ["began 1"]], "they were left alone"
+    assert [first[0].told, first[1].told] == [["began 1"], ["began 1"]], "they were left alone"
     assert dependency(second[0]).startswith(f"aftercorr:{array}_*")
     awaited_by_last = cluster.slurm("squeue", "-h", "-j", last, "-o", "%E")
     assert all(f"afterok:{one}" in awaited_by_last for one in (f"{array}_0", numbers[-1]))
     for job in (*first, *second):
         job.let_go()
     for job in second:
-        await_words(job, "began 1", "done")
-    awaited(member, lambda: cluster.job_state(last) == "COMPLETED")
-    assert member.words == [*words, "done"]
+        job.awaits_told("began 1", "done")
+    cluster.await_state(last, "COMPLETED")
+    assert member.told == [*words, "done"]
 
 
 def test_a_member_that_slurm_requeues_leaves_those_that_are_done_alone(
@@ -124,11 +102,11 @@ def test_a_member_that_slurm_requeues_leaves_those_that_are_done_alone(
         [done, last], tmp_path / "sweep", site=SITE.model_copy(update={"requeue": True})
     )
     done.let_go()
-    awaited(done, lambda: cluster.job_state(f"{array}_0") == "COMPLETED")
-    await_words(last, "began 1")
+    cluster.await_state(f"{array}_0", "COMPLETED")
+    last.awaits_told("began 1")
     cluster.slurm("scancel", "--signal=TERM", f"{array}_1")
-    await_words(last, "began 1", "saved", "began 2")
+    last.awaits_told("began 1", "saved 0", "began 2")
     assert last.newest_id() == f"{array}_1", "under its number"
     last.let_go()
-    awaited(last, lambda: cluster.job_state(f"{array}_1") == "COMPLETED")
-    assert done.words == ["began 1", "done"]
+    cluster.await_state(f"{array}_1", "COMPLETED")
+    assert done.told == ["began 1", "done"]

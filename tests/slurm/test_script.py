@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.chatml import TRAINING_TEXT
-from tests.support.devclusters import devcluster
+from tests.support.commands import run_program, said_by
+from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT, python_of
 
 FOLDER = CHECKOUT / "tests" / "integration" / "areal"
@@ -23,29 +23,25 @@ SITE = (
 
 
 @pytest.mark.timeout(500)
-def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
+def test_a_script_submits_its_run_and_shows_how_it_goes(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
     model_dir, site = tmp_path / "model", tmp_path / "site.yaml"
     make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
     site.write_text(SITE)
-    with devcluster(tmp_path / "cluster", "--nodes=2") as cluster:
-        done = subprocess.run(
-            [
-                *(python_of("agents"), "-m", "areal_hpc.areal", FOLDER / "script.py", "class"),
-                *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
-                *(f"cluster.fileroot={tmp_path / 'runs'}", f"actor.path={model_dir}"),
-                *("scheduler.type=slurm", f"scheduler.site={site}"),
-            ],
-            cwd=CHECKOUT,
-            env={**cluster.environ, "PYTHONPATH": str(CHECKOUT)},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
+    said = said_by(
+        run_program(
+            *(python_of("agents"), "-m", "areal_hpc.areal", FOLDER / "script.py", "class"),
+            *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
+            *(f"cluster.fileroot={tmp_path / 'runs'}", f"actor.path={model_dir}"),
+            *("scheduler.type=slurm", f"scheduler.site={site}"),
+            environ={**cluster.environ, "PYTHONPATH": str(CHECKOUT)},
+            timeout_s=400,
         )
-        paths = RunPaths(tmp_path / "runs" / "areal" / "slurm")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "step      2/2" in done.stdout
-        submitted = read_submissions(paths.submissions)
-        assert [one.job for one in submitted] == ["trainer", "cell-0"]
-        assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
+    )
+    paths = RunPaths(tmp_path / "runs" / "areal" / "slurm")
+    assert "step      2/2" in said
+    submitted = read_submissions(paths.submissions)
+    assert [one.job for one in submitted] == ["trainer", "cell-0"]
+    assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
     assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]

@@ -1,139 +1,117 @@
 """Jobs that are preempted, requeued, timed out, cancelled or put on a bad node, side by side."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from areal_hpc.jobs.requeue import release_held
 from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.supervised_jobs import SupervisedJob
-from tests.support.devclusters import Devcluster, devcluster
-from tests.support.waiting import wait_for
+from tests.support.devclusters import Devcluster
 
-RESTART_S = 60.0
-"""Within this a requeued job runs again on a busy machine: six seconds are Slurm's."""
+Jobs = dict[str, SupervisedJob]
 SAFE = ("--partition=priority", "--requeue")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=4", "--grace-s=15") as found:
-        yield found
-        found.cancel_all()
-
-
-@pytest.fixture(scope="module")
-def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SupervisedJob]:
+def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """A job for every situation, all at work side by side: most of the time is Slurm's."""
     root = tmp_path_factory.mktemp("runs")
     names = (
         *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
         *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle", "apart"),
     )
-    jobs = {name: SupervisedJob(cluster, root / name, name) for name in names}
+    jobs = {name: SupervisedJob(shared, root / name, name) for name in names}
     jobs["lost"].submit("steady", *SAFE)
-    awaited(jobs["lost"], lambda: len(jobs["lost"].words) == 1)
-    cluster.done("kill-node", "n01", "--only-slurmd")  # where it is, and nothing else
+    jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n04")
+    jobs["lost"].awaits_words(1)
+    shared.done("kill-node", "n01", "--only-slurmd")  # where it is, and nothing else
 
     scratch = root / "scratch"
     scratch.mkdir()
     mount = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(scratch))
-    cluster.slurm("srun", "-p", "priority", "-w", "n02", *mount)
+    shared.slurm("srun", "-p", "priority", "-w", "n02", *mount)
     not_n01 = "--exclude=n01"
     # Before all others: of nodes that are as idle it gets the first.
     others = "--exclude=n01,n04"
     jobs["bad_node"].submit("finish", *SAFE, others, f"--export=ALL,SLURM_TMPDIR={scratch}")
-    jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n03")
     jobs["crashing"].submit("crash", *SAFE, not_n01)
     jobs["refusing"].submit("refuse", *SAFE, not_n01)
-    marker = jobs["finished"].root / "FINISHED"
+    marker = jobs["finished"].run.finished_marker
     marker.parent.mkdir()
     marker.touch()
     jobs["finished"].submit("steady", *SAFE, not_n01, done_marker=str(marker))
-    both = ("--nodes=2", "--nodelist=n02,n03", "--cpus-per-task=8")
-    jobs["preempted"].submit("steady", "--partition=scavenger", "--requeue", *both, tasks=2)
+    low = ("--partition=scavenger", "--requeue", "--nodes=2", "--nodelist=n02,n03")
+    jobs["preempted"].submit("steady", *low, "--cpus-per-task=8", tasks=2, margin_s=2.0)
     unshared = jobs["apart"].root
     unshared.mkdir()
     hide = ("mount", "-t", "tmpfs", "tmpfs", str(unshared))
-    cluster.slurm("srun", "-p", "priority", "-w", "n04", *hide)
-    rest = ("--nodes=2", "--exclude=n01,n02")
-    jobs["apart"].submit("steady", *SAFE, *rest, tasks=2, join_timeout_s=8.0)
+    shared.slurm("srun", "-p", "priority", "-w", "n04", *hide)
+    rest = (*SAFE, "--nodes=2", "--exclude=n01,n02")
+    jobs["apart"].submit("steady", *rest, tasks=2, join_timeout_s=8.0)
     jobs["idle"].submit("idle_once", *SAFE, not_n01)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
     after_it = f"--dependency=afterok:{jobs['unwanted'].job_id}"
     jobs["dependent"].submit("finish", *SAFE, after_it, "--kill-on-invalid-dep=yes")
-    return jobs
+    yield jobs
+    shared.restore()
 
 
-def awaited(job: SupervisedJob, condition: Callable[[], bool], within_s: float = RESTART_S) -> None:
-    try:
-        wait_for(condition, within_s)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.explain()}") from None
-
-
-def test_a_preempted_job_saves_once_and_goes_on_under_its_number(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_a_preempted_job_saves_once_and_goes_on_under_its_number(jobs: Jobs) -> None:
     job = jobs["preempted"]
-    awaited(job, lambda: len(job.words) == 2)
+    job.awaits_words(2)
     assert all(word.startswith("began 1 at 10.") for word in job.words), job.words
     high = job.cluster.submit("sleep 1", "-p", "priority", "-w", "n03", "-c", "10", "--mem=100")
-    awaited(job, lambda: job.cluster.job_state(high) == "COMPLETED")
-    awaited(job, lambda: len(job.words) == 6)
+    job.cluster.await_state(high, "COMPLETED")
+    job.awaits_words(6)
     assert sorted(job.words[2:4]) == ["saved 0", "saved 1"]
     assert all(word.startswith("began 2 at 10.") for word in job.words[4:]), job.words
     assert job.restarts() == 1
-    (requeued,) = read_lines(job.root / "events.jsonl")
+    (requeued,) = read_lines(job.run.events)
     assert requeued["reason"] == "preempted by a job of higher priority"
-    folder = job.root / "logs" / "preempted"
+    folder = job.run.log_dir(1) / "preempted"
     assert {path.name for path in folder.iterdir()} == {"restart_00", "restart_01"}
-    headline = (folder / "restart_01" / "process-1.log").read_text().splitlines()[0]
+    headline = (folder / "restart_01" / "preempted-1.log").read_text().splitlines()[0]
     assert headline == f"node n03 job {job.job_id} restart 1"
     job.cluster.slurm("scancel", job.job_id)
 
 
-def test_a_job_that_slurm_requeues_is_not_requeued_twice(jobs: dict[str, SupervisedJob]) -> None:
+def test_a_job_that_slurm_requeues_is_not_requeued_twice(jobs: Jobs) -> None:
     job = jobs["requeued"]
-    awaited(job, lambda: len(job.words) == 1)
+    job.awaits_words(1)
     job.cluster.slurm("scontrol", "requeue", job.job_id)
-    awaited(job, lambda: len(job.words) == 3)
+    job.awaits_words(3)
     assert job.words[1] == "saved 0"
     assert (job.starts(), job.restarts()) == (2, 1)
     job.cluster.slurm("scancel", job.job_id)
-    awaited(job, lambda: job.state() == "CANCELLED")
-    awaited(job, lambda: job.outcome().reason.endswith("(ended by Slurm)"))
+    job.awaits_state("CANCELLED")
+    job.awaits(lambda: job.outcome().reason.endswith("(ended by Slurm)"))
     assert (job.starts(), job.restarts()) == (2, 1)
 
 
-def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(jobs: Jobs) -> None:
     job = jobs["cancelled"]
-    awaited(job, lambda: len(job.words) == 1)
-    job.cancelled.touch()
+    job.awaits_words(1)
+    job.run.cancelled_marker.touch()
     job.cluster.slurm("scancel", "--signal=USR2", job.job_id)
-    awaited(job, lambda: job.state() == "FAILED")
+    job.awaits_state("FAILED")
     assert job.words[1] == "saved 0"
     assert job.outcome().reason == "stopped by a signal (cancelled)"
     assert job.starts() == 1
 
 
-def test_a_job_that_slurm_may_not_requeue_submits_itself_again(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_a_job_that_slurm_may_not_requeue_submits_itself_again(jobs: Jobs) -> None:
     job = jobs["unwanted"]
-    awaited(job, lambda: len(job.words) == 1)
+    job.awaits_words(1)
     job.cluster.slurm("scancel", "--signal=TERM", job.job_id)
-    awaited(job, lambda: len(job.words) == 3)
-    assert job.words[2].startswith("began 2 at ")
+    job.awaits_words(3)
+    assert job.told[2] == "began 2"
     assert job.newest_id() != job.job_id
     assert job.cluster.job_state(job.newest_id()) == "RUNNING"
     waiting = jobs["dependent"]
-    awaited(waiting, lambda: job.state() == "FAILED")
+    waiting.awaits(lambda: job.state() == "FAILED")
     assert waiting.state() == "PENDING", "it waits for the new number"
     awaited_id = job.cluster.slurm("squeue", "-h", "-j", waiting.job_id, "-o", "%E")
     assert awaited_id.startswith(f"afterok:{job.newest_id()}")
@@ -141,85 +119,78 @@ def test_a_job_that_slurm_may_not_requeue_submits_itself_again(
     job.cluster.slurm("scancel", job.newest_id())
 
 
-def test_crashes_are_forgiven_while_the_run_gets_further(jobs: dict[str, SupervisedJob]) -> None:
+def test_crashes_are_forgiven_while_the_run_gets_further(jobs: Jobs) -> None:
     job = jobs["crashing"]
-    awaited(job, lambda: job.state() == "FAILED", 90)
+    job.awaits_state("FAILED")
     # The first start got further, the second may have had bad luck, the third is one too many.
     assert job.words == ["crashed 1", "crashed 2", "crashed 3"]
     assert job.outcome().exit_code == 128 + 11
 
 
-def test_a_mistake_in_the_recipe_ends_the_job(jobs: dict[str, SupervisedJob]) -> None:
+def test_a_mistake_in_the_recipe_ends_the_job(jobs: Jobs) -> None:
     job = jobs["refusing"]
-    awaited(job, lambda: job.state() == "FAILED")
+    job.awaits_state("FAILED")
     assert (job.words, job.starts()) == (["refused"], 1)
 
 
-def test_a_job_whose_work_is_done_says_so_at_once(jobs: dict[str, SupervisedJob]) -> None:
+def test_a_job_whose_work_is_done_says_so_at_once(jobs: Jobs) -> None:
     job = jobs["finished"]
-    awaited(job, lambda: job.state() == "COMPLETED")
+    job.awaits_state("COMPLETED")
     assert job.words == []
 
 
-def test_the_time_limit_is_met_with_a_save_and_another_start(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_the_time_limit_is_met_with_a_save_and_another_start(jobs: Jobs) -> None:
     job = jobs["timed"]
-    awaited(job, lambda: len(job.words) >= 3, 90)
-    assert job.words[:2] == ["began", "stopped"]
+    job.awaits_words(3)
+    assert job.told[:2] == ["began 1", "stopped"]
     reason, _, left = job.words[2].partition(": ")
     assert reason == "close to the time limit"
     # Six seconds to stop and eight to save, of which the look took up to two; five are kept free.
     assert 9 <= int(left.removesuffix(" s")) <= 14
-    awaited(job, lambda: job.words.count("began") >= 2)
+    job.awaits(lambda: "began 2" in job.told)
     assert job.restarts() >= 1
     job.cluster.slurm("scancel", job.job_id)
 
 
 def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
-    jobs: dict[str, SupervisedJob], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = jobs["idle"]
     monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
-    awaited(job, lambda: " Reason=job_requeued_in_held_state " in job.shown())
-    assert job.words == ["began 1"]
+    job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
+    assert job.told == ["began 1"]
     # Slurm gives the reason while the node still cleans up: until that is over nothing is released.
-    awaited(job, lambda: release_held(job.root / "jobs") == ["idle"])
-    assert release_held(job.root / "jobs") == []
-    awaited(job, lambda: job.state() == "COMPLETED")
-    assert job.words == ["began 1", "began 2"]
+    job.awaits(lambda: release_held(job.run.jobs_dir) == ["idle"])
+    assert release_held(job.run.jobs_dir) == []
+    job.awaits_state("COMPLETED")
+    assert job.told == ["began 1", "began 2"]
 
 
-def test_a_bad_node_is_named_and_left(jobs: dict[str, SupervisedJob]) -> None:
+def test_a_bad_node_is_named_and_left(jobs: Jobs) -> None:
     job = jobs["bad_node"]
-    awaited(job, lambda: job.state() == "COMPLETED", 60)
+    job.awaits_state("COMPLETED")
     assert job.words == ["done on n03"]
     assert list(job.excluded()) == ["n02"]
     assert "scratch has 1 MiB free, expected at least 64 MiB" in job.excluded()["n02"]
-    shown = job.cluster.slurm("scontrol", "show", "job", job.job_id, "--oneliner")
-    excluded = shown.split(" ExcNodeList=")[1].split()[0]
+    excluded = job.shown().split(" ExcNodeList=")[1].split()[0]
     named = job.cluster.slurm("scontrol", "show", "hostnames", excluded).split()
     assert sorted(named) == ["n01", "n02", "n04"], "what was asked for at first is kept"
 
 
-def test_a_node_without_the_shared_storage_is_named_by_the_others(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_a_node_without_the_shared_storage_is_named_by_the_others(jobs: Jobs) -> None:
     job = jobs["apart"]
-    awaited(job, lambda: bool(job.excluded()), 60)
-    reason = f"n04: no task on this node joined within 8 s; is {job.job_dir} mounted there?"
+    job.awaits(lambda: bool(job.excluded()))
+    reason = f"n04: no task on this node joined within 8 s; is {job.files.root} mounted there?"
     assert job.excluded() == {"n04": reason}
-    awaited(job, lambda: job.restarts() == 1)
-    awaited(job, lambda: "ExcNodeList=n[01-02],n04 " in job.shown())
+    job.awaits(lambda: job.restarts() == 1)
+    job.awaits(lambda: "ExcNodeList=n[01-02],n04 " in job.shown())
     assert job.words == [], "nothing was begun without it"
     job.cluster.slurm("scancel", job.job_id)
 
 
-def test_a_task_on_a_lost_node_gives_way_to_the_jobs_next_start(
-    jobs: dict[str, SupervisedJob],
-) -> None:
+def test_a_task_on_a_lost_node_gives_way_to_the_jobs_next_start(jobs: Jobs) -> None:
     job = jobs["lost"]
-    awaited(job, lambda: any(word.startswith("began 2") for word in job.words), 90)
-    awaited(job, lambda: "saved 0" in job.words)  # by the first start, which Slurm has lost
+    job.awaits(lambda: "began 2" in job.told)
+    job.awaits(lambda: "saved 0" in job.words)  # by the first start, which Slurm has lost
     assert (job.starts(), job.restarts()) == (2, 1)
     job.cluster.slurm("scancel", job.job_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.support.environments import CHECKOUT
 
 COMMAND_TIMEOUT_S = 110.0
+PROGRAM = (sys.executable, "-m", "areal_hpc")
 
 
 def run_program(
@@ -35,8 +36,19 @@ def areal_hpc(
     timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """`areal-hpc`, with the Python of the tests."""
-    program = (sys.executable, "-m", "areal_hpc")
-    return run_program(*program, *arguments, environ=environ, timeout_s=timeout_s)
+    return run_program(*PROGRAM, *arguments, environ=environ, timeout_s=timeout_s)
+
+
+def start_areal_hpc(*arguments: object, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """`areal-hpc` at work; its standard output is a pipe, line by line."""
+    return subprocess.Popen(
+        [*map(str, (*PROGRAM, *arguments))],
+        cwd=CHECKOUT,
+        env={**environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def said_by(ended: subprocess.CompletedProcess[str]) -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ import psutil
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.devcluster.host import reserve_resources
-from tests.support.commands import areal_hpc, run_program, said_by
-from tests.support.environments import CHECKOUT
+from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
 
 NETWORK_LINKS = Path("/sys/class/net")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+SLURM_POLL_S = 0.2
+"""Between two questions to Slurm: each is a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,32 @@ class Devcluster:
     def job_state(self, job: str) -> str:
         return self.slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
+    def await_state(self, job: str, *states: str) -> None:
+        """Return once a job is in one of these states."""
+        wait_for(lambda: self.job_state(job) in states, every_s=SLURM_POLL_S)
+
+    def await_end(self, job: str) -> str:
+        """The state in which a job ended."""
+        under_way = {"PENDING", "RUNNING", "COMPLETING"}
+        wait_for(lambda: self.job_state(job) not in under_way, 120, every_s=SLURM_POLL_S)
+        return self.job_state(job)
+
+    def await_output(self, job: str, count: int) -> list[str]:
+        """So many lines that a job has written."""
+        wait_for(lambda: len(self.output(job)) >= count, every_s=SLURM_POLL_S)
+        return self.output(job)
+
     def cancel_all(self) -> None:
         """Cancel every job, and return when none is left."""
         self.slurm("scancel", "--partition=scavenger")
         self.slurm("scancel", "--partition=priority")
-        wait_for(lambda: self.slurm("squeue", "-h") == "", 60)
+        wait_for(lambda: self.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
+
+    def restore(self) -> None:
+        """Cancel every job, and start what was taken down."""
+        self.cancel_all()
+        if self.slurm("sinfo", "-h", "-p", "priority", "-o", "%T") != "idle":
+            self.done("up")
 
     def node_state(self, node: str) -> str:
         listed = self.slurm("sinfo", "-h", f"--nodes={node}", "-p", "scavenger", "-o", "%T")
@@ -139,13 +160,7 @@ class Submitting:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """`areal-hpc submit`, without waiting for its end."""
-        return subprocess.Popen(
-            (sys.executable, "-m", "areal_hpc", "submit", *self._recipe, *options),
-            cwd=CHECKOUT,
-            env=self._cluster.environ,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        return start_areal_hpc("submit", *self._recipe, *options, environ=self._cluster.environ)
 
     @property
     def _recipe(self) -> tuple[str, ...]:

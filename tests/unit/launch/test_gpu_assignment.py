@@ -16,13 +16,12 @@ from areal_hpc.launch.gpu_assignment import (
     find_gpu_shortages,
     format_assignment,
 )
-from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-FACTS = LaunchFacts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=())
 
 
 def recipe_of(device: str, *overrides: str) -> Recipe:
@@ -31,7 +30,7 @@ def recipe_of(device: str, *overrides: str) -> Recipe:
 
 
 def stages_of(recipe: Recipe) -> tuple[JobStage, ...]:
-    return plan_run(recipe, RunPaths(Path("/run")), FACTS)
+    return plan_run(recipe, RunPaths(Path("/run")))
 
 
 def shown(*ids: str) -> VisibleGpus:

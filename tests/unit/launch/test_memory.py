@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -32,6 +33,7 @@ COUNTS = {
 """As their safetensors files hold them, a tied head not counted."""
 
 
+@functools.cache
 def architecture(name: str) -> Architecture:
     return parse_architecture(json.loads((MODELS / name / "config.json").read_bytes()), name)
 
@@ -41,11 +43,14 @@ def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
     assert memory.count_model_parameters(architecture(name)) == COUNTS[name]
 
 
+weight_map_of = functools.cache(build_weight_map)
+
+
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
     """By the table of names: what one rank of a stage holds, experts apart."""
     counts = {False: 0, True: 0}
-    layers = arch.layers // split.pp
-    for row in build_weight_map(arch):
+    layers, rows = arch.layers // split.pp, weight_map_of(arch)
+    for row in rows:
         if row.layer is not None:
             held = row.layer // layers == stage
         else:
@@ -54,8 +59,9 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
             counts[row.expert is not None] += math.prod(get_shard_shape(row, arch, split.tp))
         if row.megatron == EMBEDDING and arch.tied and 0 < stage == split.pp - 1:
             counts[False] += math.prod(get_shard_shape(row, arch, split.tp))
-    assert {FINAL_NORM} <= {row.megatron for row in build_weight_map(arch)}
-    assert arch.tied != (OUTPUT in {row.megatron for row in build_weight_map(arch)})
+    names = {row.megatron for row in rows}
+    assert FINAL_NORM in names
+    assert arch.tied != (OUTPUT in names)
     return counts[False], counts[True]
 
 

@@ -17,9 +17,8 @@ FACTS = LaunchFacts(
 )
 
 
-def planned(*overrides: str) -> tuple[JobStage, ...]:
-    recipe = load_recipe(QUICKSTART, overrides)
-    return plan_run(recipe, RunPaths(Path("/run")), FACTS)
+def planned(*overrides: str, facts: LaunchFacts = FACTS) -> tuple[JobStage, ...]:
+    return plan_run(load_recipe(QUICKSTART, overrides), RunPaths(Path("/run")), facts)
 
 
 def test_the_sft_stage_is_a_stage_of_its_own_before_training() -> None:
@@ -49,10 +48,9 @@ def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first
 
 def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
     parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
-    recipe = load_recipe(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
     facts = replace(FACTS, tasks_of_sources=(30, 70))
-    leader = plan_run(recipe, RunPaths(Path("/run")), facts)[1].leader
-    assert leader.processes[0].config["task_sources"] == [
+    _, train = planned(f"train_dataset={{sources: {parts}, generator: null}}", facts=facts)
+    assert train.leader.processes[0].config["task_sources"] == [
         {"n_tasks": 30, "weight": 2.0},
         {"n_tasks": 70, "weight": 1.0},
     ]

@@ -43,11 +43,6 @@ def raw_tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
-def config_of(model_dir: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
-    return config
-
-
 def test_transformers_loads_every_weight_and_runs(model_dir: Path, tokenizer: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,13 +62,14 @@ def test_transformers_loads_every_weight_and_runs(model_dir: Path, tokenizer: An
 
 
 def test_every_id_of_the_model_has_a_token(model_dir: Path, tokenizer: Any) -> None:
-    vocabulary = config_of(model_dir)["vocab_size"]
+    config = json.loads((model_dir / "config.json").read_text())
+    vocabulary = config["vocab_size"]
     assert vocabulary == len(tokenizer)
     assert vocabulary % 64 == 0
     assert all(tokenizer.convert_ids_to_tokens(id_) for id_ in range(vocabulary))
     for text, key in (("<|im_end|>", "eos_token_id"), ("<|endoftext|>", "pad_token_id")):
         (id_,) = tokenizer.encode(text)
-        assert id_ == config_of(model_dir)[key] == getattr(tokenizer, key)
+        assert id_ == config[key] == getattr(tokenizer, key)
 
 
 @given(text=st.text())

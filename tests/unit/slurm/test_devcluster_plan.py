@@ -34,16 +34,12 @@ def test_files_and_processes_are_the_golden_ones(name: str) -> None:
 
 
 def test_nodes_in_namespaces_differ_in_name_and_address_and_share_the_port() -> None:
-    nodes = planned(DevclusterSettings(nodes=200)).nodes
+    facts = replace(FACTS, network=255)
+    nodes = plan_devcluster(DevclusterSettings(nodes=200), facts, PATHS).nodes
     assert [nodes[0].name, nodes[-1].name] == ["n01", "n200"]
     assert len({node.address for node in nodes}) == 200
     assert {node.port for node in nodes} == {6818}
-
-
-def test_a_cable_has_a_name_that_linux_takes() -> None:
-    facts = replace(FACTS, network=255)
-    nodes = plan_devcluster(DevclusterSettings(nodes=200), facts, PATHS).nodes
-    assert max(len(node.link) for node in nodes) <= 15
+    assert max(len(node.link) for node in nodes) <= 15, "Linux takes no longer name of a cable"
 
 
 def test_nodes_on_loopback_take_the_free_ports_after_the_controllers() -> None:

@@ -68,23 +68,17 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
     assert jobs["9"].start is None
     assert jobs["12_0"].state.name == "PENDING"
     assert "/runs/exp/one" in running.label
-
-
-def test_squeue_gives_exit_codes_as_wait_statuses() -> None:
-    assert squeue()["2"].exit_code == 3
-    assert squeue()["3"].exit_code == 78
+    assert (jobs["2"].exit_code, jobs["3"].exit_code) == (3, 78), "from wait statuses"
 
 
 def test_sacct_tells_every_start_and_the_failures_of_steps() -> None:
-    jobs = parse_sacct(SACCT)
-    assert [job.state.name for job in jobs if job.job_id == "17"] == ["PREEMPTED", "COMPLETED"]
-    starved = next(job for job in jobs if job.job_id == "5")
-    assert starved.state.name == "FAILED"
-    assert "OUT_OF_MEMORY" in starved.bad_steps
-    held = next(job for job in jobs if job.job_id == "6")
-    assert (held.nodes, held.start, held.reason) == ("", None, "JobHeldUser")
-    cancelled = next(job for job in jobs if job.job_id == "13")
-    assert cancelled.state.name == "CANCELLED"
+    rows = parse_sacct(SACCT)
+    assert [job.state.name for job in rows if job.job_id == "17"] == ["PREEMPTED", "COMPLETED"]
+    jobs = {job.job_id: job for job in rows}
+    assert jobs["5"].state.name == "FAILED"
+    assert "OUT_OF_MEMORY" in jobs["5"].bad_steps
+    assert (jobs["6"].nodes, jobs["6"].start, jobs["6"].reason) == ("", None, "JobHeldUser")
+    assert jobs["13"].state.name == "CANCELLED"
 
 
 def test_garbage_is_no_job() -> None:

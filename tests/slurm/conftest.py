@@ -1,0 +1,22 @@
+"""The devcluster that tests share: a start takes longer than most of what is done with one."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.devclusters import Devcluster, devcluster
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    """Four nodes; who uses them leaves them without jobs and with power."""
+    place = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(place, "--nodes=4", "--grace-s=5") as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(shared: Devcluster) -> Iterator[Devcluster]:
+    """The shared cluster; what the test did to it is undone."""
+    yield shared
+    shared.restore()
