@@ -1,4 +1,4 @@
-"""Programs, run in the checkout to their end."""
+"""Programs, run in the checkout to their end, and `areal-hpc` in this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
 
 COMMAND_TIMEOUT_S = 110.0
@@ -38,6 +41,14 @@ def areal_hpc(
     """`areal-hpc`, with the Python of the tests."""
     program = (sys.executable, "-m", "areal_hpc")
     return run_program(*program, *arguments, environ=environ, timeout_s=timeout_s)
+
+
+def exit_code_of(*arguments: object) -> int:
+    """How `areal-hpc` ends in this process, which it must end by itself."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
 
 
 def said_by(ended: subprocess.CompletedProcess[str]) -> str:
