@@ -22,7 +22,8 @@ def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
 
 def is_right(said: str, task: dict[str, Any]) -> bool:
     """True if the number after the last `Answer:` is the sum."""
-    return said.rpartition("Answer:")[2].strip() == task["answer"]
+    answer: str = task["answer"]
+    return said.rpartition("Answer:")[2].strip() == answer
 
 
 class SumAgent:
