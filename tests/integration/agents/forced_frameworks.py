@@ -1,0 +1,49 @@
+"""Agents of the frameworks' environment, made to call first: a random model would not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
+from langchain_core.messages import ToolMessage
+
+from agents import Agent, ModelSettings
+from areal_hpc.agents.langchain_agent import LangGraphMathAgent
+from areal_hpc.agents.openai_agents_sdk import build_math_agent
+from examples.frameworks.langchain_agent import ToolAgent
+
+
+class CallFirst(AgentMiddleware):  # type: ignore[misc]
+    """Requires a call until there is a result; `strict` lets the grammar hold its arguments."""
+
+    async def awrap_model_call(
+        self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
+    ) -> Any:
+        answered = any(isinstance(message, ToolMessage) for message in request.messages)
+        request = request.override(
+            tool_choice=None if answered else "any",
+            model_settings={"strict": True, "parallel_tool_calls": False},
+        )
+        return await handler(request)
+
+
+class ForcedAgent(ToolAgent):
+    """The example: its model must call the tool before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__([CallFirst()])
+
+
+class ForcedCalculator(LangGraphMathAgent):
+    """The ready agent: its model must call the calculator before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__([CallFirst()])
+
+
+def build_team() -> Agent:
+    """The ready team, whose coordinator must hand over."""
+    coordinator = build_math_agent()
+    coordinator.model_settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)
+    return coordinator
