@@ -26,6 +26,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
 
 DECOUPLED = {"use_decoupled_loss": True}
+LOST_LAYOUTS = ("sglang:d4", "vllm:d4+fsdp:d4", "sglang:d2p2+fsdp:d4", "sglang:d4+fsdp:zero")
 EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 
 
@@ -130,13 +131,6 @@ def test_an_allocation_mode_is_cells_and_ranks(
 
 
 @pytest.mark.parametrize(
-    "mode", ["sglang:d4", "vllm:d4+fsdp:d4", "sglang:d2p2+fsdp:d4", "sglang:d4+fsdp:zero"]
-)
-def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
-    assert "allocation_mode" in reasons({"allocation_mode": mode})
-
-
-@pytest.mark.parametrize(
     ("tree", "key"),
     [
         ({"gconfig": {"greedy": True}}, "gconfig.greedy"),
@@ -144,6 +138,7 @@ def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
         ({"actor": {"use_lora": True}}, "actor.use_lora"),
         ({"actor": {"eps_clipp": 1}}, "actor.eps_clipp"),
         ({"rollout": {"backend": "vllm:d4"}}, "rollout.backend"),
+        *[({"allocation_mode": mode}, "allocation_mode") for mode in LOST_LAYOUTS],
     ],
 )
 def test_nothing_is_dropped_in_silence(tree: dict[str, Any], key: str) -> None:
