@@ -14,13 +14,11 @@ RECIPES = [path.read_text() for path in sorted((CHECKOUT / "tests").rglob("*.yam
 
 
 def test_every_framework_of_the_table_has_its_test() -> None:
-    folder = CHECKOUT / "tests" / "integration" / "agents"
-    tested = {path.name for path in folder.glob("test_*.py")} - {
-        "test_versions.py",
-        "test_examples.py",
-        "test_workflows.py",
-    }
-    assert {one.test for one in FRAMEWORKS} == tested
+    path = CHECKOUT / "tests" / "integration" / "agents" / "test_frameworks.py"
+    tested = re.findall(r"^def (test_\w+)\(theatre", path.read_text(), re.M)
+    of_frameworks = tuple(one.test for one in FRAMEWORKS)
+    assert all(name.startswith(of_frameworks) for name in tested)
+    assert all(any(name.startswith(one) for name in tested) for one in of_frameworks)
 
 
 def test_every_piece_of_python_is_part_of_a_file_that_tests_run() -> None:

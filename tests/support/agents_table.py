@@ -1,7 +1,7 @@
 """The table of frameworks in docs/agents.md; `tests.support.generated_tables` renews it.
 
 Its versions are those of the locks, which the environments of the tests are made from;
-`tests/integration/agents/test_versions.py` looks at what is installed there.
+`tests/integration/agents/test_frameworks.py` looks at what is installed there.
 """
 
 import re
@@ -22,6 +22,7 @@ class Framework:
     environment: str
     proven: str
     test: str
+    """How its name begins, in `tests/integration/agents/test_frameworks.py`."""
 
 
 FRAMEWORKS = (
@@ -30,35 +31,35 @@ FRAMEWORKS = (
         ("openai",),
         "agents",
         "awaited, streamed, blocking in a process; tools",
-        "test_openai_sdk.py",
+        "test_the_openai_sdk",
     ),
     Framework(
         "OpenAI Agents SDK",
         ("openai-agents", "openai"),
         "frameworks",
         "chat completions and responses: tools, a team of three with hand-offs",
-        "test_openai_agents.py",
+        "test_tools_and_teams_of_the_agents_sdk",
     ),
     Framework(
         "LangChain, LangGraph",
         ("langchain", "langchain-openai", "langgraph"),
         "frameworks",
         "agent with tools",
-        "test_langchain.py",
+        "test_the_graph_of_langchain",
     ),
     Framework(
         "Anthropic SDK",
         ("anthropic",),
         "frameworks",
         "tools; streamed text",
-        "test_anthropic_sdk.py",
+        "test_tools_and_streams_of_the_anthropic_sdk",
     ),
     Framework(
         "CAMEL",
         ("camel-ai", "openai"),
         "camel",
         "ChatAgent with a tool; ChatAgent on `ArealOpenAI`",
-        "test_camel.py",
+        "test_a_chat_agent_of_camel",
     ),
 )
 
@@ -81,6 +82,5 @@ def table() -> str:
     for one in FRAMEWORKS:
         pins = locked(one.environment)
         packages = ", ".join(f"{name} {pins[name]}" for name in one.packages)
-        test = f"`tests/integration/agents/{one.test}`"
-        rows.append((one.name, packages, one.proven, test))
-    return markdown(("framework", "packages", "proven", "test"), rows)
+        rows.append((one.name, packages, one.proven))
+    return markdown(("framework", "packages", "proven"), rows)

@@ -1,4 +1,4 @@
-"""Programs, run in the checkout to their end."""
+"""Programs, run in the checkout to their end, and `areal-hpc` in this process."""
 
 import shutil
 import subprocess
@@ -6,6 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
 
 COMMAND_TIMEOUT_S = 110.0
@@ -49,6 +52,14 @@ def start_areal_hpc(*arguments: object, environ: Mapping[str, str]) -> subproces
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def exit_code_of(*arguments: object) -> int:
+    """How `areal-hpc` ends in this process, which it must end by itself."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
 
 
 def said_by(ended: subprocess.CompletedProcess[str]) -> str:

@@ -42,9 +42,18 @@ CUT_DOWN = (
 )
 
 
+LIGHT_AGENT = "rollout.workflow=tests.support.sums.SumAgent"
+LIGHT = (
+    LIGHT_AGENT,
+    "train_dataset.generator=tests.support.sums:tasks",
+    "valid_dataset.generator=tests.support.sums:tasks",
+)
+"""For a run that is not there to show what the quick start's agent does."""
+
+
 def started_from(model: Path) -> tuple[str, ...]:
-    """Overrides of a run that starts from a model, without SFT."""
-    return ("sft=null", "model.tiny=null", f"model.path={model}")
+    """Overrides of a light run that starts from a model, without SFT."""
+    return (*LIGHT, "sft=null", "model.tiny=null", f"model.path={model}")
 
 
 class SmallRun:

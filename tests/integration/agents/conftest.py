@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from tests.support.proxy_stage import Stage
 from tests.support.talking_model import CONTEXT_TOKENS, make_talking_model
 
 FOLDER = Path(__file__).parent
-VERSION = "1.0"
-_open = ExitStack()
-_theatres: list[Theatre] = []
 
 
 @pytest.hookimpl(trylast=True)
@@ -26,29 +24,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FOLDER in item.path.parents)
 
 
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Close the theatre after the folder's last test."""
-    if nextitem is None or FOLDER not in nextitem.path.parents:
-        _theatres.clear()
-        _open.close()
-
-
-@pytest.fixture
-def theatre(tmp_path_factory: pytest.TempPathFactory) -> Theatre:
-    if not _theatres:
-        _theatres.append(_opened(tmp_path_factory.mktemp))
-    return _theatres[0]
-
-
-def _opened(mktemp: Callable[[str], Path]) -> Theatre:
-    model_dir = mktemp("tiny") / "model"
-    make_talking_model(model_dir)
-    log_path = mktemp("sglang") / "log"
-    url = _open.enter_context(
-        serving(model_dir, log_path, "--weight-version", VERSION, context_tokens=CONTEXT_TOKENS)
-    )
-    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
-    stage = Stage(mktemp("stage"), model_dir=model_dir, context_tokens=CONTEXT_TOKENS, **formats)
-    _open.callback(stage.close)
-    stage.route_to(url)
-    return Theatre(stage, url)
+@pytest.fixture(scope="package")
+def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
+    folder = tmp_path_factory.mktemp("theatre")
+    make_talking_model(folder / "model")
+    sizes = {"context_tokens": CONTEXT_TOKENS}
+    config: dict[str, Any] = {"tool_call_parser": "qwen25", **sizes}
+    config["serve_python"] = get_interpreter("serve", "auto")
+    with (
+        serving(folder / "model", folder / "log", "--weight-version", "1.0", **sizes) as url,
+        closing(Stage(folder, model_dir=folder / "model", **config)) as stage,
+        closing(Theatre(stage, url)) as theatre,
+    ):
+        stage.route_to(url)
+        yield theatre

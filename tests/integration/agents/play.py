@@ -1,16 +1,18 @@
 """Runs episodes as a driver does, in the environment of the agents' framework.
 
-`python play.py REPORT` reads an `Order` from its standard input and writes a list of `Played` to
-the file REPORT (frameworks print things). An agent's `ask` returns what it takes for the model's
-last words; they are passed on, to be compared with what the proxy recorded.
+`python play.py REPORT` reads an `Order` a line from its standard input and writes a list of
+`Played` for each to a file, REPORT.0 for the first (frameworks print things). An agent's `ask`
+returns what it takes for the model's last words; they are passed on, to be compared with what the
+proxy recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +26,7 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
 TIMEOUT_S = 90.0
+OrderT = TypeVar("OrderT")
 
 
 class Episode(msgspec.Struct):
@@ -113,6 +116,15 @@ def _listen(agent: Any, heard: list[str]) -> None:
     agent.ask = asked
 
 
+def obey(kind: type[OrderT], act: Callable[[OrderT], Coroutine[Any, Any, Any]]) -> None:
+    """Carry out one order after another, in one event loop."""
+    draft = Path(f"{sys.argv[1]}.draft")
+    with asyncio.Runner() as runner:
+        for number, line in enumerate(sys.stdin.buffer):
+            order = msgspec.json.decode(line, type=kind)
+            draft.write_bytes(msgspec.json.encode(runner.run(act(order))))
+            draft.rename(f"{sys.argv[1]}.{number}")
+
+
 if __name__ == "__main__":
-    done = asyncio.run(play_all(msgspec.json.decode(sys.stdin.buffer.read(), type=Order)))
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(done))
+    obey(Order, play_all)

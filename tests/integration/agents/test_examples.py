@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from tests.integration.agents.theatre import Scene, Theatre
@@ -16,46 +17,32 @@ def saying(pattern: str) -> dict[str, Any]:
     return {"extra_body": {"regex": pattern}}
 
 
-def rewards(scene: Scene) -> list[float]:
-    return [round(row.reward, 6) for row in scene.rows]
+def episode(agent: str, task: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    data = {"messages": QUESTION, **task}
+    return {"workflow": f"examples.{agent}", "data": data, "kwargs": kwargs}
 
 
 def test_the_examples_are_played_and_rewarded(theatre: Theatre) -> None:
-    mathematics = {"messages": QUESTION, "answer": "3"}
-    program = {"messages": QUESTION, "tests": {"cases": [{"input": "", "output": "3"}]}}
-    three = r"\\boxed\{3\}"
+    tests = {"cases": [{"input": "", "output": "3"}]}
+    three, program = saying(r"\\boxed\{3\}"), saying("```python\nprint\\(3\\)\n```")
+    sorting_reward = {"reward": "examples.custom.sorting:sorting_reward"}
+    math, sorted_numbers = "mathematics.agents.MathAgent", {"numbers": [3, 2, 1]}
     once, again, code, sorting = theatre.play(
         "agents",
-        {
-            "workflow": "examples.mathematics.agents.MathAgent",
-            "data": mathematics,
-            "kwargs": saying(three),
-        },
-        {
-            "workflow": "examples.mathematics.agents.MultiTurnMathAgent",
-            "data": {**mathematics, "answer": "4"},
-            "kwargs": {"max_turns": 2, **saying(three)},
-        },
-        {
-            "workflow": "examples.coding.agent.CodeAgent",
-            "data": program,
-            "kwargs": saying("```python\nprint\\(3\\)\n```"),
-        },
-        {
-            "workflow": "examples.mathematics.agents.MathAgent",
-            "data": {"messages": QUESTION, "numbers": [3, 2, 1]},
-            "kwargs": {"reward": "examples.custom.sorting:sorting_reward", **saying("1 3 2")},
-        },
+        episode(math, {"answer": "3"}, **three),
+        episode("mathematics.agents.MultiTurnMathAgent", {"answer": "4"}, max_turns=2, **three),
+        episode("coding.agent.CodeAgent", {"tests": tests}, **program),
+        episode(math, sorted_numbers, **sorting_reward, **saying("1 3 2")),
     )
-    assert (once.heard, rewards(once)) == (["\\boxed{3}"], [1.0])
+    assert (once.heard, once.rewards) == (["\\boxed{3}"], [1.0])
     assert again.heard == ["\\boxed{3}", "\\boxed{3}"]
-    assert rewards(again) == [0.0]
+    assert again.rewards == [0.0]
     assert again.turns[1].parent_id == again.turns[0].interaction_id
     first, second = code.turns
     assert "It ended with code 0:\n3\n" in second.new_messages[-1]["content"]
     assert second.parent_id == first.interaction_id
-    assert rewards(code) == [1.0]
-    assert rewards(sorting) == [round(1 / 3, 6)]
+    assert code.rewards == [1.0]
+    assert sorting.rewards == [round(1 / 3, 6)]
 
 
 def calling(name: str, arguments: str) -> dict[str, Any]:
@@ -66,40 +53,32 @@ def calling(name: str, arguments: str) -> dict[str, Any]:
 
 
 def test_the_examples_with_tools_are_told_what_their_tools_found(theatre: Theatre) -> None:
-    cases = {"messages": QUESTION, "answer": "3"}
-    search, passages = "examples.search.agent.SearchAgent", [{"title": "Kiel", "text": "A port."}]
+    passages = [{"title": "Kiel", "text": "A port."}]
+    search = partial(episode, "search.agent.SearchAgent")
     computed, found, own = theatre.play(
         "agents",
-        {
-            "workflow": "examples.tools.calculator.CalculatorAgent",
-            "data": cases,
-            "kwargs": {
-                "first_request": calling("calculate", '{"expression": "1 + 2"}'),
-                **saying(r"\\boxed\{3\}"),
-            },
-        },
-        {
-            "workflow": search,
-            "data": {"messages": QUESTION, "answer": "SGLang"},
-            "kwargs": {
-                "first_request": calling("search", '{"query": "radix cache"}'),
-                **saying("It is SGLang"),
-            },
-        },
-        {
-            "workflow": search,
-            "data": {"messages": QUESTION, "answer": "Kiel", "passages": passages},
-            "kwargs": {
-                "first_request": calling("search", '{"query": "a port"}'),
-                **saying("Ulm"),
-            },
-        },
+        episode(
+            "tools.calculator.CalculatorAgent",
+            {"answer": "3"},
+            first_request=calling("calculate", '{"expression": "1 + 2"}'),
+            **saying(r"\\boxed\{3\}"),
+        ),
+        search(
+            {"answer": "SGLang"},
+            first_request=calling("search", '{"query": "radix cache"}'),
+            **saying("It is SGLang"),
+        ),
+        search(
+            {"answer": "Kiel", "passages": passages},
+            first_request=calling("search", '{"query": "a port"}'),
+            **saying("Ulm"),
+        ),
     )
     told = [assert_called_once(scene) for scene in (computed, found, own)]
     assert told[0] == "3"
     assert "radix cache keeps the keys" in told[1]
     assert json.loads(told[2]) == passages
-    assert [rewards(scene) for scene in (computed, found, own)] == [[1.0], [1.0], [0.0]]
+    assert [scene.rewards for scene in (computed, found, own)] == [[1.0], [1.0], [0.0]]
 
 
 def assert_called_once(scene: Scene) -> str:

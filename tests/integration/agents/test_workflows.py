@@ -31,10 +31,6 @@ def episode(agent: str, answer: str = "3", **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def rewards(scene: Scene) -> list[float]:
-    return [row.reward for row in scene.rows]
-
-
 def test_agents_on_the_openai_sdk_are_judged(theatre: Theatre) -> None:
     once, again, tool = theatre.play(
         "agents",
@@ -42,28 +38,28 @@ def test_agents_on_the_openai_sdk_are_judged(theatre: Theatre) -> None:
         episode("openai.math_agent.MultiTurnMathAgent", "4", max_turns=2, **THREE),
         episode("openai.math_agent.MathToolAgent", first_request=FORCED),
     )
-    assert (once.heard, rewards(once)) == (["\\boxed{3}"], [1.0])
+    assert (once.heard, once.rewards) == (["\\boxed{3}"], [1.0])
     assert len(again.turns) == 2
     assert again.turns[1].parent_id == again.turns[0].interaction_id
     assert_the_calculator_was_used(tool)
 
 
 def test_agents_of_frameworks_are_judged(theatre: Theatre) -> None:
-    team = "openai_agent.math_agent.MathAgent"
+    team, calculator = "openai_agent.math_agent.MathAgent", "forced_frameworks.ForcedCalculator"
     scenes = theatre.play(
         "frameworks",
         episode("langchain.math_agent.MathAgent", **THREE),
         episode("anthropic.math_agent.MathAgent", max_tokens=60),  # no grammar in this dialect
-        episode(team, agent_builder_path="forced_team.build"),
+        episode(team, agent_builder_path="forced_frameworks.build_team"),
         episode(team, extra_body=THREE["extra_body"], tool_choice="none"),
-        {**episode("langchain.math_agent.MathToolAgent"), "workflow": "forced_calculator.Forced"},
+        episode("langchain.math_agent.MathToolAgent") | {"workflow": calculator},
     )
     chat, messages, handed_over, alone, tool = scenes
     for scene in (chat, alone):
-        assert (scene.heard, rewards(scene)) == (["\\boxed{3}"], [1.0])
+        assert (scene.heard, scene.rewards) == (["\\boxed{3}"], [1.0])
     (turn,) = messages.turns
     assert messages.heard == [messages.said(turn, skip_special_tokens=True)]
-    assert rewards(messages) == [gsm8k_reward_fn(None, messages.heard[0], None, None, "3")]
+    assert messages.rewards == [gsm8k_reward_fn(None, messages.heard[0], None, None, "3")]
     first, second = handed_over.turns[:2]
     (call,) = first.reply["tool_calls"]
     assert call["function"]["name"].startswith("transfer_to_")
@@ -75,7 +71,7 @@ def test_agents_of_frameworks_are_judged(theatre: Theatre) -> None:
 def test_the_agent_of_camel_is_judged(theatre: Theatre) -> None:
     kwargs = {"tokenizer": str(theatre.stage.model_dir), **THREE}
     (scene,) = theatre.play("camel", episode("camel.math_agent.MathAgent", **kwargs))
-    assert (scene.heard, rewards(scene)) == (["\\boxed{3}"], [1.0])
+    assert (scene.heard, scene.rewards) == (["\\boxed{3}"], [1.0])
 
 
 def assert_the_calculator_was_used(scene: Scene) -> None:

@@ -20,8 +20,10 @@ from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import Trajectory
 from tests.support.environments import CHECKOUT, python_of
+from tests.support.prompt_audit import prompt_ids
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import CELL
+from tests.support.waiting import wait_for
 
 FOLDER = Path(__file__).parent
 TASK = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": ""}
@@ -51,6 +53,11 @@ class Scene:
         assert ref is not None
         return self.session.rows(ref)
 
+    @property
+    def rewards(self) -> list[float]:
+        """Of the rows."""
+        return [round(row.reward, 6) for row in self.rows]
+
     def trained(self, row: Trajectory) -> int:
         """How many tokens of a row are trained."""
         return int(np.sum(row.loss_mask_T))
@@ -64,10 +71,44 @@ class Scene:
 
     def prompt(self, turn: Interaction) -> str:
         """All that the model read in one turn, as text."""
-        *before, last = self.session.tree.path(turn)
-        pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
-        ids = [i for piece in (*pieces, last.new_ids) for i in unpack_ids(piece).tolist()]
-        return self.encoder.decode(ids)
+        return self.encoder.decode(prompt_ids(self.session.tree, turn))
+
+
+class Player:
+    """A process in an environment, which imports the packages there once for all orders."""
+
+    def __init__(self, environment: str, script: Path, folder: Path) -> None:
+        self._reports = folder / f"{script.stem}_{environment}"
+        self._log = self._reports.with_suffix(".log")
+        self._orders = 0
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python_of(environment), script, self._reports],
+                cwd=CHECKOUT,
+                env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{FOLDER}"},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    def report(self, order: dict[str, Any], timeout_s: float) -> Any:
+        """What it reports of an order."""
+        report = self._reports.with_suffix(f".{self._orders}")
+        self._orders += 1
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._process.stdin.flush()
+
+        def is_done() -> bool:
+            assert self._process.poll() is None, self._log.read_text()
+            return report.exists()
+
+        wait_for(is_done, timeout_s, self._log.read_text)
+        return msgspec.json.decode(report.read_bytes())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 class Theatre:
@@ -79,9 +120,10 @@ class Theatre:
         """Of SGLang."""
         self.encoder = TokenEncoder.from_model_dir(stage.model_dir)
         self._tickets = 0
+        self._players: dict[tuple[str, Path], Player] = {}
 
     def play(self, environment: str, *episodes: dict[str, Any]) -> list[Scene]:
-        """Run episodes (`play.Episode`) side by side in one process of an environment."""
+        """Run episodes (`play.Episode`) side by side in an environment."""
         orders = []
         for episode in episodes:
             self._tickets += 1
@@ -98,23 +140,16 @@ class Theatre:
         self, environment: str, script: Path, order: dict[str, Any], timeout_s: float
     ) -> Any:
         """What a script of these tests reports of an order, run by an environment's Python."""
-        place = {
-            "run_dir": str(self.stage.paths.root),
-            "cell": CELL,
-            "admin_key": self.stage.admin_key,
-        }
-        report = self.stage.paths.root / f"{script.stem}_{environment}.json"
-        done = subprocess.run(
-            [python_of(environment), script, report],
-            cwd=CHECKOUT,
-            env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{FOLDER}"},
-            input=msgspec.json.encode({**place, **order}),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        return msgspec.json.decode(report.read_bytes())
+        paths = self.stage.paths
+        if (environment, script) not in self._players:
+            self._players[environment, script] = Player(environment, script, paths.root)
+        place = {"run_dir": str(paths.root), "cell": CELL, "admin_key": self.stage.admin_key}
+        return self._players[environment, script].report({**place, **order}, timeout_s)
+
+    def close(self) -> None:
+        """Send the players home."""
+        for player in self._players.values():
+            player.close()
 
     def _book(self) -> SessionStore:
         """What the proxy's journal holds by now."""

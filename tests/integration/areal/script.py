@@ -1,7 +1,4 @@
-"""A training script as AReaL's users write it, with its agent and its reward in itself.
-
-`script.py HOW --config ...`: HOW the agent is handed over.
-"""
+"""A training script as AReaL's users write it, with its agents and its reward in itself."""
 
 import dataclasses
 import sys
@@ -61,18 +58,17 @@ class TwoClients(RolloutWorkflow):
         return exported
 
 
-def main(how, args):
+def main(args):
     config, _ = load_expr_config(args, OwnConfig)
     tasks = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(16)]
-    kwargs = {"favorite": config.favorite}
-    if how == "class":
-        workflow = ChatAgent
-    else:
-        tokenizer = load_hf_tokenizer(config.tokenizer_path)
-        workflow, kwargs = TwoClients(config.gconfig, tokenizer, config.favorite), None
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
     with PPOTrainer(config, train_dataset=tasks, valid_dataset=iter(tasks[:4])) as trainer:
-        trainer.train(workflow=workflow, workflow_kwargs=kwargs)
+        trainer.train(
+            workflow=TwoClients(config.gconfig, tokenizer, config.favorite),
+            eval_workflow=ChatAgent,
+            eval_workflow_kwargs={"favorite": config.favorite},
+        )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

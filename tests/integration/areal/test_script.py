@@ -20,14 +20,9 @@ from tests.support.run_files import logs_of
 from tests.support.small_run import processes_of
 
 FOLDER = Path(__file__).parent
+CLIENTS = 2
+"""In each episode of the script, each with a row of its own."""
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    make_tiny_model(folder, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
-    return folder
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -36,25 +31,27 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_program(program, *arguments, environ=environ, timeout_s=360)
 
 
-@pytest.mark.parametrize(("how", "rows_per_episode"), [("class", 1), ("instance", 2)])
-def test_an_agent_and_rows_of_a_script_are_trained(
-    how: str, rows_per_episode: int, tmp_path: Path, model_dir: Path
-) -> None:
+def test_an_instance_of_a_script_is_trained_and_a_class_of_it_is_evaluated(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
     answer = python(
-        *("-m", "areal_hpc.areal", FOLDER / "script.py", how),
-        *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
+        *("-m", "areal_hpc.areal", FOLDER / "script.py", "--config", FOLDER / "config.yaml"),
         *(f"cluster.fileroot={tmp_path}", f"actor.path={model_dir}"),
     )
-    paths = RunPaths(tmp_path / "areal" / how)
+    paths = RunPaths(tmp_path / "areal" / "script")
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(paths)
     assert "lost" not in answer.stdout
     assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]
     recipe = yaml.safe_load(paths.recipe.read_text())
     assert recipe["rollout"]["workflow"] == "handed_over.agent"
+    assert recipe["evaluation"]["workflow"] == "handed_over_for_evaluation.agent"
     assert recipe["train_dataset"]["path"] == str(paths.dataset("train"))
     assert len(paths.dataset("train").read_text().splitlines()) == 16
     manifest = yaml.safe_load(paths.manifest(1).read_text())
-    assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * rows_per_episode}
+    assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * CLIENTS}
+    for step in (0, 2):
+        judged = yaml.safe_load(paths.evaluation(step).read_text())
+        assert (judged["n_tasks"], judged["failures"]) == (4, {})
     assert audit_of(paths.root) == "trained_once=4 duplicates=0 lost=0 open=0"
     # The recipe of the run is enough: any command goes on with it, without the script.
     again = python("-m", "areal_hpc", "run", paths.recipe)

@@ -1,4 +1,4 @@
-"""The model that runs start from where SFT is not what is tested."""
+"""The run that tests look at, and the model of it that other runs start from."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.killed_run import warmed_up_model
+from tests.support.small_run import SmallRun, await_none_left
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quick start's model after a short SFT stage, made once for all workers."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """The quick start, cut down, trained to its end once for all workers."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if is_worker else base) / "model"
-    shared.mkdir(exist_ok=True)
-    with (shared / "lock").open("w") as lock:
+    run = SmallRun((base.parent if is_worker else base) / "quickstart")
+    done = run.fileroot / "done"
+    with (run.fileroot / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = shared / "found"
-        if not found.exists():
-            found.symlink_to(warmed_up_model(shared))
-    return found.resolve()
+        if not done.exists():
+            run.finish()
+            await_none_left(run, 20.0)
+            done.touch()
+    return run
+
+
+@pytest.fixture(scope="session")
+def model(finished: SmallRun) -> Path:
+    """What the SFT stage made."""
+    return finished.paths.export("sft")

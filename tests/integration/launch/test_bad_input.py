@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.cli.main import main
 from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.recipe import TinyModelConfig
+from tests.support.commands import exit_code_of, run_program
 from tests.support.environments import CHECKOUT
+from tests.support.small_run import LIGHT_AGENT
 
 QUICKSTART = "recipes/quickstart.yaml"
 
@@ -24,15 +23,15 @@ OWN_DATA = "train_dataset.generator=null train_dataset.path=DIR/tasks.jsonl trai
 OWN_MODEL = "model.tiny=null model.path=DIR"
 FOUR_RANKS = "trainer.parallel.dp=2 inference.replicas_per_cell=2 inference.tp=2"
 ON_GPUS = "trainer.device=cuda inference.device=cuda"
-AGENT = "examples.quickstart.agent"
+SUMS = "tests.support.sums"
 
 CASES = [
     # overrides (DIR has the files of the case), what is said
     # A misspelling on purpose: spelled right, the run starts and trains.
     ("trainer.optimzer.lr=1", "unknown key 'optimzer'", "did you mean optimizer?"),
     (
-        f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={AGENT}:no_such "
-        f"rollout.curriculum={AGENT}:nothing",
+        f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={SUMS}:no_such "
+        f"rollout.curriculum={SUMS}:nothing",
         *("4 errors:", "there is no data set at", "at: train_dataset.path"),
         *("no Python interpreter for role serve at /no/such/python", "make setup"),
         *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
@@ -42,12 +41,8 @@ CASES = [
         "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s",
         "at: train_dataset",
     ),
-    (
-        "train_dataset.generator=examples.quickstart.task:no_such_tasks",
-        "at: train_dataset.generator",
-        "no_such_tasks",
-    ),
-    (f"rollout.workflow={AGENT}.ArithmeticAgnt", "at: rollout.workflow", "ArithmeticAgent"),
+    (f"train_dataset.generator={SUMS}:no_sums", "at: train_dataset.generator", "no_sums"),
+    (f"rollout.workflow={SUMS}.SumAgnt", "at: rollout.workflow", "SumAgent"),
     ("rollout.workflow=no_such_package.agent.Agent", "at: rollout.workflow", "try:"),
     ("rollout.workflow=nodots", "at: rollout.workflow", "try:"),
     (
@@ -93,14 +88,6 @@ def given(tmp_path: Path) -> Path:
     return folder
 
 
-def areal_hpc(*arguments: str) -> int:
-    """The command's exit code, in this process."""
-    with pytest.raises(SystemExit) as leaving:
-        main(arguments)
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
-
-
 @pytest.mark.parametrize(("overrides", "said"), [(one[0], one[1:]) for one in CASES])
 def test_what_is_wrong_is_named_and_nothing_is_left_behind(
     overrides: str,
@@ -113,7 +100,8 @@ def test_what_is_wrong_is_named_and_nothing_is_left_behind(
     monkeypatch.chdir(CHECKOUT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,9")
     given_here = overrides.replace("DIR", str(given)).split()
-    assert areal_hpc("run", QUICKSTART, f"cluster.fileroot={tmp_path}/runs", *given_here) == 78
+    fileroot = f"cluster.fileroot={tmp_path}/runs"
+    assert exit_code_of("run", QUICKSTART, fileroot, LIGHT_AGENT, *given_here) == 78
     shown = capfd.readouterr().err
     assert [part for part in said if part not in shown] == [], shown
     assert "stage sft" not in shown
@@ -124,12 +112,12 @@ def test_commands_say_what_they_do_plan_without_data_and_refuse_what_is_no_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(CHECKOUT)
-    assert areal_hpc("--help") == 0
+    assert exit_code_of("--help") == 0
     assert "train a recipe on this machine" in capfd.readouterr().out
     sources = "{sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl}], generator: null}"
-    assert areal_hpc("plan", QUICKSTART, f"train_dataset={sources}") == 0
+    assert exit_code_of("plan", QUICKSTART, f"train_dataset={sources}") == 0
     assert "ledger" in capfd.readouterr().out
-    assert areal_hpc("status", str(tmp_path)) == 78
+    assert exit_code_of("status", tmp_path) == 78
     assert "there is no run at" in capfd.readouterr().err
 
 
@@ -143,16 +131,9 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
     # A mount namespace of its own: real file-system errors, no privileges, nothing to clean up.
     script = (
         f"mount -t tmpfs -o {mount_options} none {disk} && "
-        f"exec {sys.executable} -m areal_hpc run {QUICKSTART} cluster.fileroot={disk}"
+        f"exec {sys.executable} -m areal_hpc run {QUICKSTART} cluster.fileroot={disk} {LIGHT_AGENT}"
     )
-    answer = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=dict(os.environ),
-    )
+    answer = run_program("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script)
     assert answer.returncode == 78, answer.stderr
     assert expected in answer.stderr
     assert "at: cluster.fileroot" in answer.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.live_progress import PlainReporter
 from tests.support.environments import CHECKOUT
 
 OUTER = "3,5,7,9"
@@ -38,16 +40,6 @@ def record(config):
 """
 
 
-class Silent:
-    """A reporter for nobody."""
-
-    def say(self, message: str) -> None:
-        return
-
-    def watch(self, stage: str) -> None:
-        return
-
-
 def recording(stage: JobStage, folder: Path) -> JobStage:
     """The stage, its processes replaced by recorders; it ends when all have written."""
     marker = folder / "done"
@@ -57,22 +49,14 @@ def recording(stage: JobStage, folder: Path) -> JobStage:
         for spec in job.processes
     )
 
+    shared = {"folder": str(folder / "seen"), "marker": str(marker), "processes": processes}
+
+    def recorder(spec: ProcessSpec) -> ProcessSpec:
+        config = {**shared, "name": spec.name, "leads": spec.name == "trainer"}
+        return msgspec.structs.replace(spec, entry="recorder:record", config=config)
+
     def recorder_job(job: JobSpec) -> JobSpec:
-        recorders = [
-            msgspec.structs.replace(
-                spec,
-                entry="recorder:record",
-                config={
-                    "folder": str(folder / "seen"),
-                    "name": spec.name,
-                    "marker": str(marker),
-                    "leads": spec.name == "trainer",
-                    "processes": processes,
-                },
-            )
-            for spec in job.processes
-        ]
-        return msgspec.structs.replace(job, processes=recorders)
+        return msgspec.structs.replace(job, processes=[recorder(one) for one in job.processes])
 
     others = tuple(recorder_job(job) for job in stage.others)
     return replace(stage, leader=recorder_job(stage.leader), others=others, done_marker=marker)
@@ -117,7 +101,8 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     paths.root.mkdir()
     facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan_run(recipe, paths, facts)[-1], tmp_path)
-    local_launcher.run_stage(stage, recipe, paths, reporter=Silent(), stop=threading.Event())
+    with closing(PlainReporter(paths, 1, 0)) as reporter:
+        local_launcher.run_stage(stage, recipe, paths, reporter=reporter, stop=threading.Event())
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
     assert seen == without | expected

@@ -1,6 +1,6 @@
-"""Ctrl-C: everything stops in time, nothing is left, the same command continues.
+"""What stops a run stops all of it in time, and the same command continues.
 
-`tests/acceptance/test_interruption.py` presses it in every phase.
+`tests/acceptance/test_interruption.py` presses Ctrl-C in every phase.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from tests.support.small_run import SmallRun, await_none_left, started_from
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(
+def test_a_run_that_is_interrupted_or_loses_its_launcher_stops_and_completes(
     model: Path, tmp_path: Path
 ) -> None:
-    run = SmallRun(tmp_path / "runs", *started_from(model))
-    interrupt_in_each(run, {phase: PHASES[phase] for phase in ("servers starting", "training")})
+    overrides = (*started_from(model), "trainer.total_steps=2")
+    run = SmallRun(tmp_path / "runs", *overrides)
+    interrupt_in_each(run, {"servers starting": PHASES["servers starting"]})
+    lose_the_launcher(run, SmallRun(run.fileroot, *overrides))
+    interrupt_in_each(run, {"training": PHASES["training"]})
     assert trained_steps(run.paths) >= 1
     run.finish()
-    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2]
     assert run.processes() == []
 
 
-def test_a_second_launcher_is_refused_and_killing_the_first_stops_the_run(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path / "runs")
+def lose_the_launcher(run: SmallRun, other: SmallRun) -> None:
+    """Another launcher is refused meanwhile; when the first is killed, the run stops."""
     run.start()
-    run.await_true(lambda: PHASES["SFT"](run.paths))
-    other = SmallRun(tmp_path / "runs")
+    run.await_true(lambda: PHASES["servers starting"](run.paths))
     other.start()
     assert other.wait() == 75
     assert "another process is running this recipe" in other.said()
+    run.await_true(lambda: PHASES["first evaluation"](run.paths))
     assert run.process is not None
     os.kill(run.process.pid, signal.SIGKILL)
     run.wait()

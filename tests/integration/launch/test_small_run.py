@@ -5,29 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import stat
-import subprocess
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import areal_hpc
-from areal_hpc.cli.main import main
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
+from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.environments import CHECKOUT
-from tests.support.small_run import SmallRun, await_none_left
+from tests.support.small_run import SmallRun
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
-    run = SmallRun(tmp_path_factory.mktemp("small") / "runs")
-    run.finish()
-    yield run
-    await_none_left(run, 20.0)
 
 
 def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: SmallRun) -> None:
@@ -61,12 +52,7 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
 def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(
     finished: SmallRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def verify() -> int:
-        with pytest.raises(SystemExit) as end:
-            main(["shards", "verify", str(finished.paths.root)])
-        assert isinstance(end.value.code, int)
-        return end.value.code
-
+    verify = partial(exit_code_of, "shards", "verify", finished.paths.root)
     assert verify() == 0
     shard = sorted(finished.paths.shards_dir.glob("*.h5"))[0]
     whole = shard.read_bytes()
@@ -119,10 +105,8 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
 def test_a_checkpoint_is_exported_where_there_is_no_torch(
     finished: SmallRun, tmp_path: Path
 ) -> None:
-    command = [get_interpreter("agents", "auto"), "-m", "areal_hpc", "export"]
-    arguments = [str(finished.paths.root), "--out", str(tmp_path / "model")]
-    answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
-    assert answer.returncode == 0, answer.stderr
+    export = (get_interpreter("agents", "auto"), "-m", "areal_hpc", "export", finished.paths.root)
+    said_by(run_program(*export, "--out", tmp_path / "model"))
     newest = format_step_dir(read_lines(finished.paths.metrics)[-1]["step"])
     by_trainer = finished.paths.export(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,28 +89,24 @@ def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_pa
 
 def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no model directory"):
-        PPOTrainer(config, train_dataset=ROWS).train("examples.quickstart.agent.ArithmeticAgent")
+        PPOTrainer(config, train_dataset=ROWS).train("tests.support.sums.SumAgent")
     assert RunPaths(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
     with pytest.raises(RecipeError, match="started with a different data set"):
         PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
 
 
-@pytest.fixture
-def imported_from(tmp_path: Path) -> Iterator[Path]:
-    sys.path.insert(0, str(tmp_path))
-    yield tmp_path
-    sys.path.remove(str(tmp_path))
-    sys.modules.pop("handed_over", None)
-
-
-def test_an_agent_without_a_name_is_found_by_a_dotted_path(imported_from: Path) -> None:
+def test_an_agent_without_a_name_is_found_by_a_dotted_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Local(Answerer):
         """Nobody could import this."""
 
     assert get_import_path(Local) is None
-    path = save_agent(Local, {"said": 3.0}, imported_from, (), alias=False)
+    path = save_agent(Local, {"said": 3.0}, tmp_path, (), alias=False)
     module, _, name = path.rpartition(".")
-    agent = getattr(__import__(module), name)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = getattr(importlib.import_module(module), name)
+    monkeypatch.delitem(sys.modules, module)
     assert type(agent).__name__ == "Local"
     assert agent.said == 3.0
 

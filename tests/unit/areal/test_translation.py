@@ -25,6 +25,8 @@ from areal_hpc.areal.loading import read_areal_tree
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
 
+DECOUPLED = {"use_decoupled_loss": True}
+LOST_LAYOUTS = ("sglang:d4", "vllm:d4+fsdp:d4", "sglang:d2p2+fsdp:d4", "sglang:d4+fsdp:zero")
 EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 
 
@@ -32,8 +34,8 @@ def recipe_of(tree: dict[str, Any], rows: int | None = None) -> dict[str, Any]:
     return flatten(translate_to_recipe(tree, rows).recipe)
 
 
-def reasons(tree: dict[str, Any]) -> dict[str, str]:
-    return {one.key: one.reason for one in translate_to_recipe(tree).untranslated}
+def reasons(tree: Any, rows: int | None = None) -> dict[str, str]:
+    return {one.key: one.reason for one in translate_to_recipe(tree, rows).untranslated}
 
 
 def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
@@ -49,37 +51,28 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
 def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     translation = translate_to_recipe(read_areal_tree(EXAMPLE), train_rows=1000)
     recipe = build_recipe(translation.recipe)
-    assert recipe.trainer.total_steps == 30
-    assert recipe.evaluation.every_steps == 10
-    assert recipe.trainer.export_every_steps == 10
-    assert recipe.rollout.max_concurrent_rollouts == 256  # episodes, not groups
-    assert recipe.rollout.limits.max_turns == 8
-    assert (recipe.inference.cells, recipe.inference.replicas_per_cell) == (1, 4)
-    assert recipe.trainer.parallel.model_dump() == {"dp": 2, "tp": 1, "pp": 2, "cp": 1, "ep": 2}
-    assert recipe.rollout.agent.mode == "subproc"
-    assert recipe.rollout.agent.turn_discount == 0.9
-    assert recipe.inference.tool_call_parser == "qwen25"
-    assert recipe.inference.context_length == 2048
-    assert recipe.inference.extra_args == ("--chunked-prefill-size", "1024")
-    assert recipe.evaluation.sampling.temperature == 0.0
-    assert recipe.evaluation.sampling.max_new_tokens == 256
-    assert recipe.rollout.sampling.temperature == 0.8
-    assert recipe.trainer.optimizer.betas == (0.9, 0.95)
-    objective = recipe.trainer.objective
+    trainer, rollout, inference = recipe.trainer, recipe.rollout, recipe.inference
+    assert (trainer.total_steps, trainer.export_every_steps) == (30, 10)
+    assert trainer.parallel.model_dump() == {"dp": 2, "tp": 1, "pp": 2, "cp": 1, "ep": 2}
+    assert trainer.optimizer.betas == (0.9, 0.95)
+    objective = trainer.objective
     assert (objective.clip_low, objective.clip_high) == (0.2, 0.3)
     assert (objective.off_policy_correction, objective.off_policy_correction_high) == ("mask", 4.0)
+    assert rollout.max_concurrent_rollouts == 256  # episodes, not groups
+    assert rollout.limits.max_turns == 8
+    assert (rollout.agent.mode, rollout.agent.turn_discount) == ("subproc", 0.9)
+    assert rollout.sampling.temperature == 0.8
+    assert (inference.cells, inference.replicas_per_cell) == (1, 4)
+    assert (inference.tool_call_parser, inference.context_length) == ("qwen25", 2048)
+    assert inference.extra_args == ("--chunked-prefill-size", "1024")
+    assert recipe.evaluation.every_steps == 10
+    sampling = recipe.evaluation.sampling
+    assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 256)
 
 
 def test_what_is_lost_is_named_with_a_reason() -> None:
-    lost = {
-        one.key: one.reason
-        for one in translate_to_recipe(read_areal_tree(EXAMPLE), 1000).untranslated
-    }
-    assert set(lost) == {
-        "actor.adv_norm.mean_level",
-        "actor.adv_norm.std_level",
-        "my_own_key",
-    }
+    lost = reasons(read_areal_tree(EXAMPLE), 1000)
+    assert set(lost) == {"actor.adv_norm.mean_level", "actor.adv_norm.std_level", "my_own_key"}
     assert "workflow_kwargs" in lost["my_own_key"]
 
 
@@ -105,20 +98,10 @@ def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
     [
         ({}, "none", "none", None),
         ({"recompute_logprob": True}, "recompute", "none", None),
-        ({"use_decoupled_loss": True}, "recompute", "none", None),
-        (
-            {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
-            "log_linear",
-            "none",
-            None,
-        ),
-        ({"use_decoupled_loss": True, "behav_imp_weight_cap": 3.0}, "recompute", "mask", 3.0),
-        (
-            {"use_decoupled_loss": True, "rejection_sampling": {"action": "clamp"}},
-            "recompute",
-            "clamp",
-            5.0,
-        ),
+        (DECOUPLED, "recompute", "none", None),
+        ({**DECOUPLED, "prox_logp_method": "loglinear"}, "log_linear", "none", None),
+        ({**DECOUPLED, "behav_imp_weight_cap": 3.0}, "recompute", "mask", 3.0),
+        ({**DECOUPLED, "rejection_sampling": {"action": "clamp"}}, "recompute", "clamp", 5.0),
     ],
 )
 def test_the_proximal_policy_follows_three_switches(
@@ -148,13 +131,6 @@ def test_an_allocation_mode_is_cells_and_ranks(
 
 
 @pytest.mark.parametrize(
-    "mode", ["sglang:d4", "vllm:d4+fsdp:d4", "sglang:d2p2+fsdp:d4", "sglang:d4+fsdp:zero"]
-)
-def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
-    assert "allocation_mode" in reasons({"allocation_mode": mode})
-
-
-@pytest.mark.parametrize(
     ("tree", "key"),
     [
         ({"gconfig": {"greedy": True}}, "gconfig.greedy"),
@@ -162,6 +138,7 @@ def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
         ({"actor": {"use_lora": True}}, "actor.use_lora"),
         ({"actor": {"eps_clipp": 1}}, "actor.eps_clipp"),
         ({"rollout": {"backend": "vllm:d4"}}, "rollout.backend"),
+        *[({"allocation_mode": mode}, "allocation_mode") for mode in LOST_LAYOUTS],
     ],
 )
 def test_nothing_is_dropped_in_silence(tree: dict[str, Any], key: str) -> None:
@@ -211,8 +188,5 @@ def test_stop_and_padding_tokens_are_added_once() -> None:
 
 def test_another_agent_for_held_out_tasks_is_the_evaluation_s() -> None:
     tree = {"actor": {}, "workflow": "a.B", "eval_workflow": "areal.workflow.c.D"}
-    recipe = translate_to_recipe(tree).recipe
-    assert recipe["evaluation"]["workflow"] == "areal_hpc.areal.workflow.c.D"
-    assert (
-        "workflow" not in translate_to_recipe({**tree, "eval_workflow": "a.B"}).recipe["evaluation"]
-    )
+    assert recipe_of(tree)["evaluation.workflow"] == "areal_hpc.areal.workflow.c.D"
+    assert "evaluation.workflow" not in recipe_of({**tree, "eval_workflow": "a.B"})

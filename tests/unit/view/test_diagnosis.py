@@ -25,6 +25,7 @@ from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
 
 NOW = 1_000_000.0
+EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "exit_code": 1}
 
 
 def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
@@ -33,42 +34,28 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
     return JobView(name, submission, queued, {})
 
 
-def evidence(place: Path, *jobs: JobView, **more: Any) -> RunInspection:
-    paths = RunPaths(place)
+def evidence(*jobs: JobView, **more: Any) -> RunInspection:
     look = QueueSnapshot({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
-    run = RunJobs(paths, jobs, look, ids)
+    run = RunJobs(RunPaths(Path("/nowhere")), jobs, look, ids)
     empty = RunInspection(run, (), (), (), (), (), ())
     return dataclasses.replace(empty, **more)
+
+
+AT_WORK = job("trainer", "RUNNING", "1")
 
 
 def log_file(job: str, process: str) -> LogFile:
     return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, "n01")
 
 
-def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> None:
+def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
     lines = ("Traceback (most recent call last):", '  File "a.py"', "ValueError: not a number")
     found = evidence(
-        tmp_path,
         job("trainer", "FAILED", "1", end=NOW + 9, exit_code=1),
         job("cell-0", "CANCELLED", "2", end=NOW + 30),
         stacks=(LogTraceback(NOW, log_file("trainer", "trainer-3"), lines),),
-        events=(
-            {
-                "time": NOW + 1,
-                "role": "trainer",
-                "event": "process_exited",
-                "process": "trainer",
-                "exit_code": 1,
-            },
-            {
-                "time": NOW + 5,
-                "role": "trainer",
-                "event": "process_exited",
-                "process": "trainer",
-                "exit_code": 134,
-            },
-        ),
+        events=({**EXITED, "time": NOW + 1}, {**EXITED, "time": NOW + 5, "exit_code": 134}),
         task_exits=(
             TaskExitRecord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
         ),
@@ -82,39 +69,32 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
     assert any("killed by SIGABRT" in finding.text for finding in diagnosis.chain)
 
 
-def test_memory_outweighs_the_traceback_of_another(tmp_path: Path) -> None:
+def test_memory_outweighs_the_traceback_of_another() -> None:
     starved = job("cell-0", "FAILED", "2", end=NOW, exit_code=1, bad_steps=("OUT_OF_MEMORY",))
     lines = ("Traceback (most recent call last):", "ConnectionError: gone")
-    found = evidence(
-        tmp_path, starved, stacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),)
-    )
+    found = evidence(starved, stacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),))
     assert "cell-0 (job 2) used more memory" in diagnose(found).headline
     assert "more memory" in diagnose(found).hint
 
 
-def test_a_run_that_waits_names_what_needs_somebody_first(tmp_path: Path) -> None:
-    found = evidence(
-        tmp_path,
-        job("trainer", "PENDING", "1", reason="Priority"),
-        job("cell-0", "PENDING", "2", reason="InvalidQOS"),
-    )
-    diagnosis = diagnose(found)
+def test_a_run_that_waits_names_what_needs_somebody_first() -> None:
+    waiting = job("trainer", "PENDING", "1", reason="Priority")
+    diagnosis = diagnose(evidence(waiting, job("cell-0", "PENDING", "2", reason="InvalidQOS")))
     assert diagnosis.headline.startswith("cell-0 (job 2) is pending: its QOS is not valid")
     assert not diagnosis.is_well
-    alone = diagnose(evidence(tmp_path, job("trainer", "PENDING", "1", reason="Priority")))
-    assert alone.is_well, "waiting long in the queue is normal"
+    assert diagnose(evidence(waiting)).is_well, "waiting long in the queue is normal"
 
 
-def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
-    diagnosis = diagnose(evidence(tmp_path, job("trainer", "REQUEUE_HOLD", "1")))
+def test_a_held_requeue_needs_somebody() -> None:
+    diagnosis = diagnose(evidence(job("trainer", "REQUEUE_HOLD", "1")))
     assert "is held until released" in diagnosis.headline
     assert not diagnosis.is_well
 
 
-def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
+def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
     word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
-    found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), task_exits=(word,))
+    found = evidence(dataclasses.replace(held, gave_nodes_back=True), task_exits=(word,))
     diagnosis = diagnose(found)
     assert "is held until the trainer is back" in diagnosis.headline
     assert diagnosis.is_well
@@ -122,49 +102,44 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     assert "scontrol release" not in "\n".join(describe_jobs(found.run))
 
 
-def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
+def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
     past = QueuedJob("1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", end=NOW)
-    found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,))
-    diagnosis = diagnose(found)
+    diagnosis = diagnose(evidence(AT_WORK, past=(past,)))
     assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well
-    quiet = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1")))
-    assert "nothing has failed" in quiet.headline
+    assert "nothing has failed" in diagnose(evidence(AT_WORK)).headline
 
 
-def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last(tmp_path: Path) -> None:
+def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last() -> None:
     line = "slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT 1970-01-12T00:00:00 ***"
     requeued = {"time": NOW, "role": "trainer", "event": "job_requeued", "reason": "stopped"}
-    found = evidence(
-        tmp_path,
-        job("trainer", "RUNNING", "1", end=NOW + 3600),
-        slurm_lines=(("trainer", line),),
-        events=(requeued,),
+    trainer = job("trainer", "RUNNING", "1", end=NOW + 3600)
+    found = diagnose(evidence(trainer, slurm_lines=(("trainer", line),), events=(requeued,)))
+    assert found.headline.endswith(
+        "after this: trainer requested another start from Slurm: stopped"
     )
-    headline = diagnose(found).headline
-    assert headline.endswith("after this: trainer requested another start from Slurm: stopped")
-    assert len(diagnose(found).chain) == 1, "hours lie between them"
+    assert len(found.chain) == 1, "hours lie between them"
 
 
-def test_a_run_at_work_tells_of_a_job_that_somebody_must_release(tmp_path: Path) -> None:
+def test_a_run_at_work_tells_of_a_job_that_somebody_must_release() -> None:
     held = job("cell-0", "PENDING", "3", reason="launch failed requeued held")
-    diagnosis = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), held))
+    diagnosis = diagnose(evidence(AT_WORK, held))
     assert diagnosis.headline.startswith(
         "the run is running, but cell-0 (job 3) is pending: its last"
     )
     assert "scontrol release 3" in diagnosis.hint
     assert not diagnosis.is_well
     patient = job("cell-0", "PENDING", "3", reason="BeginTime")
-    assert diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), patient)).is_well
+    assert diagnose(evidence(AT_WORK, patient)).is_well
 
 
-def test_a_run_whose_jobs_are_being_cleaned_up_is_ending(tmp_path: Path) -> None:
-    found = evidence(tmp_path, job("trainer", "COMPLETING", "1"))
-    assert diagnose(found).headline.startswith("the run is ending")
+def test_a_run_whose_jobs_are_being_cleaned_up_is_ending() -> None:
+    ending = diagnose(evidence(job("trainer", "COMPLETING", "1")))
+    assert ending.headline.startswith("the run is ending")
 
 
-def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
-    found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
+def test_a_silent_slurm_is_not_a_failed_run() -> None:
+    found = evidence(AT_WORK)
     silent = dataclasses.replace(
         found.run,
         snapshot=QueueSnapshot(outage="squeue had no answer"),
@@ -173,14 +148,11 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
     assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline
 
 
-def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None:
+def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
     outcome = TaskExit(78, "trainer", "expected tp 2, got 3", "/x.log")
-    found = evidence(
-        tmp_path,
-        job("trainer", "FAILED", "1", end=NOW, exit_code=78),
-        task_exits=(TaskExitRecord("trainer", 0, NOW - 1, outcome),),
-    )
-    diagnosis = diagnose(found)
+    word = TaskExitRecord("trainer", 0, NOW - 1, outcome)
+    failed = job("trainer", "FAILED", "1", end=NOW, exit_code=78)
+    diagnosis = diagnose(evidence(failed, task_exits=(word,)))
     assert "exit code 78 (the recipe must change)" in diagnosis.headline
     assert diagnosis.hint.startswith("change the recipe")
 

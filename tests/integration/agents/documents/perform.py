@@ -1,7 +1,7 @@
 """`python perform.py REPORT`: run code blocks as a reader would, in an agents' environment.
 
-Reads an `Order` from standard input; writes, for each block by its key, how it failed ("" for not
-at all). Blocks of one document share their names, as the guide builds up.
+Reads an `Order` as `play.py` does; writes, for each block by its key, how it failed ("" for not at
+all). Blocks of one document share their names, as the guide builds up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
 if TYPE_CHECKING:
-    from tests.integration.agents.play import Place, play
+    from tests.integration.agents.play import Place, obey, play
 else:  # some environments have a package `tests` of their own
-    from play import Place, play
+    from play import Place, obey, play
 
 TIMEOUT_S = 100.0
 FAR_TOKENS = 1000
@@ -135,5 +135,4 @@ async def perform(order: Order) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    ordered = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(asyncio.run(perform(ordered))))
+    obey(Order, perform)

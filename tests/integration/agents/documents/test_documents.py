@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -14,22 +15,16 @@ from tests.support.documents import blocks
 FIRST_TICKETS = {"agents": 100_000, "camel": 101_000, "frameworks": 102_000}
 """By environment, away from those of the folder above. They decide what the model samples, so
 they must not depend on the order of tests."""
-_reports: dict[str, dict[str, str]] = {}
 
 
+@cache
 def performed(environment: str, theatre: Theatre) -> dict[str, str]:
     """How the blocks of an environment went; all of them share one process."""
-    if environment in _reports:
-        return _reports[environment]
+    scenes = [(block, SCENES[block.key]) for block in blocks() if block.key in SCENES]
     parts = [
-        {
-            "key": block.key,
-            "before": scene.before,
-            "text": scene.text_of(block),
-            "after": scene.after,
-        }
-        for block in blocks()
-        if (scene := SCENES.get(block.key)) and scene.environment == environment
+        {"key": block.key, "before": one.before, "text": one.text_of(block), "after": one.after}
+        for block, one in scenes
+        if one.environment == environment
     ]
     order = {
         "engine": theatre.url,
@@ -38,8 +33,7 @@ def performed(environment: str, theatre: Theatre) -> dict[str, str]:
         "parts": parts,
     }
     report = theatre.report(environment, Path(__file__).with_name("perform.py"), order, 300)
-    _reports[environment] = msgspec.convert(report, dict[str, str])
-    return _reports[environment]
+    return msgspec.convert(report, dict[str, str])
 
 
 @pytest.mark.timeout(500)  # one of them waits for SGLang and for every block of an environment

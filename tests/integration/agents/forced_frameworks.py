@@ -1,4 +1,4 @@
-"""The example, made to call its tool first: a random model would not."""
+"""Agents of the frameworks' environment, made to call first: a random model would not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.messages import ToolMessage
 
+from agents import Agent, ModelSettings
+from areal_hpc.agents.langchain_agent import LangGraphMathAgent
+from areal_hpc.agents.openai_agents_sdk import build_math_agent
 from examples.frameworks.langchain_agent import ToolAgent
 
 
@@ -26,7 +29,21 @@ class CallFirst(AgentMiddleware):  # type: ignore[misc]
 
 
 class ForcedAgent(ToolAgent):
-    """Its model must call the tool before it answers."""
+    """The example: its model must call the tool before it answers."""
 
     def __init__(self) -> None:
         super().__init__([CallFirst()])
+
+
+class ForcedCalculator(LangGraphMathAgent):
+    """The ready agent: its model must call the calculator before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__([CallFirst()])
+
+
+def build_team() -> Agent:
+    """The ready team, whose coordinator must hand over."""
+    coordinator = build_math_agent()
+    coordinator.model_settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)
+    return coordinator
