@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.drops import DropKind, DroppedTicket, append_drop
+from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run
 from areal_hpc.wire.ledger import TicketRef
