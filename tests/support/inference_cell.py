@@ -137,24 +137,23 @@ class Cell:
         } | {f"x-areal-{name.replace('_', '-')}": value for name, value in headers.items()}
         return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
 
-    def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
-        """SGLang's own answer, with log-probabilities."""
-        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        url = f"{self.replica(index).url}/generate"
-        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
-        answer.raise_for_status()
-        reply: dict[str, Any] = answer.json()
-        return reply
-
-    def generate_live(
-        self, input_ids: list[int], heard: Callable[[int], object], index: int = 0, **sampling: Any
+    def generate(
+        self,
+        input_ids: list[int],
+        index: int = 0,
+        heard: Callable[[int], object] = int,
+        **sampling: Any,
     ) -> dict[str, Any]:
-        """The same, and `heard` is told how many tokens there are whenever there are more."""
+        """SGLang's own answer, with log-probabilities.
+
+        `heard` is told how many tokens there are whenever there are more.
+        """
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        pieces: list[dict[str, Any]] = []
         url = f"{self.replica(index).url}/generate"
-        body["stream"] = True
-        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
+        pieces: list[dict[str, Any]] = []
+        with httpx.stream(
+            "POST", url, json={**body, "stream": True}, timeout=60, trust_env=False
+        ) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # each holds what is new
@@ -221,17 +220,16 @@ def running_cell(
         cell.stop()
 
 
-def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """What transformers gives each output token after the tokens before it."""
+def logprob_error(
+    model: Qwen3ForCausalLM,
+    prompt: list[int],
+    reply: dict[str, Any],
+    span: slice = slice(None),
+) -> float:
+    """How far log-probabilities of a span of a reply are from what transformers gives them."""
+    output = reply["output_ids"]
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
-    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run (a container's first process may leave the dead unburied)."""
-    return [
-        process
-        for process in processes
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    expected = logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+    sampled = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    return (sampled - expected)[span].abs().max().item()

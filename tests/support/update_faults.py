@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
 from tests.support.environments import CHECKOUT
-from tests.support.inference_cell import Cell, logprobs_of
+from tests.support.inference_cell import Cell, logprob_error
 
 PROMPT = [10, 20, 30, 40, 50]
-REPLY_TOKENS = 12
+SAMPLING: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
 POLL_S = 0.1
 CALL_TIMEOUT_S = 120.0
 
@@ -241,38 +240,23 @@ class Reader:
         return max(late - early for early, late in itertools.pairwise(marks))
 
     def _run(self) -> None:
-        with httpx.Client(timeout=CALL_TIMEOUT_S, trust_env=False) as client:
-            while not self._stop.wait(POLL_S):
-                with suppress(httpx.HTTPError):  # the relay, or the server, is gone
-                    view = self.cell.replica(self.index)
-                    if view.state == "serving":
-                        self._ask(client, view.url)
+        while not self._stop.wait(POLL_S):
+            with suppress(httpx.HTTPError):  # the relay, or the server, is gone
+                if self.cell.replica(self.index).state == "serving":
+                    self._check(self.cell.generate(PROMPT, self.index, **SAMPLING))
 
-    def _ask(self, client: httpx.Client, url: str) -> None:
-        sampling = {"max_new_tokens": REPLY_TOKENS, "temperature": 1.0, "ignore_eos": True}
-        answer = client.post(
-            f"{url}/generate",
-            json={"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True},
-        )
-        answer.raise_for_status()
-        reply = answer.json()
-        meta, output = reply["meta_info"], reply["output_ids"]
+    def _check(self, reply: dict[str, Any]) -> None:
+        meta = reply["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             return  # the proxy makes such a call again
-        sampled = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
-        for span in meta["weight_versions"]:
-            self._check(span["version"], slice(span["start"], span["end"]), output, sampled)
+        for part in meta["weight_versions"]:
+            version, span = part["version"], slice(part["start"], part["end"])
+            model = self.models.get(version)
+            if model is None:
+                self.wrong.append(f"{version!r} was never verified anywhere")
+            elif (error := logprob_error(model, PROMPT, reply, span)) > 1e-4:
+                self.wrong.append(f"{version}: log-probabilities are off by {error:.3g}")
         self.answered.append((time.monotonic(), meta["weight_version"]))
-
-    def _check(self, version: str, span: slice, output: list[int], sampled: torch.Tensor) -> None:
-        model = self.models.get(version)
-        if model is None:
-            self.wrong.append(f"{version!r} was never verified anywhere")
-            return
-        expected = logprobs_of(model, PROMPT, output)
-        off = (sampled[span] - expected[span]).abs().max().item()
-        if off > 1e-4:
-            self.wrong.append(f"{version}: log-probabilities are off by {off:.3g}")
 
 
 @contextmanager

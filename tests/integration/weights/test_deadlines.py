@@ -1,6 +1,5 @@
 """How long the trainer waits for whoever is not there: cells, replicas, members of a group."""
 
-import http.server
 import socket
 import statistics
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -24,9 +22,8 @@ from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.update_session import GroupUpdate
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.fair_clock import FairClock
+from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import publishing, specs_of
 
@@ -92,7 +89,7 @@ def silent_url() -> Iterator[str]:
 
 @pytest.fixture
 def lost(silent_url: str) -> list[ReplicaKey]:
-    return [ReplicaKey(f"cell-{at}", 0, 1, 1, silent_url, 0.0) for at in range(8)]
+    return [ReplicaKey(f"cell-{at}", 0, 1, 1, silent_url, 0.0) for at in range(16)]
 
 
 def test_replicas_lost_together_cost_no_more_than_one(
@@ -100,16 +97,13 @@ def test_replicas_lost_together_cost_no_more_than_one(
 ) -> None:
     weights = {"norm.weight": torch.zeros(4)}
     exported = iter(weights.items())
-    with (
-        publishing(tmp_path, cells=8, update_timeout_s=UPDATE_TIMEOUT_S) as publisher,
-        FairClock() as clock,
-    ):
+    with publishing(tmp_path, cells=16, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
         began = time.monotonic()
         report = publisher.publish(WeightVersion(1, 0), specs_of(weights), exported, lost)
-        took_s = clock.since(began)
+        took_s = time.monotonic() - began
     assert [*report.failed] == lost
     assert next(exported, None) is None, "exporting is a collective: always drained"
-    assert took_s < 7 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
+    assert took_s < 15 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
 
 
 def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> None:
@@ -138,35 +132,20 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
     punctual.abandon()
 
 
-class Relay(http.server.BaseHTTPRequestHandler):
-    """Answers for one cell of one replica."""
-
-    def do_GET(self) -> None:
-        view = ReplicaView(0, 1, "ready", "http://127.0.0.1:1")
-        body = msgspec.json.encode(ReplicaList("cell", [view]))
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        """Nothing on standard error."""
-
-
 @pytest.fixture
-def relay_url() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Relay) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+def relay_url(tmp_path: Path) -> Iterator[str]:
+    """Of the first cell, which has one replica."""
+    loop, relay = LoopThread(), StandInRelay(tmp_path, "key")
+    relay.show("http://127.0.0.1:1", state="ready")
+    loop.run(relay.start())
+    yield rendezvous.await_endpoint(tmp_path, relay.endpoint, 1.0).url
+    loop.run(relay.stop())
+    loop.stop()
 
 
 def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, relay_url: str, silent_url: str
 ) -> None:
-    rendezvous.publish_endpoint(tmp_path, "control-cell-0", relay_url)
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
     discovery = ReplicaDiscovery(tmp_path, 2, "key")
     waits_s = []

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 from tests.support.weight_updates import (
     await_outdated,
     publish,
@@ -49,7 +49,7 @@ def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[
     )
 
 
-def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
+def test_the_next_bucket_is_gathered_and_called_for_while_one_is_loaded_and_no_third_is_held(
     tmp_path: Path,
 ) -> None:
     held = tmp_path / "held"
@@ -59,32 +59,20 @@ def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
         for at, parameter in enumerate(WEIGHTS.items()):
             if at > 1:
                 assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
-            if at > 0:
-                (held / f"go-{at}").touch()  # only now may the bucket before this one be loaded
             yield parameter
+
+    def let_go() -> None:
+        for number in range(1, len(WEIGHTS)):
+            wait_for((held / f"called-{number + 1}").exists, every_s=0.01)
+            (held / f"go-{number}").touch()  # it was being loaded all the while
 
     with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
         version = WeightVersion(1, 0)
         replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
+        threading.Thread(target=let_go, daemon=True).start()
         raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
         assert publisher.outdated(version) == []
-
-
-def test_a_replica_is_called_for_a_bucket_while_it_loads_the_one_before(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.mkdir()
-
-    def let_go() -> None:
-        for number in range(1, len(WEIGHTS)):
-            while not (held / f"called-{number + 1}").exists():
-                time.sleep(0.01)
-            (held / f"go-{number}").touch()
-
-    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
-        version = WeightVersion(1, 0)
-        threading.Thread(target=let_go, daemon=True).start()
-        raise_if_failed(publish(publisher, version, WEIGHTS))
 
 
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
