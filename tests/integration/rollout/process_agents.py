@@ -44,7 +44,6 @@ class Blocking:
                 _write(data["note"], "begin")
                 await asyncio.sleep(0.2)
                 _write(data["note"], "end")
-            case "count":
                 return float(self.runs)
         return self.reward
 

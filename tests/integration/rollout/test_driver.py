@@ -104,30 +104,28 @@ class Cell:
 
 
 class Steady:
-    """One model call; the reward is the task's number."""
+    """One model call; the reward is the task's number, after some seconds and a condition."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
+        self.until = until
         self.seeds: list[int] = []
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         self.seeds.append(extra_kwargs["seed"])
         await ask(extra_kwargs)
         await asyncio.sleep(self.seconds)
+        while not self.until():
+            await asyncio.sleep(0.005)
         return float(data["task"])
 
 
-class AtWorkUntil:
-    """Ends as soon as something has happened."""
+class Workflow(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        raise NotImplementedError("nothing is exported here")
 
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self.condition = condition
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await ask(extra_kwargs)
-        while not self.condition():
-            await asyncio.sleep(0.005)
-        return 1.0
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        return await Steady().run(data, **extra_kwargs)
 
 
 class Fails:
@@ -161,30 +159,30 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     assert len(set(agent.seeds)) == 48
 
 
+@pytest.mark.parametrize(
+    ("agent", "how", "limits", "export"),
+    [
+        (
+            Steady(),
+            {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"},
+            SessionLimits(3, 50),
+            ExportSettings("individual", 0.9, "chronological", True),
+        ),
+        (Workflow(), {"turn_discount": 0.9}, SessionLimits(), ExportSettings(turn_discount=0.0)),
+    ],
+    ids=["agent", "workflow, whose discount is not applied again"],
+)
 def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     tmp_path: Path,
+    agent: Agent,
+    how: dict[str, Any],
+    limits: SessionLimits,
+    export: ExportSettings,
 ) -> None:
-    how = {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"}
-    limits = {"max_turns": 3, "max_tokens": 50}
-    cell = Cell(tmp_path, Steady(), tickets(1), agent=how, limits=limits)
+    given = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens}
+    cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=given)
     cell.run()
-    export = ExportSettings("individual", 0.9, "chronological", True)
-    asked = (SessionLimits(3, 50), export)
-    assert [(one.limits, one.export) for one in cell.sessions] == [asked] * 4
-
-
-class Workflow(RolloutWorkflow):
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        raise NotImplementedError("nothing is exported here")
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        return await Steady().run(data, **extra_kwargs)
-
-
-def test_a_workflows_own_discount_is_not_applied_again(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Workflow(), tickets(1), agent={"turn_discount": 0.9})
-    cell.run()
-    assert {one.export.turn_discount for one in cell.sessions} == {0.0}
+    assert [(one.limits, one.export) for one in cell.sessions] == [(limits, export)] * 4
 
 
 @pytest.mark.parametrize(("slots", "open_at_once"), [(8, 8), (1, 4)])
@@ -318,8 +316,8 @@ def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, k
 
 
 def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Steady(), tickets(1))
-    cell.agent = AtWorkUntil(lambda: any(request.held for request in cell.script.requests))
+    agent = Steady(until=lambda: any(request.held for request in cell.script.requests))
+    cell = Cell(tmp_path, agent, tickets(1))
     cell.run()
     held = [request for request in cell.script.requests if request.held]
     assert held[0].held == [TicketRef(0, 0)]
@@ -330,10 +328,10 @@ def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> Non
 def test_a_busy_driver_asks_as_often_as_it_was_told_to(tmp_path: Path) -> None:
     def pauses_s(pause_s: float, count: int) -> list[float]:
         """Between the heartbeats of a cell at work, as many as it is at work for."""
-        cell = Cell(tmp_path / str(pause_s), Steady(), tickets(1))
+        agent = Steady(until=lambda: sum(bool(one.held) for one in requests) > count)
+        cell = Cell(tmp_path / str(pause_s), agent, tickets(1))
         cell.script.pause_s = pause_s
         requests = cell.script.requests
-        cell.agent = AtWorkUntil(lambda: sum(bool(one.held) for one in requests) > count)
         cell.run()
         heard = zip(cell.script.heard_at_s, requests, strict=True)
         at_work_s = [at for at, request in heard if request.held][: count + 1]

@@ -23,6 +23,7 @@ from tests.support.environments import CHECKOUT
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
+TICKETS = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
 START = """
 import json, sys
 from areal_hpc.rollout.job import run
@@ -56,9 +57,8 @@ async def serve(paths: RunPaths, script: LedgerScript, process: subprocess.Popen
     """Stand in for ledger and proxy until the driver's process ends."""
     async with StandInProxy(paths.rendezvous_dir), StandInLedger(paths.rendezvous_dir, script):
         while process.poll() is None:
-            if script.finished and not script.stop_when_done:
+            if not (script.open or script.stop_when_done or script.signalled_at):
                 process.send_signal(signal.SIGTERM)
-                script.finished.clear()
                 script.signalled_at = time.monotonic()
             await asyncio.sleep(0.02)
 
@@ -74,22 +74,20 @@ def drive(paths: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **a
     return process.returncode
 
 
-@pytest.mark.parametrize(
-    ("workflow", "agent"),
-    [(ARITHMETIC, {}), (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2})],
-    ids=["inline", "in processes of their own"],
-)
-def test_driver_process_runs_agents_until_the_ledger_says_stop(
-    paths: RunPaths, workflow: str, agent: dict[str, Any]
+def test_driver_process_runs_agents_in_processes_until_the_ledger_says_stop(
+    paths: RunPaths,
 ) -> None:
-    script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)])
-    assert drive(paths, script, workflow, **agent) == 0
-    assert len(script.finished) == 6
+    script = LedgerScript(queue=[*TICKETS])
+    assert drive(paths, script, BLOCKING, mode="subproc", subproc_max_workers=2) == 0
+    assert script.finished == {ticket.ref for ticket in TICKETS}
 
 
-def test_driver_process_stops_soon_after_a_signal(paths: RunPaths) -> None:
-    script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
+def test_driver_process_runs_agents_in_itself_and_stops_soon_after_a_signal(
+    paths: RunPaths,
+) -> None:
+    script = LedgerScript(queue=[*TICKETS], stop_when_done=False)
     assert drive(paths, script) == 0
+    assert script.finished == {ticket.ref for ticket in TICKETS}
     assert time.monotonic() - script.signalled_at < 15
 
 
