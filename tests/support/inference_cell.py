@@ -14,14 +14,14 @@ import httpx
 import msgspec
 import psutil
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from tests.support.chatml import write_model_dir
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
 
 VOCABULARY = 300
@@ -53,18 +53,6 @@ def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
-
-
-def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<pad>", "<end>", *letters]
-    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>"
-    ).save_pretrained(path)
-    model.save_pretrained(path)
 
 
 class Cell:
@@ -165,12 +153,15 @@ class Cell:
         reply["meta_info"][name] = [entry for meta in metas for entry in meta[name]]
         return reply
 
+    def engines(self) -> list[psutil.Process]:
+        """The first process of each server."""
+        children = psutil.Process(self.job.pid).children()
+        return [one for one in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(one)]
+
     def engine(self, index: int = 0) -> psutil.Process:
         """The first process of one server that is up."""
         port = self.replica(index).url.rpartition(":")[2]
-        (engine,) = [
-            child for child in psutil.Process(self.job.pid).children() if port in command_of(child)
-        ]
+        (engine,) = [one for one in self.engines() if port in command_of(one)]
         return engine
 
     def scheduler(self, index: int = 0) -> psutil.Process:
@@ -180,15 +171,7 @@ class Cell:
 
     def engine_processes(self) -> list[psutil.Process]:
         """All processes of all servers."""
-        engines = [
-            child
-            for child in psutil.Process(self.job.pid).children()
-            if "areal_hpc.inference.cpu.sglang_cpu" in command_of(child)
-        ]
-        return [*engines, *(child for engine in engines for child in engine.children(True))]
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.paths.events.read_text().splitlines()]
+        return [one for engine in self.engines() for one in (engine, *engine.children(True))]
 
     def logs(self) -> str:
         tails = (
@@ -204,7 +187,7 @@ def running_cell(
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
-    save_with_tokenizer(model, paths.tiny_model_dir)
+    model.save_pretrained(write_model_dir(paths.tiny_model_dir))
     config = {
         "run_dir": str(run_dir),
         "cell": name,

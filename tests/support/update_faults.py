@@ -10,7 +10,6 @@ import http.client
 import http.server
 import itertools
 import json
-import os
 import select
 import socket
 import subprocess
@@ -157,16 +156,15 @@ class Sender:
         }
         with (directory / f"sender.{generation}.log").open("wb") as log_file:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.support.update_sender"),
-                    json.dumps(config),
-                ],
+                [sys.executable, "-m", "tests.support.update_sender", json.dumps(config)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 cwd=CHECKOUT,
-                env=os.environ,
             )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders, self._reports = self.process.stdin, self.process.stdout
 
     def await_ready(self) -> None:
         """Wait until it takes orders."""
@@ -176,15 +174,13 @@ class Sender:
 
     def order(self, step: int, weights: Path, at_least: int) -> None:
         """Tell it to publish to so many replicas, or more; `read` gives its report."""
-        assert self.process.stdin is not None
         order = {"step": step, "weights": str(weights), "at_least": at_least}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        self._orders.flush()
 
     def read(self) -> dict[str, Any] | None:
         """Its next report; None when it was killed."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._reports.readline()
         report: dict[str, Any] | None = json.loads(line) if line else None
         return report
 
@@ -195,16 +191,14 @@ class Sender:
 
     def stop(self) -> None:
         """End it in order, if it still runs."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with suppress(OSError):
-            self.process.stdin.close()
+            self._orders.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self._reports.close()
 
 
 @dataclass

@@ -7,6 +7,7 @@ import pytest
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.process_commands import alive
+from tests.support.run_files import events_of
 from tests.support.waiting import wait_for
 
 
@@ -85,8 +86,7 @@ def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaV
     """And a job that is killed when the next one has forked all its processes leaves none."""
     cell.scheduler().suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
-    died = [event for event in cell.events() if event["event"] == "replica_died"]
-    assert "was unresponsive for 8 s" in died[-1]["reason"]
+    assert "was unresponsive for 8 s" in events_of(cell.paths, "replica_died")[-1]["reason"]
     await_processes(cell, 3)
     assert_leaves_none(cell, signal.SIGKILL)
 
