@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,11 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import start_job_process
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
 TICKETS = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
-START = """
-import json, sys
-from areal_hpc.rollout.job import run
-run(json.loads(sys.argv[1]))
-"""
 
 
 @pytest.fixture
@@ -63,15 +59,25 @@ async def serve(paths: RunPaths, script: LedgerScript, process: subprocess.Popen
             await asyncio.sleep(0.02)
 
 
+@contextmanager
+def started_driver(
+    paths: RunPaths, job: dict[str, Any], name: str = "driver"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, which does not outlive the block."""
+    config_path = paths.root / f"{name}.json"
+    config_path.write_text(json.dumps(job))
+    log = paths.root / f"{name}.log"
+    with start_job_process("areal_hpc.rollout.job:run", config_path, log) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
 def drive(paths: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
-    job = json.dumps(config(paths, workflow, **agent))
-    process = subprocess.Popen([sys.executable, "-c", START, job])
-    try:
-        asyncio.run(asyncio.wait_for(serve(paths, script, process), 100))
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode
+    with started_driver(paths, config(paths, workflow, **agent)) as driver:
+        asyncio.run(asyncio.wait_for(serve(paths, script, driver), 100))
+        return driver.wait()
 
 
 def test_driver_process_runs_agents_in_processes_until_the_ledger_says_stop(
@@ -91,19 +97,16 @@ def test_driver_process_runs_agents_in_itself_and_stops_soon_after_a_signal(
     assert time.monotonic() - script.signalled_at < 15
 
 
-def test_a_driver_under_slurm_goes_when_no_ledger_comes(paths: RunPaths) -> None:
+def test_a_driver_under_slurm_goes_when_no_ledger_comes(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = config(paths, ARITHMETIC) | {"idle_timeout_s": 1.0}
-    driver = [sys.executable, "-c", START, json.dumps(job)]
-    waiting = subprocess.Popen(driver)  # elsewhere there is nobody to start it again
-    environ = {**os.environ, "AREAL_HPC_JOB_START": "1"}
-    try:
-        gone = subprocess.run(driver, env=environ, timeout=60, check=False)
-        assert gone.returncode == IDLE_EXIT_CODE
+    with started_driver(paths, job) as waiting:  # there is nobody to start it again
+        monkeypatch.setenv("AREAL_HPC_JOB_START", "1")
+        with started_driver(paths, job, "under-slurm") as gone:
+            assert gone.wait(60) == IDLE_EXIT_CODE
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(2.0)
-    finally:
-        waiting.kill()
-        waiting.wait()
 
 
 def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> None:

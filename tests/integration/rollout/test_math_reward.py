@@ -50,8 +50,10 @@ def processes(timeout_s: float) -> Iterator[VerifierPool]:
     before = children(), len([*Path("/proc/self/fd").iterdir()])
     limits = (str(timeout_s + 1.0), str(MATH_MEMORY_BYTES))
     pool = VerifierPool(Path(math_process.__file__), *limits, timeout_s=timeout_s)
-    yield pool
-    pool.close()
+    try:
+        yield pool
+    finally:
+        pool.close()
     assert (children(), len([*Path("/proc/self/fd").iterdir()])) == before
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger
-from tests.integration.rollout.test_job import START, config
+from tests.integration.rollout.test_job import config, started_driver
 from tests.support.proxy_stage import Stage
 
 GROUP = 4
@@ -43,29 +42,23 @@ def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
     paths.admin_key.write_text(KEY)
     task = {"messages": [{"role": "user", "content": "hi"}]}
     paths.dataset("train").write_text(json.dumps(task) + "\n")
-    stage = Stage(tmp_path)
+    stage = Stage(tmp_path, online=True)
     ref = TicketRef(0, 0)
     script = LedgerScript(queue=[TicketGrant(ref, 0, 0, GROUP)])
     ledger = StandInLedger(paths.rendezvous_dir, script)
-    stage.stop_proxy()
-    stage.configure({**stage.config, "online": True})
-    stage.start_proxy()
     stage.loop.run(ledger.start())
-    job = config(paths, "", mode="online")
-    driver = subprocess.Popen([sys.executable, "-c", START, json.dumps(job)])
     try:
-        # The one without a reward goes first: after GROUP rewards the ticket has no place for it.
-        visits = [visit(stage, driver, 0)]
-        with ThreadPoolExecutor(GROUP) as programs:
-            visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
-        assert driver.wait(60) == 0
+        with started_driver(paths, config(paths, "", mode="online")) as driver:
+            # The one without a reward goes first: after GROUP rewards the ticket is complete.
+            visits = [visit(stage, driver, 0)]
+            with ThreadPoolExecutor(GROUP) as programs:
+                visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
+            assert driver.wait(60) == 0
         assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
         assert script.finished == {ref}
         judged = [session_id for _, session_id in visits[1:]]
         finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
         assert finished.json() == {"rows": GROUP}
     finally:
-        driver.kill()
-        driver.wait()
         stage.loop.run(ledger.kill())
         stage.close()

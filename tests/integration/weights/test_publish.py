@@ -6,6 +6,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -93,31 +94,24 @@ def incarnations(cell: Cell) -> list[int]:
     return [cell.replica(index).incarnation for index in range(2)]
 
 
-class Writer(threading.Thread):
-    """A generation that is well under way: of `TOKENS` tokens 50 are there."""
+def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict[str, Any]]]:
+    """Prompt and reply of one that is well under way: of `TOKENS` tokens 50 are there."""
+    prompt, has_begun = [next(FIRST_IDS), 20, 30, 40, 50], threading.Event()
 
-    def __init__(self, cell: Cell, index: int = 0) -> None:
-        super().__init__()
-        self.prompt = [next(FIRST_IDS), 20, 30, 40, 50]
-        self._cell, self._index = cell, index
-        self._began = threading.Event()
-        self.reply: dict[str, Any] = {}
-        self.start()
-        assert self._began.wait(60)
-
-    def run(self) -> None:
-        sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
-        self.reply = self._cell.generate(self.prompt, self._index, self._hear, **sampling)
-
-    def _hear(self, tokens: int) -> None:
+    def hear(tokens: int) -> None:
         if tokens >= 50:
-            self._began.set()
+            has_begun.set()
 
-    def spans(self) -> list[dict[str, Any]]:
-        """Versions of its tokens, once it has ended."""
-        self.join(60)
-        spans: list[dict[str, Any]] = self.reply["meta_info"]["weight_versions"]
-        return spans
+    thread = ThreadPoolExecutor(1)
+    sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
+    reply = thread.submit(cell.generate, prompt, index, hear, **sampling)
+    thread.shutdown(wait=False)
+    assert has_begun.wait(60)
+    return prompt, reply
+
+
+def versions_in(reply: Future[dict[str, Any]]) -> list[str]:
+    return [span["version"] for span in reply.result(60)["meta_info"]["weight_versions"]]
 
 
 def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stands(
@@ -140,24 +134,25 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
     old, new = tiny_qwen3(2), tiny_qwen3(3)
     with trainer(cell) as publisher:
         before = update(cell, publisher, 0, old).version
-        writer = Writer(cell)
+        prompt, coming = begin_generation(cell)
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         report = update(cell, publisher, 1, new)
         assert [key.place for key in report.ok] == BOTH
         after = report.version
-        first, second = writer.spans()
+        reply = coming.result(60)
+        first, second = reply["meta_info"]["weight_versions"]
         switch = first["end"]
         assert first == {"version": str(before), "start": 0, "end": switch}
         assert second == {"version": str(after), "start": switch, "end": TOKENS}
         assert 0 < switch < TOKENS
         for model, span in ((old, slice(0, switch)), (new, slice(switch, None))):
-            assert logprob_error(model, writer.prompt, writer.reply, span) <= 1e-4
+            assert logprob_error(model, prompt, reply, span) <= 1e-4
         view = cell.await_replica(
             lambda view: view.pause is not None and view.pause.version == str(after)
         )
         assert view.pause is not None
         assert view.pause.requests == 1
-        known_tokens = len(writer.prompt) + switch  # SGLang says how many after every 15th
+        known_tokens = len(prompt) + switch  # SGLang says how many after every 15th
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(report.seconds[phase] for phase in PHASES)
         assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
@@ -168,18 +163,18 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
     with trainer(cell, pause_mode="in_place") as publisher:
         old = update(cell, publisher, 0, tiny_qwen3(3)).version
-        writer = Writer(cell, 1)
+        _, reply = begin_generation(cell, 1)
         new = update(cell, publisher, 1, tiny_qwen3(4)).version
-        assert [span["version"] for span in writer.spans()] == [str(old), str(new)]
-        assert writer.reply["meta_info"]["num_retractions"] == 0
+        assert versions_in(reply) == [str(old), str(new)]
+        assert reply.result()["meta_info"]["num_retractions"] == 0
 
 
 def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
     with trainer(cell, transport="disk") as publisher:
         update(cell, publisher, 0, tiny_qwen3(6))
-        writer = Writer(cell)
+        _, reply = begin_generation(cell)
         report = update(cell, publisher, 1, tiny_qwen3(7))
-        assert [span["version"] for span in writer.spans()][-1] == str(report.version)
+        assert versions_in(reply)[-1] == str(report.version)
         assert set(report.seconds) == PHASES - {"transfer"} | {"write"}
         (folder,) = cell.paths.weights_dir.iterdir()
         assert folder.name.startswith(f"{report.version}.")
