@@ -71,12 +71,12 @@ def test_groups_are_filtered_as_the_recipe_says(
 ) -> None:
     cell = Cell(tmp_path, Numbered(same_for), tickets(4), **rollout)
     cell.run()
-    reasons = {ref.ticket_id: reason for ref, reason in cell.script.filtered.items()}
+    reasons = {ref.ticket_id: reason for ref, reason in cell.ledger.filtered.items()}
     assert reasons.keys() == filtered.keys()
     assert all(re.fullmatch(said, reasons[number]) for number, said in filtered.items()), reasons
     assert {ref.ticket_id for ref in cell.proxy.discarded} == filtered.keys()
-    assert {ref.ticket_id for ref in cell.script.finished} == {*range(4)} - filtered.keys()
-    assert cell.script.dropped == {}
+    assert {ref.ticket_id for ref in cell.ledger.finished} == {*range(4)} - filtered.keys()
+    assert cell.ledger.dropped == {}
     assert len(cell.events("group_filtered")) == len(filtered)
 
 
@@ -88,13 +88,13 @@ def test_a_filter_that_fails_drops_the_ticket_with_the_reason(
 ) -> None:
     cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
     cell.run()
-    assert said in cell.script.dropped[TicketRef(0, 0)]
+    assert said in cell.ledger.dropped[TicketRef(0, 0)]
 
 
 def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Numbered({0}), evaluations(1), filter_same_reward=True)
     cell.run()
-    assert len(cell.script.evaluated) == 1
+    assert len(cell.ledger.evaluated) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,6 @@ def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None
 def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[str, int]) -> None:
     cell = Cell(tmp_path, fails_at(0, 1), tickets(1), max_episode_tries=1, **rollout)
     cell.run()
-    assert "no luck with" in cell.script.dropped[TicketRef(0, 0)]
+    assert "no luck with" in cell.ledger.dropped[TicketRef(0, 0)]
     assert cell.proxy.finished == {}
     assert cell.proxy.discarded == [TicketRef(0, 0)], "cut episodes left open sessions behind"

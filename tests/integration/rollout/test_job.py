@@ -18,13 +18,12 @@ from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from examples.quickstart.task import train_tasks
-from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
+from tests.integration.rollout.standins import KEY, StandInLedger, StandInProxy
 from tests.support.environments import CHECKOUT
 from tests.support.process_commands import start_job_process
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
-TICKETS = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
 
 
 @pytest.fixture
@@ -49,16 +48,6 @@ def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
     }
 
 
-async def serve(paths: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
-    """Stand in for ledger and proxy until the driver's process ends."""
-    async with StandInProxy(paths.rendezvous_dir), StandInLedger(paths.rendezvous_dir, script):
-        while process.poll() is None:
-            if not (script.open or script.stop_when_done or script.signalled_at):
-                process.send_signal(signal.SIGTERM)
-                script.signalled_at = time.monotonic()
-            await asyncio.sleep(0.02)
-
-
 @contextmanager
 def started_driver(
     paths: RunPaths, job: dict[str, Any], name: str = "driver"
@@ -74,27 +63,39 @@ def started_driver(
             driver.kill()
 
 
-def drive(paths: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
+async def serve(ledger: StandInLedger, driver: subprocess.Popen[bytes]) -> float:
+    """Stand in for ledger and proxy until the driver's process ends; seconds since its signal.
+
+    It gets one when all tickets are over, unless the ledger tells it to stop.
+    """
+    signalled_at = 0.0
+    async with StandInProxy(ledger.directory), ledger:
+        while driver.poll() is None:
+            if not (ledger.open or ledger.stop_when_done or signalled_at):
+                driver.send_signal(signal.SIGTERM)
+                signalled_at = time.monotonic()
+            await asyncio.sleep(0.02)
+    return time.monotonic() - signalled_at
+
+
+@pytest.mark.parametrize(
+    ("workflow", "agent", "stop_when_done"),
+    [
+        (ARITHMETIC, {}, False),
+        (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2}, True),
+    ],
+    ids=["inline, then a signal", "in processes of their own, then the ledger"],
+)
+def test_driver_process_runs_agents_until_it_is_told_to_stop(
+    paths: RunPaths, workflow: str, agent: dict[str, Any], stop_when_done: bool
+) -> None:
+    tickets = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
+    ledger = StandInLedger(paths.rendezvous_dir, [*tickets], stop_when_done=stop_when_done)
     with started_driver(paths, config(paths, workflow, **agent)) as driver:
-        asyncio.run(asyncio.wait_for(serve(paths, script, driver), 100))
-        return driver.wait()
-
-
-def test_driver_process_runs_agents_in_processes_until_the_ledger_says_stop(
-    paths: RunPaths,
-) -> None:
-    script = LedgerScript(queue=[*TICKETS])
-    assert drive(paths, script, BLOCKING, mode="subproc", subproc_max_workers=2) == 0
-    assert script.finished == {ticket.ref for ticket in TICKETS}
-
-
-def test_driver_process_runs_agents_in_itself_and_stops_soon_after_a_signal(
-    paths: RunPaths,
-) -> None:
-    script = LedgerScript(queue=[*TICKETS], stop_when_done=False)
-    assert drive(paths, script) == 0
-    assert script.finished == {ticket.ref for ticket in TICKETS}
-    assert time.monotonic() - script.signalled_at < 15
+        stopped_s = asyncio.run(asyncio.wait_for(serve(ledger, driver), 100))
+        assert driver.wait() == 0
+    assert ledger.finished == {ticket.ref for ticket in tickets}
+    assert stop_when_done or stopped_s < 15
 
 
 def test_a_driver_under_slurm_goes_when_no_ledger_comes(

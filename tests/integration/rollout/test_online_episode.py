@@ -13,7 +13,7 @@ from typing import Any
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger
+from tests.integration.rollout.standins import KEY, StandInLedger
 from tests.integration.rollout.test_job import config, started_driver
 from tests.support.proxy_stage import Stage
 
@@ -44,8 +44,7 @@ def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
     paths.dataset("train").write_text(json.dumps(task) + "\n")
     stage = Stage(tmp_path, online=True)
     ref = TicketRef(0, 0)
-    script = LedgerScript(queue=[TicketGrant(ref, 0, 0, GROUP)])
-    ledger = StandInLedger(paths.rendezvous_dir, script)
+    ledger = StandInLedger(paths.rendezvous_dir, [TicketGrant(ref, 0, 0, GROUP)])
     stage.loop.run(ledger.start())
     try:
         with started_driver(paths, config(paths, "", mode="online")) as driver:
@@ -55,7 +54,7 @@ def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
                 visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
             assert driver.wait(60) == 0
         assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
-        assert script.finished == {ref}
+        assert ledger.finished == {ref}
         judged = [session_id for _, session_id in visits[1:]]
         finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
         assert finished.json() == {"rows": GROUP}
