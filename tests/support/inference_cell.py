@@ -1,7 +1,5 @@
 """A real cell: the inference job as its supervisor starts it, real SGLang on CPU, a tiny Qwen3."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

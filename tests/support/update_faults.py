@@ -4,8 +4,6 @@ A gate stands between the sender and each cell's relay, as a network would. It f
 call, and at a chosen route of a chosen replica it does something first.
 """
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import itertools

@@ -1,7 +1,5 @@
 """Agents for processes of their own; they know of the session only what the environment says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A ledger and a proxy that speak the wire schemas, scripted by the test. No model behind them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager

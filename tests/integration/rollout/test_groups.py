@@ -1,7 +1,5 @@
 """Which episodes make a ticket's group, and which groups are trained."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""The driver's process, with agents of every kind, and with programs that come by themselves."""
 
 import asyncio
 import json
@@ -6,7 +6,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,23 @@ from areal_hpc.rollout.job import run
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest
 from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, StandInLedger, StandInProxy
 from tests.support.environments import CHECKOUT
 from tests.support.process_commands import start_job_process
+from tests.support.proxy_stage import Stage
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
+GROUP = 4
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path)
-    paths.data_dir.mkdir()
-    paths.rendezvous_dir.mkdir()
+    paths = RunPaths(tmp_path / "run")
+    for folder in (paths.data_dir, paths.rendezvous_dir):
+        folder.mkdir(parents=True)
     paths.admin_key.write_text(KEY)
     lines = "".join(json.dumps(task) + "\n" for task in train_tasks(4, 1))
     paths.dataset("train").write_text(lines)
@@ -114,3 +119,42 @@ def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> N
     for mode in ("inline", "subproc"):
         with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
             run(config(paths, ARITHMETIC.replace("tic", "tik"), mode=mode))
+
+
+def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[dict[str, Any], str]:
+    """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
+    while (answer := stage.post("/rl/start_session", {"task_id": "program"})).status_code == 429:
+        assert driver.poll() is None, "the ticket was finished before this program had a task"
+        time.sleep(0.05)
+    assert answer.status_code == 200, answer.text
+    opened = answer.json()
+    with stage.client(opened["api_key"]) as client:
+        client.chat.completions.create(model="any", messages=opened["task"]["messages"])
+    if number:
+        stage.post("/rl/set_reward", {"reward": number}, opened["api_key"])
+    assert stage.post("/rl/end_session", {}, opened["api_key"]).status_code == 200
+    return opened["task"], opened["session_id"]
+
+
+def test_what_programs_do_becomes_the_tickets_episodes(paths: RunPaths) -> None:
+    task = {"messages": [{"role": "user", "content": "hi"}]}
+    paths.dataset("train").write_text(json.dumps(task) + "\n")
+    stage = Stage(paths.root.parent, online=True)
+    ref = TicketRef(0, 0)
+    ledger = StandInLedger(paths.rendezvous_dir, [TicketGrant(ref, 0, 0, GROUP)])
+    stage.loop.run(ledger.start())
+    try:
+        with started_driver(paths, config(paths, "", mode="online")) as driver:
+            # The one without a reward goes first: after GROUP rewards the ticket is complete.
+            visits = [visit(stage, driver, 0)]
+            with ThreadPoolExecutor(GROUP) as programs:
+                visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
+            assert driver.wait(60) == 0
+        assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
+        assert ledger.finished == {ref}
+        judged = [session_id for _, session_id in visits[1:]]
+        finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
+        assert finished.json() == {"rows": GROUP}
+    finally:
+        stage.loop.run(ledger.kill())
+        stage.close()

@@ -1,7 +1,5 @@
 """A reward of mathematics ends whatever the answer holds, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Agents in processes: what hangs or dies costs its own episode and is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from pathlib import Path

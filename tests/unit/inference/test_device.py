@@ -1,7 +1,5 @@
 """Whether a replica computes on the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

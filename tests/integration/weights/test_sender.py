@@ -1,4 +1,4 @@
-"""How long the trainer waits for whoever is not there: cells, replicas, members of a group."""
+"""The trainer's end of an update, without a model at the other: its pipeline and its deadlines."""
 
 import socket
 import statistics
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,27 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.weights.discovery import ReplicaDiscovery
+from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.update_session import GroupUpdate
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.environments import CHECKOUT
 from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.waiting import wait_for
-from tests.support.weight_updates import publishing, specs_of
+from tests.support.weight_updates import (
+    await_outdated,
+    publish,
+    publishing,
+    raise_if_failed,
+    specs_of,
+)
 
+BUCKET_BYTES = 4096
+WEIGHTS = {f"norm.{at}.weight": torch.ones(BUCKET_BYTES // 4) for at in range(6)}
+"""Each fills a bucket."""
 UPDATE_TIMEOUT_S = 1.0
 SOON_S = 30.0
 """No wait of torch's own is as short."""
@@ -158,3 +170,60 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", relay_url)
     wait_for(lambda: {key.cell for key, _ in discovery.discover()} == {"cell-0", "cell-1"})
     discovery.close()
+
+
+@contextmanager
+def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
+    module = "tests.integration.trainer.scripted_relay"
+    command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
+    process = subprocess.Popen(command, cwd=CHECKOUT)
+    try:
+        rendezvous.await_endpoint(directory, "control-cell-0", 60)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[Publisher]:
+    return publishing(
+        directory,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=update_timeout_s,
+        verify_checksum=False,
+    )
+
+
+def test_the_next_bucket_is_gathered_and_called_for_while_one_is_loaded_and_no_third_is_held(
+    tmp_path: Path,
+) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for at, parameter in enumerate(WEIGHTS.items()):
+            if at > 1:
+                assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
+            yield parameter
+
+    def let_go() -> None:
+        for number in range(1, len(WEIGHTS)):
+            wait_for((held / f"called-{number + 1}").exists, every_s=0.01)
+            (held / f"go-{number}").touch()  # it was being loaded all the while
+
+    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
+        version = WeightVersion(1, 0)
+        replicas = await_outdated(publisher, version)
+        assert len(replicas) == 1
+        threading.Thread(target=let_go, daemon=True).start()
+        raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
+        assert publisher.outdated(version) == []
+
+
+def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
+    with scripted_relay(tmp_path, "6"), trainer(tmp_path, 2.0) as publisher:
+        version = WeightVersion(1, 0)
+        ((key, error),) = publish(publisher, version, WEIGHTS).failed.items()
+    message = str(error)
+    assert f"rank 1: {key}" in message
+    assert "within 2 s" in message
