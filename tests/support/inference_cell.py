@@ -25,6 +25,7 @@ from tests.support.process_commands import command_of, is_scheduler, start_job_p
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
 START_TIMEOUT_S = 200.0
+CALL_TIMEOUT_S = 120.0
 
 
 def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
@@ -90,14 +91,12 @@ class Cell:
         self._relays.append(self.relay)
 
     def stop(self) -> None:
-        """End the job."""
         self.job.send_signal(signal.SIGTERM)
         self.job.wait(10)
         for relay in self._relays:
             relay.close()
 
     def replica(self, index: int = 0) -> ReplicaView:
-        """What the relay says of one replica."""
         replicas = msgspec.json.decode(self.relay.get("/replicas").content, type=ReplicaList)
         return replicas.replicas[index]
 
@@ -123,23 +122,20 @@ class Cell:
         } | {f"x-areal-{name.replace('_', '-')}": value for name, value in headers.items()}
         return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
 
-    def generate(
-        self,
-        input_ids: list[int],
-        index: int = 0,
-        heard: Callable[[int], object] = int,
-        **sampling: Any,
-    ) -> dict[str, Any]:
-        """SGLang's own answer, with log-probabilities.
+    def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
+        """SGLang's own answer, with log-probabilities."""
+        answer = httpx.post(**self._generation(input_ids, index, sampling))
+        answer.raise_for_status()
+        reply: dict[str, Any] = answer.json()
+        return reply
 
-        `heard` is told how many tokens there are whenever there are more.
-        """
-        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        url = f"{self.replica(index).url}/generate"
+    def generate_live(
+        self, input_ids: list[int], index: int, heard: Callable[[int], None], **sampling: Any
+    ) -> dict[str, Any]:
+        """The same, and `heard` is told how many tokens there are whenever there are more."""
         pieces: list[dict[str, Any]] = []
-        with httpx.stream(
-            "POST", url, json={**body, "stream": True}, timeout=60, trust_env=False
-        ) as answer:
+        request = self._generation(input_ids, index, sampling, stream=True)
+        with httpx.stream("POST", **request) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # each holds what is new
@@ -151,13 +147,19 @@ class Cell:
         reply["meta_info"][name] = [entry for meta in metas for entry in meta[name]]
         return reply
 
+    def _generation(
+        self, input_ids: list[int], index: int, sampling: dict[str, Any], **more: bool
+    ) -> dict[str, Any]:
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        url = f"{self.replica(index).url}/generate"
+        return {"url": url, "json": body | more, "timeout": CALL_TIMEOUT_S, "trust_env": False}
+
     def engines(self) -> list[psutil.Process]:
         """The first process of each server."""
         children = psutil.Process(self.job.pid).children()
         return [one for one in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(one)]
 
     def engine(self, index: int = 0) -> psutil.Process:
-        """The first process of one server that is up."""
         port = self.replica(index).url.rpartition(":")[2]
         (engine,) = [one for one in self.engines() if port in command_of(one)]
         return engine

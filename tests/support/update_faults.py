@@ -25,12 +25,11 @@ from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
 from tests.support.environments import CHECKOUT
-from tests.support.inference_cell import Cell, logprob_error
+from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
 
 PROMPT = [10, 20, 30, 40, 50]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
 POLL_S = 0.1
-CALL_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -121,7 +120,6 @@ class Gate:
             call.wfile.write(content)
 
     def close(self) -> None:
-        """Forward no more."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -165,7 +163,6 @@ class Sender:
         self._orders, self._reports = self.process.stdin, self.process.stdout
 
     def await_ready(self) -> None:
-        """Wait until it takes orders."""
         if not self._is_ready:
             assert self.read() == {"ready": True}
             self._is_ready = True
@@ -183,7 +180,6 @@ class Sender:
         return report
 
     def publish(self, step: int, weights: Path, at_least: int) -> dict[str, Any] | None:
-        """One update."""
         self.order(step, weights, at_least)
         return self.read()
 
@@ -215,12 +211,10 @@ class Reader:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
         self._stop.set()
         assert self._thread is not None
         self._thread.join(30)

@@ -104,7 +104,7 @@ def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict
 
     thread = ThreadPoolExecutor(1)
     sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
-    reply = thread.submit(cell.generate, prompt, index, hear, **sampling)
+    reply = thread.submit(cell.generate_live, prompt, index, hear, **sampling)
     thread.shutdown(wait=False)
     assert has_begun.wait(60)
     return prompt, reply
