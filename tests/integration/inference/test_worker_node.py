@@ -110,6 +110,7 @@ def test_a_part_does_not_outlive_a_first_node_that_is_gone(pair: Pair) -> None:
 
 
 def test_a_node_that_the_cell_does_not_have_is_refused(pair: Pair) -> None:
-    answer = call(pair.proxy, "follow", {"node": 2, "incarnation": 0})
-    assert answer.status_code == 400
-    assert "expected a node from 1 to 1, got 2" in answer.text
+    for node in (0, 2, -1):
+        answer = call(pair.proxy, "follow", {"node": node, "incarnation": 0})
+        assert answer.status_code == 400
+        assert f"expected a node from 1 to 1, got {node}" in answer.text

@@ -159,7 +159,7 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, relay_url: str, silent_url: str
 ) -> None:
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
-    discovery = ReplicaDiscovery(tmp_path, 2, "key")
+    discovery = ReplicaDiscovery(tmp_path, 3, "key")  # one has not appeared yet
     waits_s = []
     for _ in range(6):
         began = time.monotonic()
