@@ -22,7 +22,14 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that still run (a container's first process may leave the dead unburied)."""
-    return [one for one in processes if one.is_running() and command_of(one)]
+    return [one for one in processes if one.is_running() and not _has_ended(one)]
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_scheduler(process: psutil.Process) -> bool:
