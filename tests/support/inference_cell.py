@@ -1,7 +1,5 @@
 """A real cell: the inference job as its supervisor starts it, real SGLang on CPU, a tiny Qwen3."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -14,19 +12,20 @@ import httpx
 import msgspec
 import psutil
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from tests.support.chatml import write_model_dir
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
 START_TIMEOUT_S = 200.0
+CALL_TIMEOUT_S = 120.0
 
 
 def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
@@ -53,18 +52,6 @@ def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
-
-
-def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<pad>", "<end>", *letters]
-    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>"
-    ).save_pretrained(path)
-    model.save_pretrained(path)
 
 
 class Cell:
@@ -104,14 +91,12 @@ class Cell:
         self._relays.append(self.relay)
 
     def stop(self) -> None:
-        """End the job."""
         self.job.send_signal(signal.SIGTERM)
         self.job.wait(10)
         for relay in self._relays:
             relay.close()
 
     def replica(self, index: int = 0) -> ReplicaView:
-        """What the relay says of one replica."""
         replicas = msgspec.json.decode(self.relay.get("/replicas").content, type=ReplicaList)
         return replicas.replicas[index]
 
@@ -139,22 +124,18 @@ class Cell:
 
     def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
         """SGLang's own answer, with log-probabilities."""
-        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        url = f"{self.replica(index).url}/generate"
-        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+        answer = httpx.post(**self._generation(input_ids, index, sampling))
         answer.raise_for_status()
         reply: dict[str, Any] = answer.json()
         return reply
 
     def generate_live(
-        self, input_ids: list[int], heard: Callable[[int], object], index: int = 0, **sampling: Any
+        self, input_ids: list[int], index: int, heard: Callable[[int], None], **sampling: Any
     ) -> dict[str, Any]:
         """The same, and `heard` is told how many tokens there are whenever there are more."""
-        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
         pieces: list[dict[str, Any]] = []
-        url = f"{self.replica(index).url}/generate"
-        body["stream"] = True
-        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
+        request = self._generation(input_ids, index, sampling, stream=True)
+        with httpx.stream("POST", **request) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # each holds what is new
@@ -166,12 +147,21 @@ class Cell:
         reply["meta_info"][name] = [entry for meta in metas for entry in meta[name]]
         return reply
 
+    def _generation(
+        self, input_ids: list[int], index: int, sampling: dict[str, Any], **more: bool
+    ) -> dict[str, Any]:
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        url = f"{self.replica(index).url}/generate"
+        return {"url": url, "json": body | more, "timeout": CALL_TIMEOUT_S, "trust_env": False}
+
+    def engines(self) -> list[psutil.Process]:
+        """The first process of each server."""
+        children = psutil.Process(self.job.pid).children()
+        return [one for one in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(one)]
+
     def engine(self, index: int = 0) -> psutil.Process:
-        """The first process of one server that is up."""
         port = self.replica(index).url.rpartition(":")[2]
-        (engine,) = [
-            child for child in psutil.Process(self.job.pid).children() if port in command_of(child)
-        ]
+        (engine,) = [one for one in self.engines() if port in command_of(one)]
         return engine
 
     def scheduler(self, index: int = 0) -> psutil.Process:
@@ -181,15 +171,7 @@ class Cell:
 
     def engine_processes(self) -> list[psutil.Process]:
         """All processes of all servers."""
-        engines = [
-            child
-            for child in psutil.Process(self.job.pid).children()
-            if "areal_hpc.inference.cpu.sglang_cpu" in command_of(child)
-        ]
-        return [*engines, *(child for engine in engines for child in engine.children(True))]
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.paths.events.read_text().splitlines()]
+        return [one for engine in self.engines() for one in (engine, *engine.children(True))]
 
     def logs(self) -> str:
         tails = (
@@ -205,7 +187,7 @@ def running_cell(
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
-    save_with_tokenizer(model, paths.tiny_model_dir)
+    model.save_pretrained(write_model_dir(paths.tiny_model_dir))
     config = {
         "run_dir": str(run_dir),
         "cell": name,
@@ -221,17 +203,16 @@ def running_cell(
         cell.stop()
 
 
-def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """What transformers gives each output token after the tokens before it."""
+def logprob_error(
+    model: Qwen3ForCausalLM,
+    prompt: list[int],
+    reply: dict[str, Any],
+    span: slice = slice(None),
+) -> float:
+    """How far log-probabilities of a span of a reply are from what transformers gives them."""
+    output = reply["output_ids"]
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
-    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run (a container's first process may leave the dead unburied)."""
-    return [
-        process
-        for process in processes
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    expected = logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+    sampled = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    return (sampled - expected)[span].abs().max().item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,18 @@ def command_of(process: psutil.Process) -> list[str]:
         return words
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # zombies are a kind of the former
         return []
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run (a container's first process may leave the dead unburied)."""
+    return [one for one in processes if one.is_running() and not _has_ended(one)]
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_scheduler(process: psutil.Process) -> bool:

@@ -1,7 +1,5 @@
 """The tests' end of `replay_worker`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

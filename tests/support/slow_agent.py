@@ -1,7 +1,5 @@
 """The quick start's agent, that lingers, has its answers judged late, or eats all memory."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

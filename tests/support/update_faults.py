@@ -4,13 +4,10 @@ A gate stands between the sender and each cell's relay, as a network would. It f
 call, and at a chosen route of a chosen replica it does something first.
 """
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import itertools
 import json
-import os
 import select
 import socket
 import subprocess
@@ -24,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
 from tests.support.environments import CHECKOUT
-from tests.support.inference_cell import Cell, logprobs_of
+from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
 
 PROMPT = [10, 20, 30, 40, 50]
-REPLY_TOKENS = 12
+SAMPLING: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
 POLL_S = 0.1
-CALL_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -125,7 +120,6 @@ class Gate:
             call.wfile.write(content)
 
     def close(self) -> None:
-        """Forward no more."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -158,54 +152,47 @@ class Sender:
         }
         with (directory / f"sender.{generation}.log").open("wb") as log_file:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.support.update_sender"),
-                    json.dumps(config),
-                ],
+                [sys.executable, "-m", "tests.support.update_sender", json.dumps(config)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 cwd=CHECKOUT,
-                env=os.environ,
             )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders, self._reports = self.process.stdin, self.process.stdout
 
     def await_ready(self) -> None:
-        """Wait until it takes orders."""
         if not self._is_ready:
             assert self.read() == {"ready": True}
             self._is_ready = True
 
     def order(self, step: int, weights: Path, at_least: int) -> None:
         """Tell it to publish to so many replicas, or more; `read` gives its report."""
-        assert self.process.stdin is not None
         order = {"step": step, "weights": str(weights), "at_least": at_least}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        self._orders.flush()
 
     def read(self) -> dict[str, Any] | None:
         """Its next report; None when it was killed."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._reports.readline()
         report: dict[str, Any] | None = json.loads(line) if line else None
         return report
 
     def publish(self, step: int, weights: Path, at_least: int) -> dict[str, Any] | None:
-        """One update."""
         self.order(step, weights, at_least)
         return self.read()
 
     def stop(self) -> None:
         """End it in order, if it still runs."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with suppress(OSError):
-            self.process.stdin.close()
+            self._orders.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self._reports.close()
 
 
 @dataclass
@@ -224,12 +211,10 @@ class Reader:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
         self._stop.set()
         assert self._thread is not None
         self._thread.join(30)
@@ -241,38 +226,23 @@ class Reader:
         return max(late - early for early, late in itertools.pairwise(marks))
 
     def _run(self) -> None:
-        with httpx.Client(timeout=CALL_TIMEOUT_S, trust_env=False) as client:
-            while not self._stop.wait(POLL_S):
-                with suppress(httpx.HTTPError):  # the relay, or the server, is gone
-                    view = self.cell.replica(self.index)
-                    if view.state == "serving":
-                        self._ask(client, view.url)
+        while not self._stop.wait(POLL_S):
+            with suppress(httpx.HTTPError):  # the relay, or the server, is gone
+                if self.cell.replica(self.index).state == "serving":
+                    self._check(self.cell.generate(PROMPT, self.index, **SAMPLING))
 
-    def _ask(self, client: httpx.Client, url: str) -> None:
-        sampling = {"max_new_tokens": REPLY_TOKENS, "temperature": 1.0, "ignore_eos": True}
-        answer = client.post(
-            f"{url}/generate",
-            json={"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True},
-        )
-        answer.raise_for_status()
-        reply = answer.json()
-        meta, output = reply["meta_info"], reply["output_ids"]
+    def _check(self, reply: dict[str, Any]) -> None:
+        meta = reply["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             return  # the proxy makes such a call again
-        sampled = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
-        for span in meta["weight_versions"]:
-            self._check(span["version"], slice(span["start"], span["end"]), output, sampled)
+        for part in meta["weight_versions"]:
+            version, span = part["version"], slice(part["start"], part["end"])
+            model = self.models.get(version)
+            if model is None:
+                self.wrong.append(f"{version!r} was never verified anywhere")
+            elif (error := logprob_error(model, PROMPT, reply, span)) > 1e-4:
+                self.wrong.append(f"{version}: log-probabilities are off by {error:.3g}")
         self.answered.append((time.monotonic(), meta["weight_version"]))
-
-    def _check(self, version: str, span: slice, output: list[int], sampled: torch.Tensor) -> None:
-        model = self.models.get(version)
-        if model is None:
-            self.wrong.append(f"{version!r} was never verified anywhere")
-            return
-        expected = logprobs_of(model, PROMPT, output)
-        off = (sampled[span] - expected[span]).abs().max().item()
-        if off > 1e-4:
-            self.wrong.append(f"{version}: log-probabilities are off by {off:.3g}")
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """A trainer's end of updates of weights, and checks of what came of one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Replicas and control proxies with small programs in the place of SGLang."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,21 +1,29 @@
 import signal
 from collections.abc import Iterator
-from functools import partial
 
 import httpx
-import psutil
 import pytest
 
 from areal_hpc.wire.replicas import ReplicaView
-from tests.support.inference_cell import Cell, alive, running_cell, tiny_qwen3
+from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.process_commands import alive
+from tests.support.run_files import events_of
 from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     run_dir = tmp_path_factory.mktemp("run")
     with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=8) as cell:
         yield cell
+
+
+@pytest.fixture
+def cell(running: Cell) -> Cell:
+    """Running, also after a test that ended its job."""
+    if running.job.poll() is not None:
+        running.start()
+    return running
 
 
 @pytest.fixture
@@ -75,37 +83,36 @@ def test_a_pause_whose_sender_vanished_ends_with_the_weights_it_found(
 
 
 def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaView) -> None:
+    """And a job that is killed when the next one has forked all its processes leaves none."""
     cell.scheduler().suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
-    died = [event for event in cell.events() if event["event"] == "replica_died"]
-    assert "was unresponsive for 8 s" in died[-1]["reason"]
+    assert "was unresponsive for 8 s" in events_of(cell.paths, "replica_died")[-1]["reason"]
+    await_processes(cell, 3)
+    assert_leaves_none(cell, signal.SIGKILL)
 
 
-def test_a_job_that_is_killed_or_told_to_stop_leaves_no_process_behind(
-    cell: Cell, before: ReplicaView
-) -> None:
-    """When it is up, once its server has forked all its processes, and when that has just begun.
+@pytest.mark.usefixtures("before")
+def test_a_job_that_is_killed_or_told_to_stop_leaves_no_process_behind(cell: Cell) -> None:
+    """When it is up, and when its server has just begun to start.
 
     Stopping takes 0.4 to 0.7 s on an idle machine; SGLang alone goes on until it has started.
     """
-    assert before.url
-    for processes, stop in ((0, signal.SIGKILL), (3, signal.SIGKILL), (1, signal.SIGTERM)):
-        if processes:
-            cell.start()
-            wait_for(partial(has_processes, cell, processes), why=cell.logs)
-        engine = cell.engine_processes()
-        cell.job.send_signal(stop)
-        code = cell.job.wait(15)
-        if stop is signal.SIGTERM:
-            assert (code, alive(engine)) == (0, [])
-        else:
-            wait_for(partial(are_over, engine))
+    assert_leaves_none(cell, signal.SIGKILL)
     cell.start()
+    await_processes(cell, 1)
+    assert_leaves_none(cell, signal.SIGTERM)
 
 
-def has_processes(cell: Cell, count: int) -> bool:
-    return len(cell.engine_processes()) >= count
+def await_processes(cell: Cell, count: int) -> None:
+    wait_for(lambda: len(cell.engine_processes()) >= count, why=cell.logs)
 
 
-def are_over(processes: list[psutil.Process]) -> bool:
-    return not alive(processes)
+def assert_leaves_none(cell: Cell, stop: signal.Signals) -> None:
+    engine = cell.engine_processes()
+    assert engine
+    cell.job.send_signal(stop)
+    code = cell.job.wait(15)
+    if stop is signal.SIGTERM:
+        assert (code, alive(engine)) == (0, [])
+    else:
+        wait_for(lambda: not alive(engine))

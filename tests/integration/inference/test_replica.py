@@ -59,17 +59,20 @@ def relay(replica: Replica, route: str, deadline_s: float) -> None:
     replica.answered(caller, route, True)
 
 
-def test_a_lost_scheduler_replaces_the_server_and_no_other_child_does(make: Make) -> None:
-    replica = make(server(BYSTANDER_S=0.3))
-    tick_until(replica, is_ready)
-    tick_for(replica, 0.6)
-    assert replica.view().incarnation == 1
-    (child,) = schedulers()
-    child.kill()
-    view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
-    assert view.version == ""
+def test_lost_schedulers_and_no_other_child_replace_the_server_and_old_crashes_are_forgiven(
+    make: Make,
+) -> None:
+    replica = make(server(BYSTANDER_S=0.3), max_restarts=1, healthy_s=0.3)
+    for incarnation in (1, 2, 3):
+        tick_until(replica, is_ready)
+        tick_for(replica, 0.6)
+        view = replica.view()
+        assert (view.incarnation, view.state, view.version) == (incarnation, "ready", "")
+        (child,) = schedulers()
+        child.kill()
+        tick_until(replica, lambda view: view.state == "starting")
     next_job = make(server())
-    assert tick_until(next_job, is_ready).incarnation == 3, "it goes on counting"
+    assert tick_until(next_job, is_ready).incarnation == 4, "it goes on counting"
 
 
 def test_what_a_server_leaves_in_temporary_folders_goes_with_it(make: Make, tmp_path: Path) -> None:
@@ -170,16 +173,6 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
     replica.serve(ControlCaller(1, 1, 30), ServeRequest("1.4"))
     tick_until(replica, lambda view: view.state == "starting")
     assert 0.5 <= time.monotonic() - began < 10
-
-
-def test_old_crashes_are_forgiven(make: Make) -> None:
-    replica = make(server(), max_restarts=1, healthy_s=0.3)
-    for incarnation in (1, 2, 3):
-        tick_until(replica, lambda view: view.state == "ready")
-        assert replica.view().incarnation == incarnation
-        tick_for(replica, 0.6)
-        schedulers()[0].kill()
-        tick_until(replica, lambda view: view.state == "starting")
 
 
 @pytest.mark.parametrize(

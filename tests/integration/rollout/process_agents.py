@@ -1,7 +1,5 @@
 """Agents for processes of their own; they know of the session only what the environment says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -44,7 +42,6 @@ class Blocking:
                 _write(data["note"], "begin")
                 await asyncio.sleep(0.2)
                 _write(data["note"], "end")
-            case "count":
                 return float(self.runs)
         return self.reward
 

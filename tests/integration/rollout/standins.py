@@ -1,9 +1,7 @@
 """A ledger and a proxy that speak the wire schemas, scripted by the test. No model behind them."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +44,7 @@ class Service:
     """An HTTP server published under a name; it can be killed and comes back elsewhere."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self._directory = directory
+        self.directory = directory
         self._name = name
         self._runner: web.AppRunner | None = None
 
@@ -62,7 +60,7 @@ class Service:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         port = self._runner.addresses[0][1]
-        rendezvous.publish_endpoint(self._directory, self._name, f"http://127.0.0.1:{port}")
+        rendezvous.publish_endpoint(self.directory, self._name, f"http://127.0.0.1:{port}")
 
     async def kill(self) -> None:
         assert self._runner is not None
@@ -95,75 +93,70 @@ async def driving(
         await peer.close()
 
 
-@dataclass
-class LedgerScript:
-    """What the ledger hands out, and everything it was told. Outlives its restarts."""
+class StandInLedger(Service):
+    """Hands out what is queued; what it was told outlives its restarts."""
 
-    queue: list[TicketGrant] = field(default_factory=list)
-    leased: dict[TicketRef, TicketGrant] = field(default_factory=dict)
-    finished: set[TicketRef] = field(default_factory=set)
-    dropped: dict[TicketRef, str] = field(default_factory=dict)
-    filtered: dict[TicketRef, str] = field(default_factory=dict)
-    evaluated: dict[TicketRef, list[float]] = field(default_factory=dict)
-    requests: list[LeaseRequest] = field(default_factory=list)
-    heard_at_s: list[float] = field(default_factory=list)
-    """When each of them came, by the clock of the event loop."""
-    seal_now: bool = False
-    pause_s: float = 0.25
-    stop_when_done: bool = True
-    signalled_at: float = 0.0
+    def __init__(
+        self, directory: Path, queue: list[TicketGrant], *, stop_when_done: bool = True
+    ) -> None:
+        super().__init__(directory, "ledger")
+        self.queue = queue
+        self.stop_when_done = stop_when_done
+        self.leased: dict[TicketRef, TicketGrant] = {}
+        self.finished: set[TicketRef] = set()
+        self.dropped: dict[TicketRef, str] = {}
+        self.filtered: dict[TicketRef, str] = {}
+        self.evaluated: dict[TicketRef, list[float]] = {}
+        self.requests: list[LeaseRequest] = []
+        self.heard_at_s: list[float] = []
+        """When each of them came, by the clock of the event loop."""
+        self.seal_now = False
+        self.pause_s = 0.25
+        self.refuses = False
 
     @property
     def open(self) -> int:
         return len(self.queue) + len(self.leased)
 
-
-class StandInLedger(Service):
-    def __init__(self, directory: Path, script: LedgerScript) -> None:
-        super().__init__(directory, "ledger")
-        self.script = script
-        self.refuse_leases = False
-
     def routes(self) -> dict[str, tuple[type, Handler]]:
         return {
             "/lease": (LeaseRequest, self.lease),
             "/drop": (DropRequest, self.drop),
-            "/report_evaluation": (EvaluationResultRequest, self.evaluated),
+            "/report_evaluation": (EvaluationResultRequest, self.evaluate),
         }
 
     async def lease(self, key: str, asked: LeaseRequest) -> LeaseReply:
         assert key == KEY
-        if self.refuse_leases:
+        if self.refuses:
             raise web.HTTPForbidden(text="an older generation")
-        script = self.script
-        script.requests.append(asked)
-        script.heard_at_s.append(asyncio.get_running_loop().time())
-        for ref in asked.finished:
-            if script.leased.pop(ref, None):
-                script.finished.add(ref)
-        give_up_at = asyncio.get_running_loop().time() + asked.wait_s
-        while not script.queue and script.open and not script.seal_now:
-            if asyncio.get_running_loop().time() >= give_up_at:
-                break
+        clock = asyncio.get_running_loop().time
+        self.requests.append(asked)
+        self.heard_at_s.append(clock())
+        self.settle(asked.finished)
+        give_up_at = clock() + asked.wait_s
+        while not self.queue and self.open and not self.seal_now and clock() < give_up_at:
             await asyncio.sleep(0.01)
         grants, room = [], asked.capacity
-        while script.queue and script.queue[0].n_episodes <= room:
-            grant = script.queue.pop(0)
-            script.leased[grant.ref] = grant
+        while self.queue and self.queue[0].n_episodes <= room:
+            grant = self.queue.pop(0)
+            self.leased[grant.ref] = grant
             room -= grant.n_episodes
             grants.append(grant)
-        stop = script.stop_when_done and not script.open
-        return LeaseReply(grants, script.seal_now, stop, pause_s=script.pause_s)
+        stop = self.stop_when_done and not self.open
+        return LeaseReply(grants, self.seal_now, stop, pause_s=self.pause_s)
+
+    def settle(self, refs: Iterable[TicketRef]) -> None:
+        self.finished.update(ref for ref in refs if self.leased.pop(ref, None))
 
     async def drop(self, key: str, told: DropRequest) -> Acknowledged:
-        self.script.leased.pop(told.ref, None)
-        drops = self.script.filtered if told.kind == "filtered" else self.script.dropped
+        self.leased.pop(told.ref, None)
+        drops = self.filtered if told.kind == "filtered" else self.dropped
         drops[told.ref] = told.reason
         return Acknowledged()
 
-    async def evaluated(self, key: str, told: EvaluationResultRequest) -> Acknowledged:
-        self.script.leased.pop(told.ref, None)
-        self.script.evaluated[told.ref] = told.rewards
+    async def evaluate(self, key: str, told: EvaluationResultRequest) -> Acknowledged:
+        self.leased.pop(told.ref, None)
+        self.evaluated[told.ref] = told.rewards
         return Acknowledged()
 
 
@@ -191,7 +184,8 @@ class StandInProxy(Service):
         self.unserved_calls = 0
         self.opened = 0
         self.incarnation = 0
-        self.script: LedgerScript | None = None
+        self.ledger: StandInLedger | None = None
+        """Told of what is sealed."""
 
     def routes(self) -> dict[str, tuple[type, Handler]]:
         return {
@@ -269,9 +263,7 @@ class StandInProxy(Service):
 
     async def seal(self, key: str, request: Empty) -> SealReply:
         self.seals += 1
-        if self.script is not None:
-            self.script.seal_now = False
-            for ref in self.finished:  # settled before the answer
-                if self.script.leased.pop(ref, None):
-                    self.script.finished.add(ref)
+        if self.ledger is not None:
+            self.ledger.seal_now = False
+            self.ledger.settle(self.finished)  # before the answer
         return SealReply(len(self.finished))

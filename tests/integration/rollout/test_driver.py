@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -25,7 +23,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SessionLimits, StartSessionRequest
-from tests.integration.rollout.standins import LedgerScript, StandInLedger, StandInProxy, driving
+from tests.integration.rollout.standins import StandInLedger, StandInProxy, driving
 from tests.integration.rollout.test_episode import ask
 
 N_TASKS = 8
@@ -50,8 +48,7 @@ class Cell:
         self.run_dir = run_dir
         self.agent = agent
         self.evaluation_agent: Agent | None = None
-        self.script = LedgerScript(queue=grants)
-        self.ledger = StandInLedger(run_dir, self.script)
+        self.ledger = StandInLedger(run_dir, grants)
         self.proxy = StandInProxy(run_dir)
         self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
 
@@ -104,30 +101,28 @@ class Cell:
 
 
 class Steady:
-    """One model call; the reward is the task's number."""
+    """One model call; the reward is the task's number, after some seconds and a condition."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
+        self.until = until
         self.seeds: list[int] = []
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         self.seeds.append(extra_kwargs["seed"])
         await ask(extra_kwargs)
         await asyncio.sleep(self.seconds)
+        while not self.until():
+            await asyncio.sleep(0.005)
         return float(data["task"])
 
 
-class AtWorkUntil:
-    """Ends as soon as something has happened."""
+class Workflow(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        raise NotImplementedError("nothing is exported here")
 
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self.condition = condition
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await ask(extra_kwargs)
-        while not self.condition():
-            await asyncio.sleep(0.005)
-        return 1.0
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        return await Steady().run(data, **extra_kwargs)
 
 
 class Fails:
@@ -152,7 +147,7 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     cell = Cell(tmp_path, agent, tickets(12))
     cell.run()
     assert set(cell.proxy.finished) == {ticket.ref for ticket in tickets(12)}
-    assert cell.script.finished == set(cell.proxy.finished)
+    assert cell.ledger.finished == set(cell.proxy.finished)
     for ref, sessions in cell.proxy.finished.items():
         started = [cell.proxy.sessions[name].started for name in sessions]
         assert [(one.ref, one.episode) for one in started] == [(ref, at) for at in range(4)]
@@ -161,30 +156,30 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     assert len(set(agent.seeds)) == 48
 
 
+@pytest.mark.parametrize(
+    ("agent", "how", "limits", "export"),
+    [
+        (
+            Steady(),
+            {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"},
+            SessionLimits(3, 50),
+            ExportSettings("individual", 0.9, "chronological", True),
+        ),
+        (Workflow(), {"turn_discount": 0.9}, SessionLimits(), ExportSettings(turn_discount=0.0)),
+    ],
+    ids=["agent", "workflow, whose discount is not applied again"],
+)
 def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     tmp_path: Path,
+    agent: Agent,
+    how: dict[str, Any],
+    limits: SessionLimits,
+    export: ExportSettings,
 ) -> None:
-    how = {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"}
-    limits = {"max_turns": 3, "max_tokens": 50}
-    cell = Cell(tmp_path, Steady(), tickets(1), agent=how, limits=limits)
+    given = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens}
+    cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=given)
     cell.run()
-    export = ExportSettings("individual", 0.9, "chronological", True)
-    asked = (SessionLimits(3, 50), export)
-    assert [(one.limits, one.export) for one in cell.sessions] == [asked] * 4
-
-
-class Workflow(RolloutWorkflow):
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        raise NotImplementedError("nothing is exported here")
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        return await Steady().run(data, **extra_kwargs)
-
-
-def test_a_workflows_own_discount_is_not_applied_again(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Workflow(), tickets(1), agent={"turn_discount": 0.9})
-    cell.run()
-    assert {one.export.turn_discount for one in cell.sessions} == {0.0}
+    assert [(one.limits, one.export) for one in cell.sessions] == [(limits, export)] * 4
 
 
 @pytest.mark.parametrize(("slots", "open_at_once"), [(8, 8), (1, 4)])
@@ -199,16 +194,16 @@ def test_slots_are_kept_busy_and_exceeded_by_nothing_but_a_single_group(
 
 def test_ticket_is_reported_as_soon_as_it_is_finished(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Steady(), tickets(10))
-    cell.script.pause_s = 1000.0  # one ticket at a time: heartbeats alone would take hours
+    cell.ledger.pause_s = 1000.0  # one ticket at a time: heartbeats alone would take hours
     cell.run(slots=4)
-    assert len(cell.script.finished) == 10
+    assert len(cell.ledger.finished) == 10
 
 
 def test_failed_episode_is_repeated_with_another_seed(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Fails(lambda task, _: task == 1, times=2), tickets(3))
     cell.run()
     assert len(cell.proxy.finished) == 3
-    assert not cell.script.dropped
+    assert not cell.ledger.dropped
     failures = cell.events("episode_failed")
     assert len(failures) == 2
     assert all("no luck with task 1" in event["reason"] for event in failures)
@@ -234,9 +229,9 @@ def test_a_ticket_that_cannot_end_well_is_dropped_with_the_reason_and_no_other_i
     cell = Cell(tmp_path, agent, [*grants], max_episode_tries=2, episode_timeout_s=timeout_s)
     cell.run()
     lost, *others = [grant.ref for grant in grants]
-    assert list(cell.script.dropped) == [lost]
-    assert said in cell.script.dropped[lost]
-    assert {*cell.proxy.finished, *cell.script.evaluated} == {*others}
+    assert list(cell.ledger.dropped) == [lost]
+    assert said in cell.ledger.dropped[lost]
+    assert {*cell.proxy.finished, *cell.ledger.evaluated} == {*others}
     assert len(cell.events("ticket_dropped")) == 1
 
 
@@ -249,28 +244,28 @@ def test_an_evaluation_is_played_by_its_own_agent_reported_and_recorded_nowhere(
     cell.run()
     assert (len(playing.seeds), len(judging.seeds)) == (4, 6)
     expected = {ticket.ref: [float(ticket.task_index)] for ticket in evaluations(6)}
-    assert cell.script.evaluated == expected
+    assert cell.ledger.evaluated == expected
     (trained,) = {*cell.proxy.finished, *(one.ref for one in cell.sessions if one.ref)}
-    assert {ref for request in cell.script.requests for ref in request.finished} <= {trained}
+    assert {ref for request in cell.ledger.requests for ref in request.finished} <= {trained}
     assert {one.sampling.temperature for one in cell.sessions if one.ref is None} == {0.0}
 
 
 def test_a_seal_is_passed_on_and_what_it_left_behind_is_reported_no_more(tmp_path: Path) -> None:
     """A proxy that lost its journal can never settle it: the ledger has to issue it again."""
     cell = Cell(tmp_path, Steady(0.3), tickets(6))
-    cell.proxy.script = script = cell.script
+    cell.proxy.ledger = ledger = cell.ledger
     before: set[TicketRef] = set()
 
     async def ask_for_a_seal() -> None:
-        while not any(request.finished for request in script.requests):
+        while not any(request.finished for request in ledger.requests):
             await asyncio.sleep(0.01)
-        before.update(script.requests[-1].finished)
-        script.seal_now = True
+        before.update(ledger.requests[-1].finished)
+        ledger.seal_now = True
 
     cell.run(slots=8, meanwhile=ask_for_a_seal)
     assert before
-    assert before.isdisjoint(script.requests[-1].finished)
-    assert len(cell.proxy.finished) == len(script.finished) == 6
+    assert before.isdisjoint(ledger.requests[-1].finished)
+    assert len(cell.proxy.finished) == len(ledger.finished) == 6
 
 
 @pytest.mark.parametrize(
@@ -290,8 +285,8 @@ def test_restarts_of_a_service_cost_no_try_and_no_ticket(
             await restarted.start()
 
     cell.run(meanwhile=restart_twice)
-    assert not cell.script.dropped
-    assert len(cell.proxy.finished) == len(cell.script.finished) == 24
+    assert not cell.ledger.dropped
+    assert len(cell.proxy.finished) == len(cell.ledger.finished) == 24
     found = {event["event"] for event in read_lines(tmp_path / "events.jsonl")}
     assert found - {"event_loop_blocked"} == events, "a machine may stop for seconds"
 
@@ -310,32 +305,32 @@ def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, k
         cell.proxy.has_replica = True
 
     cell.run(meanwhile=come_back)
-    assert cell.script.dropped == {}
-    assert {*cell.proxy.finished, *cell.script.evaluated} == {grant.ref for grant in grants}
+    assert cell.ledger.dropped == {}
+    assert {*cell.proxy.finished, *cell.ledger.evaluated} == {grant.ref for grant in grants}
     unserved = cell.events("episode_unserved")
     assert len(unserved) >= 4
     assert "503" in unserved[0]["reason"]
 
 
 def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:
-    cell = Cell(tmp_path, Steady(), tickets(1))
-    cell.agent = AtWorkUntil(lambda: any(request.held for request in cell.script.requests))
+    agent = Steady(until=lambda: any(request.held for request in cell.ledger.requests))
+    cell = Cell(tmp_path, agent, tickets(1))
     cell.run()
-    held = [request for request in cell.script.requests if request.held]
+    held = [request for request in cell.ledger.requests if request.held]
     assert held[0].held == [TicketRef(0, 0)]
     assert held[0].capacity == 12
-    assert cell.script.requests[-1].finished == [TicketRef(0, 0)]
+    assert cell.ledger.requests[-1].finished == [TicketRef(0, 0)]
 
 
 def test_a_busy_driver_asks_as_often_as_it_was_told_to(tmp_path: Path) -> None:
     def pauses_s(pause_s: float, count: int) -> list[float]:
         """Between the heartbeats of a cell at work, as many as it is at work for."""
-        cell = Cell(tmp_path / str(pause_s), Steady(), tickets(1))
-        cell.script.pause_s = pause_s
-        requests = cell.script.requests
-        cell.agent = AtWorkUntil(lambda: sum(bool(one.held) for one in requests) > count)
+        agent = Steady(until=lambda: sum(bool(one.held) for one in requests) > count)
+        cell = Cell(tmp_path / str(pause_s), agent, tickets(1))
+        cell.ledger.pause_s = pause_s
+        requests = cell.ledger.requests
         cell.run()
-        heard = zip(cell.script.heard_at_s, requests, strict=True)
+        heard = zip(cell.ledger.heard_at_s, requests, strict=True)
         at_work_s = [at for at, request in heard if request.held][: count + 1]
         return [late - early for early, late in itertools.pairwise(at_work_s)]
 
@@ -347,7 +342,7 @@ def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
             while not cell.events("event_loop_blocked"):  # one that began within a call is unseen
-                time.sleep(EVENT_LOOP_BLOCKED_S + cell.script.pause_s + 0.1)
+                time.sleep(EVENT_LOOP_BLOCKED_S + cell.ledger.pause_s + 0.1)
                 await asyncio.sleep(0.05)
             return 1.0
 
@@ -358,7 +353,7 @@ def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
 
 def test_ledger_that_refuses_the_driver_ends_it(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Steady(), tickets(1))
-    cell.ledger.refuse_leases = True
+    cell.ledger.refuses = True
     with pytest.raises(BaseExceptionGroup) as caught:
         cell.run()
     assert caught.group_contains(ClusterError, match="answered 403")

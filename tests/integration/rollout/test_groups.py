@@ -1,8 +1,7 @@
 """Which episodes make a ticket's group, and which groups are trained."""
 
-from __future__ import annotations
-
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,34 +48,34 @@ class Numbered:
         return 1.0 if data["task"] in self.same_for else float(self.seen[data["task"]] % 2)
 
 
-def test_groups_whose_rewards_are_all_equal_are_filtered_if_the_recipe_says_so(
-    tmp_path: Path,
+EVEN = f"{HERE}:rewards_differ_and_task_is_even"
+
+
+@pytest.mark.parametrize(
+    ("same_for", "rollout", "filtered"),
+    [
+        ({1, 3}, {"filter_same_reward": True}, dict.fromkeys([1, 3], "all 4 rewards are 1")),
+        (
+            {0},
+            {"should_accept": EVEN},
+            {0: rf"{EVEN} .* \[1.0, 1.0, 1.0, 1.0\]", 1: f"{EVEN} .*", 3: f"{EVEN} .*"},
+        ),
+        ({0, 1}, {"should_accept": f"{HERE}:one_of_them"}, {}),
+    ],
+    ids=["all equal", "the user's, of rewards and task", "none by default, a numpy bool accepts"],
+)
+def test_groups_are_filtered_as_the_recipe_says(
+    tmp_path: Path, same_for: set[int], rollout: dict[str, Any], filtered: dict[int, str]
 ) -> None:
-    cell = Cell(tmp_path, Numbered({1, 3}), tickets(4), filter_same_reward=True)
+    cell = Cell(tmp_path, Numbered(same_for), tickets(4), **rollout)
     cell.run()
-    equal = [TicketRef(1, 0), TicketRef(3, 0)]
-    assert cell.script.filtered == dict.fromkeys(equal, "all 4 rewards are 1")
-    assert sorted(cell.proxy.discarded, key=lambda ref: ref.ticket_id) == equal
-    assert cell.script.finished == {TicketRef(0, 0), TicketRef(2, 0)}
-    assert cell.script.dropped == {}
-    assert len(cell.events("group_filtered")) == 2
-
-
-def test_the_users_filter_sees_the_rewards_and_the_task(tmp_path: Path) -> None:
-    name = f"{HERE}:rewards_differ_and_task_is_even"
-    cell = Cell(tmp_path, Numbered({0}), tickets(4), should_accept=name)
-    cell.run()
-    assert set(cell.proxy.finished) == {TicketRef(2, 0)}
-    assert name in cell.script.filtered[TicketRef(1, 0)]
-    assert "[1.0, 1.0, 1.0, 1.0]" in cell.script.filtered[TicketRef(0, 0)]
-
-
-def test_equal_rewards_are_trained_by_default_and_a_numpy_bool_is_an_answer(
-    tmp_path: Path,
-) -> None:
-    cell = Cell(tmp_path, Numbered({0}), tickets(2), should_accept=f"{HERE}:one_of_them")
-    cell.run()
-    assert set(cell.proxy.finished) == {TicketRef(0, 0), TicketRef(1, 0)}
+    reasons = {ref.ticket_id: reason for ref, reason in cell.ledger.filtered.items()}
+    assert reasons.keys() == filtered.keys()
+    assert all(re.fullmatch(said, reasons[number]) for number, said in filtered.items()), reasons
+    assert {ref.ticket_id for ref in cell.proxy.discarded} == filtered.keys()
+    assert {ref.ticket_id for ref in cell.ledger.finished} == {*range(4)} - filtered.keys()
+    assert cell.ledger.dropped == {}
+    assert len(cell.events("group_filtered")) == len(filtered)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,13 @@ def test_a_filter_that_fails_drops_the_ticket_with_the_reason(
 ) -> None:
     cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
     cell.run()
-    assert said in cell.script.dropped[TicketRef(0, 0)]
+    assert said in cell.ledger.dropped[TicketRef(0, 0)]
 
 
 def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Numbered({0}), evaluations(1), filter_same_reward=True)
     cell.run()
-    assert len(cell.script.evaluated) == 1
+    assert len(cell.ledger.evaluated) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,6 +158,6 @@ def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None
 def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[str, int]) -> None:
     cell = Cell(tmp_path, fails_at(0, 1), tickets(1), max_episode_tries=1, **rollout)
     cell.run()
-    assert "no luck with" in cell.script.dropped[TicketRef(0, 0)]
+    assert "no luck with" in cell.ledger.dropped[TicketRef(0, 0)]
     assert cell.proxy.finished == {}
     assert cell.proxy.discarded == [TicketRef(0, 0)], "cut episodes left open sessions behind"

@@ -1,12 +1,14 @@
-from __future__ import annotations
+"""The driver's process, with agents of every kind, and with programs that come by themselves."""
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,23 @@ from areal_hpc.rollout.job import run
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest
 from examples.quickstart.task import train_tasks
-from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
+from tests.integration.rollout.standins import KEY, StandInLedger, StandInProxy
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import start_job_process
+from tests.support.proxy_stage import Stage
 
 ARITHMETIC = "examples.quickstart.agent.ArithmeticAgent"
 BLOCKING = "tests.integration.rollout.process_agents.Blocking"
-START = """
-import json, sys
-from areal_hpc.rollout.job import run
-run(json.loads(sys.argv[1]))
-"""
+GROUP = 4
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    paths = RunPaths(tmp_path)
-    paths.data_dir.mkdir()
-    paths.rendezvous_dir.mkdir()
+    paths = RunPaths(tmp_path / "run")
+    for folder in (paths.data_dir, paths.rendezvous_dir):
+        folder.mkdir(parents=True)
     paths.admin_key.write_text(KEY)
     lines = "".join(json.dumps(task) + "\n" for task in train_tasks(4, 1))
     paths.dataset("train").write_text(lines)
@@ -52,63 +53,108 @@ def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
     }
 
 
-async def serve(paths: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
-    """Stand in for ledger and proxy until the driver's process ends."""
-    async with StandInProxy(paths.rendezvous_dir), StandInLedger(paths.rendezvous_dir, script):
-        while process.poll() is None:
-            if script.finished and not script.stop_when_done:
-                process.send_signal(signal.SIGTERM)
-                script.finished.clear()
-                script.signalled_at = time.monotonic()
+@contextmanager
+def started_driver(
+    paths: RunPaths, job: dict[str, Any], name: str = "driver"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, which does not outlive the block."""
+    config_path = paths.root / f"{name}.json"
+    config_path.write_text(json.dumps(job))
+    log = paths.root / f"{name}.log"
+    with start_job_process("areal_hpc.rollout.job:run", config_path, log) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+async def serve(ledger: StandInLedger, driver: subprocess.Popen[bytes]) -> float:
+    """Stand in for ledger and proxy until the driver's process ends; seconds since its signal.
+
+    It gets one when all tickets are over, unless the ledger tells it to stop.
+    """
+    signalled_at = 0.0
+    async with StandInProxy(ledger.directory), ledger:
+        while driver.poll() is None:
+            if not (ledger.open or ledger.stop_when_done or signalled_at):
+                driver.send_signal(signal.SIGTERM)
+                signalled_at = time.monotonic()
             await asyncio.sleep(0.02)
-
-
-def drive(paths: RunPaths, script: LedgerScript, workflow: str = ARITHMETIC, **agent: Any) -> int:
-    job = json.dumps(config(paths, workflow, **agent))
-    process = subprocess.Popen([sys.executable, "-c", START, job])
-    try:
-        asyncio.run(asyncio.wait_for(serve(paths, script, process), 100))
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode
+    return time.monotonic() - signalled_at
 
 
 @pytest.mark.parametrize(
-    ("workflow", "agent"),
-    [(ARITHMETIC, {}), (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2})],
-    ids=["inline", "in processes of their own"],
+    ("workflow", "agent", "stop_when_done"),
+    [
+        (ARITHMETIC, {}, False),
+        (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2}, True),
+    ],
+    ids=["inline, then a signal", "in processes of their own, then the ledger"],
 )
-def test_driver_process_runs_agents_until_the_ledger_says_stop(
-    paths: RunPaths, workflow: str, agent: dict[str, Any]
+def test_driver_process_runs_agents_until_it_is_told_to_stop(
+    paths: RunPaths, workflow: str, agent: dict[str, Any], stop_when_done: bool
 ) -> None:
-    script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)])
-    assert drive(paths, script, workflow, **agent) == 0
-    assert len(script.finished) == 6
+    tickets = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
+    ledger = StandInLedger(paths.rendezvous_dir, [*tickets], stop_when_done=stop_when_done)
+    with started_driver(paths, config(paths, workflow, **agent)) as driver:
+        stopped_s = asyncio.run(asyncio.wait_for(serve(ledger, driver), 100))
+        assert driver.wait() == 0
+    assert ledger.finished == {ticket.ref for ticket in tickets}
+    assert stop_when_done or stopped_s < 15
 
 
-def test_driver_process_stops_soon_after_a_signal(paths: RunPaths) -> None:
-    script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
-    assert drive(paths, script) == 0
-    assert time.monotonic() - script.signalled_at < 15
-
-
-def test_a_driver_under_slurm_goes_when_no_ledger_comes(paths: RunPaths) -> None:
+def test_a_driver_under_slurm_goes_when_no_ledger_comes(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = config(paths, ARITHMETIC) | {"idle_timeout_s": 1.0}
-    driver = [sys.executable, "-c", START, json.dumps(job)]
-    waiting = subprocess.Popen(driver)  # elsewhere there is nobody to start it again
-    environ = {**os.environ, "AREAL_HPC_JOB_START": "1"}
-    try:
-        gone = subprocess.run(driver, env=environ, timeout=60, check=False)
-        assert gone.returncode == IDLE_EXIT_CODE
+    with started_driver(paths, job) as waiting:  # there is nobody to start it again
+        monkeypatch.setenv("AREAL_HPC_JOB_START", "1")
+        with started_driver(paths, job, "under-slurm") as gone:
+            assert gone.wait(60) == IDLE_EXIT_CODE
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(2.0)
-    finally:
-        waiting.kill()
-        waiting.wait()
 
 
 def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> None:
     for mode in ("inline", "subproc"):
         with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
             run(config(paths, ARITHMETIC.replace("tic", "tik"), mode=mode))
+
+
+def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[dict[str, Any], str]:
+    """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
+    while (answer := stage.post("/rl/start_session", {"task_id": "program"})).status_code == 429:
+        assert driver.poll() is None, "the ticket was finished before this program had a task"
+        time.sleep(0.05)
+    assert answer.status_code == 200, answer.text
+    opened = answer.json()
+    with stage.client(opened["api_key"]) as client:
+        client.chat.completions.create(model="any", messages=opened["task"]["messages"])
+    if number:
+        stage.post("/rl/set_reward", {"reward": number}, opened["api_key"])
+    assert stage.post("/rl/end_session", {}, opened["api_key"]).status_code == 200
+    return opened["task"], opened["session_id"]
+
+
+def test_what_programs_do_becomes_the_tickets_episodes(paths: RunPaths) -> None:
+    task = {"messages": [{"role": "user", "content": "hi"}]}
+    paths.dataset("train").write_text(json.dumps(task) + "\n")
+    stage = Stage(paths.root.parent, online=True)
+    ref = TicketRef(0, 0)
+    ledger = StandInLedger(paths.rendezvous_dir, [TicketGrant(ref, 0, 0, GROUP)])
+    stage.loop.run(ledger.start())
+    try:
+        with started_driver(paths, config(paths, "", mode="online")) as driver:
+            # The one without a reward goes first: after GROUP rewards the ticket is complete.
+            visits = [visit(stage, driver, 0)]
+            with ThreadPoolExecutor(GROUP) as programs:
+                visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
+            assert driver.wait(60) == 0
+        assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
+        assert ledger.finished == {ref}
+        judged = [session_id for _, session_id in visits[1:]]
+        finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
+        assert finished.json() == {"rows": GROUP}
+    finally:
+        stage.loop.run(ledger.kill())
+        stage.close()

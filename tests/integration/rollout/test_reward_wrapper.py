@@ -1,7 +1,5 @@
 """Blocking reward functions run beside the event loop, with time limits and tries."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import time

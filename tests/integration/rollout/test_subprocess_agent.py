@@ -1,7 +1,5 @@
 """Agents in processes: what hangs or dies costs its own episode and is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from pathlib import Path
@@ -39,23 +37,17 @@ async def play(
 
 
 @pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
-def test_an_agent_runs_in_a_process_whichever_way_it_is_given(
+def test_an_agent_given_in_any_way_runs_in_a_process_whose_environment_leads_sdks_to_the_session(
     workflow: Any, tmp_path: Path
 ) -> None:
     kwargs = {} if isinstance(workflow, Blocking) else {"reward": 0.5}
-    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, kwargs, 1), {}))
-    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.5)]
-    (session,) = proxy.sessions.values()
-    assert session.rewards == {"chatcmpl-0": 0.5}
-
-
-def test_the_environment_leads_every_sdk_to_the_session(tmp_path: Path) -> None:
     note = tmp_path / "note"
     task = {"then": "environment", "note": str(note)}
-    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), task))
-    assert outcomes[0].status == "ok", outcomes[0].reason
+    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, kwargs, 1), task))
+    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.5)], outcomes[0].reason
+    ((key, session),) = proxy.sessions.items()
+    assert session.rewards == {"chatcmpl-0": 0.5}
     told = dict(line.split("=", 1) for line in note.read_text().splitlines())
-    (key,) = proxy.sessions
     url = told["ANTHROPIC_BASE_URL"]
     assert url.startswith("http://")
     assert not url.endswith("/v1")
@@ -83,18 +75,13 @@ def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path)
     assert "SystemExit: 2" in outcomes[3].reason
 
 
-def test_no_more_episodes_run_at_once_than_there_are_processes(tmp_path: Path) -> None:
+def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(tmp_path: Path) -> None:
     note = tmp_path / "note"
     tasks = [{"then": "overlap", "note": str(note)}] * 3
     outcomes, proxy = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), *tasks))
     assert [one.status for one in outcomes] == ["ok"] * 3
     assert note.read_text().split() == ["begin", "end"] * 3
     assert proxy.most_open == 1
-
-
-def test_an_agent_is_built_once_per_process(tmp_path: Path) -> None:
-    tasks = [{"then": "count"}] * 3
-    outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), *tasks))
     assert sorted(one.reward for one in outcomes) == [1.0, 2.0, 3.0]
 
 

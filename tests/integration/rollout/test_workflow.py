@@ -1,7 +1,5 @@
 """A workflow with clients of its own: what they recorded becomes the episode's rows."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,8 @@
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.inference_cell import Cell, logprobs_of, running_cell, tiny_qwen3
+from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
 from tests.support.update_faults import Reader, Sender, Trap, gates
+from tests.support.waiting import wait_for
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
 
 IN_FLIGHT_S = 0.3
@@ -37,6 +38,10 @@ HANG_TIMEOUT_S = 8.0
 FIRST_IDS = itertools.count(20)
 """A prompt that begins like none before it: an update in place leaves the old cache in use."""
 BOTH = [("cell-0", 0), ("cell-0", 1)]
+TOKENS = 600
+"""Of a generation that is under way in an update."""
+PHASES = {"pause_call", "transfer", "load", "verify", "flush", "resume"}
+"""Of an update whose groups stand."""
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,8 @@ def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM)
     """One that succeeds, after which both replicas serve the new weights."""
     report = send(cell, publisher, step, model)
     raise_if_failed(report)
+    assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
+    assert all(spent >= 0 for spent in report.seconds.values())
     for index in range(2):
         assert_serves(cell, index, model, report.version)
     return report
@@ -80,87 +87,74 @@ def assert_serves(cell: Cell, index: int, model: Qwen3ForCausalLM, version: Weig
     prompt = [next(FIRST_IDS), 9, 8, 7, 6]
     reply = cell.generate(prompt, index, max_new_tokens=16, temperature=1.0, ignore_eos=True)
     assert reply["meta_info"]["weight_version"] == str(version)
-    difference = sampled_logprobs(reply) - logprobs_of(model, prompt, reply["output_ids"])
-    assert difference.abs().max() <= 1e-4
+    assert logprob_error(model, prompt, reply) <= 1e-4
 
 
-def sampled_logprobs(reply: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+def incarnations(cell: Cell) -> list[int]:
+    return [cell.replica(index).incarnation for index in range(2)]
 
 
-class Writer(threading.Thread):
-    """A generation that is well under way: of `tokens` tokens 50 are there."""
+def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict[str, Any]]]:
+    """Prompt and reply of one that is well under way: of `TOKENS` tokens 50 are there."""
+    prompt, has_begun = [next(FIRST_IDS), 20, 30, 40, 50], threading.Event()
 
-    def __init__(self, cell: Cell, index: int = 0, tokens: int = 600) -> None:
-        super().__init__()
-        self.prompt = [next(FIRST_IDS), 20, 30, 40, 50]
-        self._cell, self._index, self._tokens = cell, index, tokens
-        self._began = threading.Event()
-        self.reply: dict[str, Any] = {}
-        self.start()
-        assert self._began.wait(60)
-
-    def run(self) -> None:
-        sampling = {"max_new_tokens": self._tokens, "temperature": 1.0, "ignore_eos": True}
-        self.reply = self._cell.generate_live(self.prompt, self._hear, self._index, **sampling)
-
-    def _hear(self, tokens: int) -> None:
+    def hear(tokens: int) -> None:
         if tokens >= 50:
-            self._began.set()
+            has_begun.set()
 
-    def spans(self) -> list[dict[str, Any]]:
-        """Versions of its tokens, once it has ended."""
-        self.join(60)
-        spans: list[dict[str, Any]] = self.reply["meta_info"]["weight_versions"]
-        return spans
+    thread = ThreadPoolExecutor(1)
+    sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
+    reply = thread.submit(cell.generate_live, prompt, index, hear, **sampling)
+    thread.shutdown(wait=False)
+    assert has_begun.wait(60)
+    return prompt, reply
 
 
-@pytest.mark.parametrize("replicas_per_group", [1, 2])
-def test_published_weights_are_the_ones_that_answer(
-    cell: Cell, replicas_per_group: int, monkeypatch: pytest.MonkeyPatch
+def versions_in(reply: Future[dict[str, Any]]) -> list[str]:
+    return [span["version"] for span in reply.result(60)["meta_info"]["weight_versions"]]
+
+
+def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stands(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each replica in a group of its own, and both in one, where buckets are packed."""
-    model = tiny_qwen3(1)
-    with trainer(cell, replicas_per_group=replicas_per_group) as publisher:
-        report = update(cell, publisher, 0, model)
+    """In a group of several buckets are packed."""
+    with trainer(cell, replicas_per_group=2) as publisher:
+        report = update(cell, publisher, 0, tiny_qwen3(1))
         assert [key.place for key in report.ok] == BOTH
-        assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
-        phases = {"group_join", "pause_call", "transfer", "load", "verify", "flush", "resume"}
-        assert set(report.seconds) == phases
-        assert all(spent >= 0 for spent in report.seconds.values())
         assert publisher.outdated(report.version) == []
         assert publisher.outdated(WeightVersion(9999, 0)) == list(report.ok)
         # A later update uses the groups that stand: there is no other to be made.
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
-        update(cell, publisher, 1, tiny_qwen3(2))
+        assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
 
 
 def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_measured(
-    cell: Cell,
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = tiny_qwen3(2), tiny_qwen3(3)
     with trainer(cell) as publisher:
         before = update(cell, publisher, 0, old).version
-        writer = Writer(cell)
+        prompt, coming = begin_generation(cell)
+        monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         report = update(cell, publisher, 1, new)
+        assert [key.place for key in report.ok] == BOTH
         after = report.version
-        first, second = writer.spans()
+        reply = coming.result(60)
+        first, second = reply["meta_info"]["weight_versions"]
         switch = first["end"]
         assert first == {"version": str(before), "start": 0, "end": switch}
-        assert second == {"version": str(after), "start": switch, "end": 600}
-        assert 0 < switch < 600
-        output, sampled = writer.reply["output_ids"], sampled_logprobs(writer.reply)
-        for model, part in ((old, slice(0, switch)), (new, slice(switch, None))):
-            expected = logprobs_of(model, writer.prompt, output)
-            assert (sampled[part] - expected[part]).abs().max() <= 1e-4
+        assert second == {"version": str(after), "start": switch, "end": TOKENS}
+        assert 0 < switch < TOKENS
+        for model, span in ((old, slice(0, switch)), (new, slice(switch, None))):
+            assert logprob_error(model, prompt, reply, span) <= 1e-4
         view = cell.await_replica(
             lambda view: view.pause is not None and view.pause.version == str(after)
         )
         assert view.pause is not None
         assert view.pause.requests == 1
-        known_tokens = len(writer.prompt) + switch  # SGLang says how many after every 15th
+        known_tokens = len(prompt) + switch  # SGLang says how many after every 15th
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
-        stopped_s = sum(took for name, took in report.seconds.items() if name != "group_join")
+        stopped_s = sum(report.seconds[phase] for phase in PHASES)
         assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
         publisher.outdated(after)
         assert view.pause in publisher.pauses
@@ -169,19 +163,19 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
     with trainer(cell, pause_mode="in_place") as publisher:
         old = update(cell, publisher, 0, tiny_qwen3(3)).version
-        writer = Writer(cell, 1, tokens=900)
+        _, reply = begin_generation(cell, 1)
         new = update(cell, publisher, 1, tiny_qwen3(4)).version
-        assert [span["version"] for span in writer.spans()] == [str(old), str(new)]
-        assert writer.reply["meta_info"]["num_retractions"] == 0
+        assert versions_in(reply) == [str(old), str(new)]
+        assert reply.result()["meta_info"]["num_retractions"] == 0
 
 
 def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
     with trainer(cell, transport="disk") as publisher:
         update(cell, publisher, 0, tiny_qwen3(6))
-        writer = Writer(cell)
+        _, reply = begin_generation(cell)
         report = update(cell, publisher, 1, tiny_qwen3(7))
-        assert [span["version"] for span in writer.spans()][-1] == str(report.version)
-        assert {"write", "pause_call", "load", "verify", "flush", "resume"} == set(report.seconds)
+        assert versions_in(reply)[-1] == str(report.version)
+        assert set(report.seconds) == PHASES - {"transfer"} | {"write"}
         (folder,) = cell.paths.weights_dir.iterdir()
         assert folder.name.startswith(f"{report.version}.")
 
@@ -239,7 +233,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
 def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
     cell: Cell, tmp_path: Path
 ) -> None:
-    before = [cell.replica(index) for index in range(2)]
+    before = incarnations(cell)
 
     def kill_while_it_receives(forward: Callable[[], None]) -> None:
         scheduler = cell.scheduler(1)
@@ -265,14 +259,15 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
         assert ("cell-0", 0) in {key.place for key in report.ok}, "alone it is well"
         cell.await_replica(lambda view: view.state == "ready", 1)
         update(cell, publisher, 1, model)
-    assert cell.replica(0).incarnation == before[0].incarnation
-    assert cell.replica(1).incarnation > before[1].incarnation
+    (survivor, restarted) = incarnations(cell)
+    assert survivor == before[0]
+    assert restarted > before[1]
 
 
 def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
     cell: Cell, tmp_path: Path
 ) -> None:
-    before = [cell.replica(index) for index in range(2)]
+    before = incarnations(cell)
     with (
         gates([cell], tmp_path / "gates") as (gate,),
         trainer(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
@@ -285,47 +280,36 @@ def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
         assert_serves(cell, 0, model, report.version)
         gate.lost.clear()
         update(cell, publisher, 1, model)
-    assert [cell.replica(index).incarnation for index in range(2)] == [
-        past.incarnation for past in before
-    ]
+    assert incarnations(cell) == before
 
 
 def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
     cell: Cell, tmp_path: Path
 ) -> None:
-    old, new = tiny_qwen3(7), tiny_qwen3(8)
-    with trainer(cell) as publisher:
-        update(cell, publisher, 0, old)
-    before = [cell.replica(index) for index in range(2)]
-    models = {f"{cell.generation}.0": old} | {f"{cell.generation + one}.1": new for one in (1, 2)}
+    old, new, before = tiny_qwen3(7), tiny_qwen3(8), incarnations(cell)
+    models = {f"{cell.generation + 1}.0": old, f"{cell.generation + 3}.1": new}
     readers = [Reader(cell, index, models) for index in range(2)]
     save_file(new.state_dict(), tmp_path / "new.safetensors")
     directory = tmp_path / "gates"
     with gates([cell], directory) as (gate,):
-        senders = [
-            Sender(directory, 1, cell.admin_key, cell.generation + one, update_timeout_s=30)
-            for one in (1, 2)
-        ]
-        for sender in senders:
-            sender.await_ready()
+        sender = Sender(directory, 1, cell.admin_key, cell.generation + 2, update_timeout_s=30)
+        with trainer(cell, directory) as publisher:
+            update(cell, publisher, 0, old)
+        sender.await_ready()
         for reader in readers:
             reader.start()
         gate.trap = Trap(
-            "update_weights_from_distributed", 2, 1, lambda forward: senders[0].process.kill()
+            "update_weights_from_distributed", 2, 1, lambda forward: sender.process.kill()
         )
-        assert senders[0].publish(1, tmp_path / "new.safetensors", 2) is None, "it was killed"
+        assert sender.publish(1, tmp_path / "new.safetensors", 2) is None, "it was killed"
+        sender.stop()
         assert [cell.replica(index).version for index in range(2)] == ["", ""]
         gate.trap = None
-        report = senders[1].publish(1, tmp_path / "new.safetensors", 2)
-        assert report is not None
-        assert len(report["ok"]) == 2
-        time.sleep(0.5)
+        cell.generation += 1
+        with trainer(cell, directory) as publisher:
+            last = str(update(cell, publisher, 1, new).version)
+        wait_for(lambda: all(last in [said for _, said in one.answered] for one in readers))
         for reader in readers:
             reader.stop()
-        for sender in senders:
-            sender.stop()
     assert [reader.wrong for reader in readers] == [[], []]
-    for reader, past in zip(readers, before, strict=True):
-        assert reader.answered[-1][1] == f"{cell.generation + 2}.1"
-        assert cell.replica(reader.index).incarnation == past.incarnation, "no restart was needed"
-    cell.generation += 2
+    assert incarnations(cell) == before, "no restart was needed"

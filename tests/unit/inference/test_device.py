@@ -1,7 +1,5 @@
 """Whether a replica computes on the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,25 +9,22 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
 @pytest.mark.parametrize(
-    ("files", "environ", "expected"),
+    ("device", "files", "environ", "expected"),
     [
-        (["nvidia0"], {}, "cuda"),
-        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "0"}, "cuda"),
-        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "cpu"),
-        (["nvidiactl"], {}, "cpu"),
-        ([], {"CUDA_VISIBLE_DEVICES": "0"}, "cpu"),
+        ("auto", ["nvidia0"], {}, "cuda"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": "0"}, "cuda"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        ("auto", ["nvidia0"], {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "cpu"),
+        ("auto", ["nvidiactl"], {}, "cpu"),
+        ("auto", [], {"CUDA_VISIBLE_DEVICES": "0"}, "cpu"),
+        ("cpu", ["nvidia0"], {}, "cpu"),
+        ("cuda", [], {"CUDA_VISIBLE_DEVICES": ""}, "cuda"),
     ],
 )
-def test_auto_is_the_gpu_where_one_is_there_and_not_hidden(
-    files: list[str], environ: dict[str, str], expected: str, tmp_path: Path
+def test_a_device_that_is_named_is_taken_and_auto_is_the_gpu_where_one_is_there_and_not_hidden(
+    device: str, files: list[str], environ: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    assert resolve_device(InferenceConfig(device="auto"), environ, tmp_path) == expected
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_device_that_is_named_is_taken(device: str, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate({"device": device})
-    assert resolve_device(config, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == device
+    assert resolve_device(config, environ, tmp_path) == expected

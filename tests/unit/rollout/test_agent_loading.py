@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import itertools
 import pickle
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.rollout.agent import EXTRA_KWARGS, AgentWorkflow, load_agent
+from areal_hpc.rollout.agent import AgentWorkflow, load_agent
 
 GOOD = """
 class Solver:
@@ -143,12 +141,6 @@ def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package:
 def test_run_may_name_some_keywords_and_in_a_process_of_its_own_none(package: str) -> None:
     load_agent(f"{package}.solver.Named", {})
     load_agent(f"{package}.solver.Closed", {}, extra_kwargs=())
-
-
-def test_quick_start_agent_fits_the_contract() -> None:
-    agent = load_agent("examples.quickstart.agent.ArithmeticAgent", {"max_tokens": 8})
-    assert vars(agent) == {"max_tokens": 8}
-    assert "http_client" in EXTRA_KWARGS
 
 
 def test_an_agent_may_be_derived_from_the_base() -> None:

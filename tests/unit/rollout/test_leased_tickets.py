@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given
@@ -28,20 +26,15 @@ def test_slots_free_up_episode_by_episode_and_finished_tickets_are_reported() ->
     assert board.capacity == 2
 
 
-def test_repeated_grant_is_run_once() -> None:
+def test_repeated_grant_is_run_once_but_a_dropped_ticket_is_forgotten() -> None:
     board = LeasedTickets(8, 4)
-    assert board.accept(grant(1))
+    for ticket, end in ((grant(1), board.finish), (grant(2), board.release)):
+        assert board.accept(ticket)
+        assert not board.accept(ticket)
+        end(ticket.ref)
     assert not board.accept(grant(1))
-    board.finish(grant(1).ref)
-    assert not board.accept(grant(1))
-
-
-def test_dropped_ticket_is_forgotten() -> None:
-    board = LeasedTickets(8, 4)
-    board.accept(grant(1))
-    board.release(grant(1).ref)
-    assert (board.held, board.finished, board.capacity) == ([], [], 8)
-    assert board.accept(grant(1))
+    assert (board.held, board.finished, board.capacity) == ([], [grant(1).ref], 8)
+    assert board.accept(grant(2))
 
 
 def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> None:

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import re
 from typing import Any
 
 import pytest
@@ -20,27 +17,15 @@ def test_the_recipe_limits_an_episode_and_a_task_overrides_what_it_names() -> No
 
 
 @pytest.mark.parametrize("limits", [3, {"max_turn": 1}, {"max_turns": -1}, {"timeout_s": 0}])
-def test_limits_of_a_task_that_cannot_be_read_are_an_error(limits: Any) -> None:
-    with pytest.raises(
-        RecipeError, match=re.escape("give any of max_turns, max_tokens, timeout_s")
-    ):
-        resolve_limits(ROLLOUT, {"limits": limits})
-
-
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        ({"timeout_s": 1300}, "session_timeout_s=3600 is less than the 3900 s that 3 tries"),
-        ({"max_turn": 1}, "cannot be read"),
-    ],
-)
-def test_limits_that_cannot_be_kept_are_refused_before_any_episode(
-    limits: dict[str, Any], said: str
-) -> None:
+def test_limits_of_a_task_that_cannot_be_read_are_refused_before_any_episode(limits: Any) -> None:
+    said = r"(?s)cannot be read.*give any of max_turns, max_tokens, timeout_s"
     with pytest.raises(RecipeError, match=said):
         check_task_limits(ROLLOUT, 3600.0, {"limits": limits})
 
 
-def test_other_limits_are_let_through() -> None:
+def test_limits_that_the_session_cannot_keep_are_refused_and_others_let_through() -> None:
+    said = "session_timeout_s=3600 is less than the 3900 s that 3 tries"
+    with pytest.raises(RecipeError, match=said):
+        check_task_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1300}})
     check_task_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1200}})
     check_task_limits(ROLLOUT, 1.0, {"question": "2+2"})

@@ -1,7 +1,5 @@
 """Task files are the user's: what is wrong in them is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -79,4 +79,4 @@ def test_the_gpu_hash_equals_sglangs_own_kernel(size: int, expected: int) -> Non
 
     At 7 and 65542 bytes, that is; at the others from its definition, computed word by word.
     """
-    assert hash_gpu_tensor((torch.arange(size) * 31 % 251).to(torch.uint8)) == expected
+    assert hash_gpu_tensor((torch.arange(size, dtype=torch.int32) * 31 % 251).byte()) == expected

@@ -21,10 +21,6 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
         yield publisher
 
 
-def test_a_cell_that_has_not_appeared_has_no_replicas(publisher: Publisher) -> None:
-    assert publisher.outdated(WeightVersion(1, 0)) == []
-
-
 def test_the_export_is_drained_even_when_nobody_listens(publisher: Publisher) -> None:
     exported: list[str] = []
 

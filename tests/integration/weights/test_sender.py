@@ -1,6 +1,5 @@
-"""How long the trainer waits for whoever is not there: cells, replicas, members of a group."""
+"""The trainer's end of an update, without a model at the other: its pipeline and its deadlines."""
 
-import http.server
 import socket
 import statistics
 import subprocess
@@ -9,27 +8,39 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.discovery import ReplicaDiscovery, ReplicaKey
+from areal_hpc.weights.discovery import ReplicaDiscovery
+from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.update_session import GroupUpdate
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.support.fair_clock import FairClock
+from tests.support.environments import CHECKOUT
+from tests.support.scripted_sglang import LoopThread, StandInRelay
 from tests.support.waiting import wait_for
-from tests.support.weight_updates import publishing, specs_of
+from tests.support.weight_updates import (
+    await_outdated,
+    publish,
+    publishing,
+    raise_if_failed,
+    specs_of,
+)
 
+BUCKET_BYTES = 4096
+WEIGHTS = {f"norm.{at}.weight": torch.ones(BUCKET_BYTES // 4) for at in range(6)}
+"""Each fills a bucket."""
 UPDATE_TIMEOUT_S = 1.0
+LOST = 32
+"""Replicas: one after the other they take longer than any busy machine adds to one wait."""
 SOON_S = 30.0
 """No wait of torch's own is as short."""
 PEER = """
@@ -85,13 +96,13 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
 @pytest.fixture
 def silent_url() -> Iterator[str]:
     """A host that takes connections and never says a word."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def lost(silent_url: str) -> list[ReplicaKey]:
-    return [ReplicaKey(f"cell-{at}", 0, 1, 1, silent_url, 0.0) for at in range(8)]
+    return [ReplicaKey(f"cell-{at:02}", 0, 1, 1, silent_url, 0.0) for at in range(LOST)]
 
 
 def test_replicas_lost_together_cost_no_more_than_one(
@@ -99,16 +110,15 @@ def test_replicas_lost_together_cost_no_more_than_one(
 ) -> None:
     weights = {"norm.weight": torch.zeros(4)}
     exported = iter(weights.items())
-    with (
-        publishing(tmp_path, cells=8, update_timeout_s=UPDATE_TIMEOUT_S) as publisher,
-        FairClock() as clock,
-    ):
+    with publishing(tmp_path, cells=LOST, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
         began = time.monotonic()
         report = publisher.publish(WeightVersion(1, 0), specs_of(weights), exported, lost)
-        took_s = clock.since(began)
+        took_s = time.monotonic() - began
     assert [*report.failed] == lost
     assert next(exported, None) is None, "exporting is a collective: always drained"
-    assert took_s < 7 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
+    assert took_s < (LOST - 1) * UPDATE_TIMEOUT_S, (
+        "one wait for the fence and one to say that it is over"
+    )
 
 
 def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> None:
@@ -137,37 +147,22 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
     punctual.abandon()
 
 
-class Relay(http.server.BaseHTTPRequestHandler):
-    """Answers for one cell of one replica."""
-
-    def do_GET(self) -> None:
-        view = ReplicaView(0, 1, "ready", "http://127.0.0.1:1")
-        body = msgspec.json.encode(ReplicaList("cell", [view]))
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        """Nothing on standard error."""
-
-
 @pytest.fixture
-def relay_url() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Relay) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+def relay_url(tmp_path: Path) -> Iterator[str]:
+    """Of the first cell, which has one replica."""
+    loop, relay = LoopThread(), StandInRelay(tmp_path, "key")
+    relay.show("http://127.0.0.1:1", state="ready")
+    loop.run(relay.start())
+    yield rendezvous.await_endpoint(tmp_path, relay.endpoint, 1.0).url
+    loop.run(relay.stop())
+    loop.stop()
 
 
 def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, relay_url: str, silent_url: str
 ) -> None:
-    rendezvous.publish_endpoint(tmp_path, "control-cell-0", relay_url)
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
-    discovery = ReplicaDiscovery(tmp_path, 2, "key")
+    discovery = ReplicaDiscovery(tmp_path, 3, "key")  # one has not appeared yet
     waits_s = []
     for _ in range(6):
         began = time.monotonic()
@@ -178,3 +173,60 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", relay_url)
     wait_for(lambda: {key.cell for key, _ in discovery.discover()} == {"cell-0", "cell-1"})
     discovery.close()
+
+
+@contextmanager
+def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
+    module = "tests.integration.trainer.scripted_relay"
+    command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
+    process = subprocess.Popen(command, cwd=CHECKOUT)
+    try:
+        rendezvous.await_endpoint(directory, "control-cell-0", 60)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[Publisher]:
+    return publishing(
+        directory,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=update_timeout_s,
+        verify_checksum=False,
+    )
+
+
+def test_the_next_bucket_is_gathered_and_called_for_while_one_is_loaded_and_no_third_is_held(
+    tmp_path: Path,
+) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for at, parameter in enumerate(WEIGHTS.items()):
+            if at > 1:
+                assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
+            yield parameter
+
+    def let_go() -> None:
+        for number in range(1, len(WEIGHTS)):
+            wait_for((held / f"called-{number + 1}").exists, every_s=0.01)
+            (held / f"go-{number}").touch()  # it was being loaded all the while
+
+    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, 15) as publisher:
+        version = WeightVersion(1, 0)
+        replicas = await_outdated(publisher, version)
+        assert len(replicas) == 1
+        threading.Thread(target=let_go, daemon=True).start()
+        raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
+        assert publisher.outdated(version) == []
+
+
+def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
+    with scripted_relay(tmp_path, "6"), trainer(tmp_path, 2.0) as publisher:
+        version = WeightVersion(1, 0)
+        ((key, error),) = publish(publisher, version, WEIGHTS).failed.items()
+    message = str(error)
+    assert f"rank 1: {key}" in message
+    assert "within 2 s" in message
