@@ -138,7 +138,7 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
         assert pool.ask(EASY) == math_process.EQUAL
         (pid,) = children() - before
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-        with pytest.raises(ProcessDiedError):
+        with pytest.raises(VerifierLostError):
             pool.ask(QUESTION.encode())
         assert children() == before
 

@@ -17,7 +17,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.discovery import ReplicaDiscovery
+from areal_hpc.weights.discovery import ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
