@@ -99,6 +99,12 @@ def state_of(learner: Learner) -> dict[str, str]:
     return digests(learner.policy, learner._optimizer)
 
 
+def moments_of(learner: Learner) -> list[dict[str, Any]]:
+    """AdamW's state of every parameter."""
+    parts = learner._optimizer.chained_optimizers
+    return [moments for part in parts for moments in part.optimizer.state.values()]
+
+
 def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     """Train on the recorded batches, from the latest checkpoint to the last step."""
     config, learner = config_of(scenario), make_learner(scenario, paths)

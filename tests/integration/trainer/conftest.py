@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def scenario(request: pytest.FixtureRequest, ranks: RankServer) -> dict[str, Any
     (count,) = request.node.get_closest_marker("on_ranks").args
     settings = {"total_steps": STEPS, "parallel": {"dp": count}, **getattr(request, "param", {})}
     return {"trainer": settings}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

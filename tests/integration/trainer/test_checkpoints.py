@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,7 +42,6 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.wire.fault_points import VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
-from tests.support.environments import CHECKOUT
 from tests.support.replay_worker import (
     Scenario,
     begin_training,
@@ -255,20 +251,3 @@ def test_training_and_saving_draw_no_random_numbers(scenario: Scenario, paths: R
     before = states()
     begin_training(scenario, paths)
     assert states() == before
-
-
-def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
-    small = ["--hidden", "128", "--layers", "1", "--vocab", "512", "--rounds", "1"]
-    out = tmp_path / "checkpoint.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", *small, "--step-s", "0.001",
-         "--folder", str(tmp_path), "--out", str(out)],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert {"stall_s", "step_s", "stall_over_step", "state_bytes", "in_process_s"} <= set(figures)
-    assert figures["state_bytes"] > 1e6
-    assert json.loads(out.read_text()).items() >= figures.items()

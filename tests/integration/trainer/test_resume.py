@@ -27,18 +27,13 @@ from tests.support.replay_worker import (
     Scenario,
     begin_training,
     make_learner,
+    moments_of,
     state_of,
     take_step,
 )
 
 STOPPED, STORAGE_FAILED, DATA_DAMAGED, AGENTS_FAILED = 143, 75, 65, 70
 TWO_RANKS = {"total_steps": 1, "parallel": {"dp": 2}}
-
-
-def moments_of(learner: Learner) -> list[dict[str, Any]]:
-    """AdamW's state of every parameter."""
-    parts = learner._optimizer.chained_optimizers
-    return [moments for part in parts for moments in part.optimizer.state.values()]
 
 
 @pytest.mark.on_ranks(1)
