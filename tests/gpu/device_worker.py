@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.batch.packing import TrainingRow, zigzag_positions
+from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
@@ -35,6 +35,7 @@ from benchmarks._learning import (
     make_row,
     open_lone_world,
 )
+from tests.support.plain_torch import attend_over_ranks, attend_plainly
 
 SMALL = Sizes("qwen2", hidden=256, layers=3, heads=4, kv_heads=2, ffn=512, vocab=1000)
 EXPECTED = "expected"
@@ -50,36 +51,9 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
         torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(device, dtype).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
-    place = torch.arange(tokens, device=device)
-    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
-    query, key, value = (part.float() for part in parts)
-    key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5
-    shares = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    expected = torch.einsum("hqk,khd->qhd", shares, value)
-
-    starts = np.cumsum(lengths) - lengths
-    held = [
-        np.concatenate(
-            [
-                start + (zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-        )
-        for rank in range(cp)
-    ]
-    gathered = torch.from_numpy(np.concatenate(held)).to(device)
-    attended = [
-        plan_varlen_attention(lengths, cp=cp, cp_rank=rank, device=device).attend(
-            parts[0][torch.from_numpy(held[rank]).to(device)],
-            parts[1][gathered],
-            parts[2][gathered],
-            HEAD_DIM**-0.5,
-        )
-        for rank in range(cp)
-    ]
-    found = torch.cat(attended)[gathered.argsort()]
+    scale = HEAD_DIM**-0.5
+    expected = attend_plainly([part.float() for part in parts], lengths, scale)
+    found = attend_over_ranks(plan_varlen_attention, parts, lengths, scale, cp)
     weights = torch.randn(expected.shape, generator=generator).to(device)
     got = torch.autograd.grad((found.float() * weights).sum(), parts)
     want = torch.autograd.grad((expected * weights).sum(), parts)

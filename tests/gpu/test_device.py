@@ -21,9 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    report = tmp_path_factory.mktemp("device") / "report.json"
-    run_worker("cuda", report)
-    found: Findings = json.loads(report.read_text())
+    found = run_worker("cuda", tmp_path_factory.mktemp("device") / "report.json")
     print(json.dumps(found, indent=1))
     return found
 

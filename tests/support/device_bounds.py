@@ -19,13 +19,11 @@ GRADIENT_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 Findings = dict[str, Any]
 
 
-def run_worker(device: str, report: Path) -> None:
-    """Run the worker in a process of its own.
-
-    Raises:
-        subprocess.CalledProcessError: It failed.
-    """
+def run_worker(device: str, report: Path) -> Findings:
+    """What the worker found, in a process of its own."""
     _run([sys.executable, "-m", "tests.gpu.device_worker", device, str(report)], device)
+    found: Findings = json.loads(report.read_text())
+    return found
 
 
 def run_benchmarks(device: str, folder: Path) -> dict[str, dict[str, Any]]:

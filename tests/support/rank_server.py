@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,13 @@ class RankServer:
         files = [paths.root / f"report.{rank}.json" for rank in range(ranks)]
         reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
         return TaskExit(codes, reports, (paths.root / "ranks.log").read_text()[-6000:])
+
+    def call(
+        self, act: Callable[..., object], paths: RunPaths, ranks: int = 1, **scenario: Any
+    ) -> TaskExit:
+        """Have every rank call a function of a module with the scenario and the paths."""
+        name = f"{act.__module__}:{act.__name__}"
+        return self.run(paths, "inspect", ranks, inspect=name, **scenario)
 
 
 @contextmanager

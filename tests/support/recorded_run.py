@@ -121,6 +121,27 @@ def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
     paths.recipe.write_text(yaml.safe_dump(recipe))
 
 
+def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, Any]:
+    """The configuration of an SFT stage of a recorded run, with demonstrations of these answers."""
+    demonstrations = root / "demonstrations.jsonl"
+    with demonstrations.open("w") as stream:
+        for question, answer in answers.items():
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+    return {
+        "run_dir": str(root),
+        "model_path": str(RunPaths(root).tiny_model_dir),
+        "dataset_path": str(demonstrations),
+        "seed": 3,
+        "sft": sft,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+
+
 def _trajectory(
     generator: np.random.Generator, step: int, ticket: int, episode: int, age: int
 ) -> Trajectory:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import transformers
 
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
-
 SIZES = {
     "hidden_size": 48,
     "num_hidden_layers": 2,

@@ -33,6 +33,7 @@ from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import SftJobConfig
@@ -78,6 +79,30 @@ def make_learner(scenario: Scenario, paths: RunPaths) -> Learner:
         generation=generation, seed=1,
         check_generation=make_generation_check(paths.generations_dir, generation),
     )  # fmt: skip
+
+
+def take_step(learner: Learner, paths: RunPaths, number: int) -> None:
+    learner.train(read_manifest(paths, number))
+
+
+def begin_training(scenario: Scenario, paths: RunPaths) -> Learner:
+    """A learner with one step taken and saved, and a second step taken."""
+    learner = make_learner(scenario, paths)
+    take_step(learner, paths, 1)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish()
+    take_step(learner, paths, 2)
+    return learner
+
+
+def state_of(learner: Learner) -> dict[str, str]:
+    return digests(learner.policy, learner._optimizer)
+
+
+def moments_of(learner: Learner) -> list[dict[str, Any]]:
+    """AdamW's state of every parameter."""
+    parts = learner._optimizer.chained_optimizers
+    return [moments for part in parts for moments in part.optimizer.state.values()]
 
 
 def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
@@ -148,6 +173,10 @@ def be_rank(scenario: Scenario, rank: int) -> int:
         return error.exit_code
     except SystemExit as leaving:
         return int(str(leaving.code))
+    except AssertionError as error:
+        told = traceback.TracebackException.from_exception(error, capture_locals=True)
+        print("".join(told.format()))
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1

@@ -1,24 +1,39 @@
-"""What the tests here share because it takes long: launches of layouts, and imports of Megatron."""
+"""What the tests here share: ranks that start without importing Megatron anew, and a recorded run.
+
+A test that is marked with `on_ranks` runs in so many ranks, and makes its assertions there. It
+takes its scenario and the run's paths.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.layout_launch import Findings, launch
-from tests.support.parity_table import FAMILIES, LAYOUTS
+from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer, rank_server
+from tests.support.recorded_run import record_run
 
-OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
-ALL = (*OTHERS, "1")
+STEPS = 6
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder a layout."""
-    return tmp_path_factory.mktemp("layouts")
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "on_ranks(count): run in so many trainer ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if (marker := pyfuncitem.get_closest_marker("on_ranks")) is None:
+        return None
+    given: dict[str, Any] = pyfuncitem.funcargs
+    outcome = given["ranks"].call(pyfuncitem.obj, given["paths"], *marker.args, **given["scenario"])
+    if any(outcome.codes):
+        pytest.fail(outcome.log, pytrace=False)
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +43,27 @@ def ranks() -> Iterator[RankServer]:
         yield server
 
 
+@pytest.fixture
+def scenario(request: pytest.FixtureRequest, ranks: RankServer) -> dict[str, Any]:
+    """That of a test on data-parallel ranks; a parameter has further settings of the trainer."""
+    (count,) = request.node.get_closest_marker("on_ranks").args
+    settings = {"total_steps": STEPS, "parallel": {"dp": count}, **getattr(request, "param", {})}
+    return {"trainer": settings}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(scope="session")
-def findings(ranks: RankServer, root: Path) -> dict[str, Findings]:
-    """One launch a layout; the last one also resumes from the checkpoints of all others."""
-    found = {name: launch(ranks, root / name, LAYOUTS[name], FAMILIES) for name in OTHERS}
-    others = [root / name for name in OTHERS]
-    found["1"] = launch(ranks, root / "1", LAYOUTS["1"], FAMILIES, others)
-    return found
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, none of which is trained: to be copied."""
+    return record_run(tmp_path_factory.mktemp("recorded"), STEPS).root
+
+
+@pytest.fixture
+def paths(recorded: Path, tmp_path: Path) -> RunPaths:
+    """A copy of the recorded run."""
+    return RunPaths(shutil.copytree(recorded, tmp_path / "run"))

@@ -2,12 +2,11 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -38,7 +37,9 @@ from tests.integration.trainer.test_coordinator import (
     start_ledger,
     start_relay,
 )
+from tests.support.waiting import wait_for
 
+CELL = "control-evaluation"
 TASKS = 8
 LIMIT_S = 60.0
 
@@ -73,23 +74,17 @@ class Court:
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
-        before = rendezvous.find_endpoint(self.directory, "control-evaluation")
+        before = rendezvous.find_endpoint(self.directory, CELL)
         process = start_relay(self.stack, self.directory, "evaluation")
-        give_up_at = time.monotonic() + LIMIT_S
-        while rendezvous.find_endpoint(self.directory, "control-evaluation") == before:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
+        wait_for(lambda: rendezvous.find_endpoint(self.directory, CELL) != before, LIMIT_S)
         return process
 
     def served(self) -> str:
         """The version that the evaluation cell serves."""
-        endpoint = rendezvous.find_endpoint(self.directory, "control-evaluation")
+        endpoint = rendezvous.find_endpoint(self.directory, CELL)
         assert endpoint is not None
-        client = WireClient(endpoint.url, "key", timeout_s=5.0)
-        try:
+        with closing(WireClient(endpoint.url, "key", timeout_s=5.0)) as client:
             return client.call("/replicas", None, ReplicaList).replicas[0].version
-        finally:
-            client.close()
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
         """Do what the coordinator says, but train no step above `most_steps`."""
@@ -121,12 +116,6 @@ class Court:
         """Rewards in the metrics, by step."""
         lines = read_metrics(self.directory / "metrics.jsonl")
         return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(

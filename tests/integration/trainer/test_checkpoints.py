@@ -2,198 +2,252 @@
 
 from __future__ import annotations
 
-import json
+import os
+import random
+import resource
 import shutil
-import subprocess
-import sys
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.errors import ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.rundir.checkpoints import (
+    MARKER,
+    TrainerState,
+    find_latest,
+    list_checkpoints,
+    write_trainer_state,
+)
+from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
-from tests.support.environments import CHECKOUT
-from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import record_run
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.replay_job import make_replay_coordinator
+from areal_hpc.wire.fault_points import VARIABLE
+from areal_hpc.wire.ledger import BatchManifest
+from tests.support.replay_worker import (
+    Scenario,
+    begin_training,
+    config_of,
+    make_learner,
+    state_of,
+    take_step,
+)
 
-INSPECTIONS = "tests.integration.trainer.checkpoint_inspections"
-FIRST = ["step_00000001"]
-BOTH = ["step_00000001", "step_00000002"]
-STOPPED, STORAGE_FAILED, DATA_DAMAGED = 143, 75, 65
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("recorded"), 4).root
-
-
-@pytest.fixture
-def paths(recorded: Path, tmp_path: Path) -> RunPaths:
-    return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
-
-
-def inspect(
-    ranks: RankServer, paths: RunPaths, function: str, count: int = 1, **scenario: Any
-) -> TaskExit:
-    trainer = {"total_steps": 4, "parallel": {"dp": count}}
-    name = f"{INSPECTIONS}:{function}"
-    return ranks.run(paths, "inspect", count, trainer=trainer, inspect=name, **scenario)
+on_one_rank = pytest.mark.on_ranks(1)
 
 
-def found_by(
-    ranks: RankServer, paths: RunPaths, function: str, count: int = 1, **scenario: Any
-) -> dict[str, Any]:
-    outcome = inspect(ranks, paths, function, count, **scenario)
-    assert outcome.codes == [0] * count, outcome.log
-    return outcome.reports[0]
+def visible(paths: RunPaths) -> list[int]:
+    """Steps of the checkpoints that a restart would see."""
+    return sorted(one.state.step for one in list_checkpoints(paths.checkpoints_dir))
 
 
-def test_training_goes_on_while_a_checkpoint_of_the_earlier_step_is_written(
-    ranks: RankServer, paths: RunPaths
+def writer_of(learner: Learner) -> WriterClient:
+    assert learner.checkpoints._writer is not None
+    return learner.checkpoints._writer
+
+
+def begin_held(learner: Learner) -> int:
+    """Begin a checkpoint that a stopped writer holds up; its process id."""
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    learner.begin_checkpoint({})
+    return writer
+
+
+def let_go_soon(writer: int) -> None:
+    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
+
+
+@on_one_rank
+def test_training_goes_on_while_a_checkpoint_is_written_and_a_second_one_waits(
+    scenario: Scenario, paths: RunPaths
 ) -> None:
-    assert found_by(ranks, paths, "training_goes_on") == {
-        "polled": [False] * 3,
-        "visible_before": FIRST,
-        "became_durable": True,
-        "visible_after": BOTH,
-        "holds_step_2": True,
-    }
+    learner = begin_training(scenario, paths)
+    at_step_2 = state_of(learner)
+    writer = begin_held(learner)
+    assert not any(learner.checkpoints.poll() for _ in range(3))
+    take_step(learner, paths, 3)
+    assert visible(paths) == [1]
+    began = time.monotonic()
+    let_go_soon(writer)
+    learner.begin_checkpoint({})
+    assert time.monotonic() - began >= 0.4
+    assert 2 in visible(paths)
+    assert learner.checkpoints.finish()
+    assert visible(paths) == [2, 3]
+    shutil.rmtree(paths.checkpoints_dir / "step_00000003")
+    assert state_of(make_learner(scenario, paths)) == at_step_2 != state_of(learner)
 
 
-def test_a_second_checkpoint_waits_for_the_first(ranks: RankServer, paths: RunPaths) -> None:
-    found = found_by(ranks, paths, "second_checkpoint_waits")
-    assert found["first_was_visible"]
-    assert found["waited_s"] >= 0.4
-    assert found["visible"] == ["step_00000002", "step_00000003"]
+@on_one_rank
+def test_the_end_of_the_loop_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner, stop = begin_training(scenario, paths), StopRequest()
+    let_go_soon(begin_held(learner))
+    coordinator = make_replay_coordinator(learner, paths, config_of(scenario), 1, 2, stop)
+    assert run_loop(learner, coordinator, stop)
+    assert visible(paths) == [1, 2]
 
 
-def test_the_end_of_the_loop_waits_for_the_checkpoint(ranks: RankServer, paths: RunPaths) -> None:
-    assert found_by(ranks, paths, "stop_waits") == {"finished": True, "visible": BOTH}
+class UnreachableSource(BatchSource):
+    """A source that no batch comes from."""
+
+    def next_batch(self, step: int) -> BatchManifest | None:
+        raise ClusterError("the ledger stays away")
 
 
-def test_a_failure_waits_for_the_checkpoint(ranks: RankServer, paths: RunPaths) -> None:
-    outcome = inspect(ranks, paths, "failure_waits", 2)
-    assert [report["visible"] for report in outcome.reports] == [BOTH, BOTH]
-    assert "the ledger stays away" in outcome.reports[0]["error"]
+@pytest.mark.on_ranks(2)
+def test_a_failure_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner, stop, coordinator = begin_training(scenario, paths), StopRequest(), None
+    expectation: AbstractContextManager[object] = nullcontext()
+    let_go_soon(begin_held(learner))
+    if dist.get_rank() == 0:
+        record = StepRecord(MetricsWriter(paths.metrics, None, 2), learner.version, None)
+        coordinator = Coordinator(Schedule(3, 1, None, 0, 0), record, UnreachableSource(), stop)
+        expectation = pytest.raises(ClusterError, match="the ledger stays away")
+    with expectation:
+        run_loop(learner, coordinator, stop)
+    assert visible(paths) == [1, 2]
 
 
-FAILURES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "disk_is_full": ("ClusterError", ("could not be written", "quota")),
-    "storage_refuses": ("ClusterError", ("No such file or directory", "quota")),
-    "writers_keep_dying": ("ClusterError", ("died 2 times, at last with exit code -9",)),
-    "replaced_while_writing": ("SupersededTrainerError", ()),
-    "checkpoint_is_damaged": ("ShardError", ("step_00000001",)),
-}
-"""What goes wrong with a checkpoint -> the error, and what it says."""
+@contextmanager
+def refusal(paths: RunPaths, kind: type[Exception], *said: str) -> Iterator[None]:
+    """A checkpoint fails with an error that says why, and the earlier one stays."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert all(part in str(caught.value) for part in said), caught.value
+    assert visible(paths) == [1]
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_checkpoint_that_fails_says_why_and_leaves_the_earlier_one(
-    ranks: RankServer, paths: RunPaths, failure: str
+@on_one_rank
+def test_a_full_disk_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner = begin_training(scenario, paths)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with refusal(paths, ClusterError, "could not be written", "quota"):
+        learner.begin_checkpoint({})
+
+
+@on_one_rank
+def test_storage_that_refuses_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner = begin_training(scenario, paths)
+    writer = begin_held(learner)
+    for partial in paths.checkpoints_dir.glob(".step_*"):
+        shutil.rmtree(partial)
+    os.kill(writer, signal.SIGCONT)
+    with refusal(paths, ClusterError, "No such file or directory", "quota"):
+        learner.checkpoints.finish()
+
+
+@on_one_rank
+def test_a_checkpoint_outlives_its_writer(scenario: Scenario, paths: RunPaths) -> None:
+    learner = begin_training(scenario, paths)
+    at_step_2 = state_of(learner)
+    writer = begin_held(learner)
+    os.kill(writer, signal.SIGKILL)
+    learner.checkpoints.finish()
+    assert visible(paths) == [1, 2]
+    assert writer_of(learner)._process.pid != writer
+    assert state_of(make_learner(scenario, paths)) == at_step_2
+
+
+@on_one_rank
+def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner = begin_training(scenario, paths)
+    writer = begin_held(learner)
+    os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.kill(writer, signal.SIGKILL)
+    with refusal(paths, ClusterError, "died 2 times, at last with exit code -9"):
+        learner.checkpoints.finish()
+
+
+@on_one_rank
+def test_a_damaged_checkpoint_is_named(scenario: Scenario, paths: RunPaths) -> None:
+    begin_training(scenario, paths).checkpoints.close()
+    for path in (paths.checkpoints_dir / "step_00000001").glob("*.distcp"):
+        os.truncate(path, path.stat().st_size // 2)
+    with refusal(paths, ShardError, "step_00000001"):
+        make_learner(scenario, paths)
+
+
+@on_one_rank
+def test_a_trainer_that_was_replaced_saves_nothing_more(
+    scenario: Scenario, paths: RunPaths
 ) -> None:
-    kind, said = FAILURES[failure]
-    found = found_by(ranks, paths, failure)
-    assert found["kind"] == kind
-    assert all(part in found["error"] for part in said), found["error"]
-    assert found["visible"] == FIRST
+    learner = begin_training(scenario, paths)
+    learner.begin_checkpoint({})
+    claim_next_number(paths.generations_dir)
+    with refusal(paths, SupersededTrainerError):
+        learner.checkpoints.finish()
 
 
-def test_a_checkpoint_outlives_its_writer(ranks: RankServer, paths: RunPaths) -> None:
-    found = found_by(ranks, paths, "writer_dies_once")
-    assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
+def place_checkpoint(paths: RunPaths, generation: int) -> Path:
+    """A file of a checkpoint of step 2, by another start of the trainer."""
+    path = paths.checkpoints_dir / "step_00000002"
+    path.mkdir()
+    write_trainer_state(path, TrainerState(step=2, generation=generation, seed=1))
+    for name in ("data", MARKER):
+        (path / name).touch()
+    return path / "data"
 
 
+@on_one_rank
 def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(
-    ranks: RankServer, paths: RunPaths
+    scenario: Scenario, paths: RunPaths
 ) -> None:
-    found = found_by(ranks, paths, "successor_saved_first")
-    assert found["kind"] == "SupersededTrainerError"
-    assert found["generation"] == 9
-    assert found["is_whole"]
+    learner = begin_training(scenario, paths)
+    data = place_checkpoint(paths, generation=9)
+    learner.begin_checkpoint({})
+    with pytest.raises(SupersededTrainerError):
+        learner.checkpoints.finish()
+    latest = find_latest(paths.checkpoints_dir)
+    assert latest is not None
+    assert latest.state.generation == 9
+    assert data.exists()
 
 
+@on_one_rank
 def test_the_checkpoint_of_an_abandoned_generation_is_replaced(
-    ranks: RankServer, paths: RunPaths
+    scenario: Scenario, paths: RunPaths
 ) -> None:
-    found = found_by(ranks, paths, "abandoned_checkpoint_is_replaced")
-    assert found == {"is_replaced": True, "visible": BOTH}
+    learner = begin_training(scenario, paths)
+    data = place_checkpoint(paths, generation=0)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish()
+    assert not data.exists()
+    assert visible(paths) == [1, 2]
 
 
-def test_cleaning_spares_what_a_later_generation_is_writing(
-    ranks: RankServer, paths: RunPaths
-) -> None:
-    assert found_by(ranks, paths, "cleaned") == {"left": [".step_00000002.generation_5"]}
+def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> None:
+    for name in ("2.generation_3", "2.generation_4", "2.generation_5", "1.old", "1.replaced"):
+        (tmp_path / f".step_0000000{name}").mkdir()
+    CheckpointStore(tmp_path, keep=2).clean(generation=4)
+    assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
 
 
-def test_training_and_saving_draw_no_random_numbers(ranks: RankServer, paths: RunPaths) -> None:
-    assert found_by(ranks, paths, "draws_no_random_numbers") == {"unchanged": True}
+@on_one_rank
+def test_training_and_saving_draw_no_random_numbers(scenario: Scenario, paths: RunPaths) -> None:
+    def states() -> list[str]:
+        torch_state = torch.get_rng_state().tolist()
+        return [str(torch_state), str(np.random.get_state()), str(random.getstate())]
 
-
-def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
-    ranks: RankServer, paths: RunPaths
-) -> None:
-    found = found_by(ranks, paths, "other_settings")
-    assert found["resumed"] == found["given"]
-    assert found["resumed"]["steps"] == found["forgotten"]["steps"] == [1.0]
-    for group in found["resumed"]["groups"]:
-        assert (group["betas"], group["eps"]) == ([0.8, 0.9], 1e-6)
-        assert group["weight_decay"] == pytest.approx(0.3 * group["wd_mult"])
-    # Left alone, the optimizer would go on with those of the checkpoint.
-    assert {tuple(group["betas"]) for group in found["forgotten"]["groups"]} == {(0.9, 0.95)}
-
-
-def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, paths: RunPaths) -> None:
-    outcome = inspect(ranks, paths, "only_rank_0_chooses", 2)
-    assert outcome.codes == [0, 0], outcome.log
-    assert outcome.reports == [{"step": 1}] * 2
-
-
-def test_the_rank_that_cannot_see_the_checkpoint_says_so(
-    ranks: RankServer, paths: RunPaths
-) -> None:
-    outcome = inspect(ranks, paths, "chosen_checkpoint_is_not_there", 2)
-    assert outcome.codes == [STOPPED, STORAGE_FAILED]
-    assert "this rank cannot see" in outcome.reports[1]["error"]
-
-
-def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, paths: RunPaths) -> None:
-    faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
-    outcome = inspect(ranks, paths, "rank_1_cannot_read", 2, **faults)
-    assert outcome.codes == [STOPPED, DATA_DAMAGED]
-    assert outcome.reports[0] == {}
-    assert outcome.reports[1]["kind"] == "ShardError"
-    assert "a fault at shard.before_read" in outcome.reports[1]["error"]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_only_the_rank_that_failed_reports(
-    ranks: RankServer, paths: RunPaths, failing: int
-) -> None:
-    outcome = inspect(ranks, paths, "one_rank_fails_alone", 2, failing=failing)
-    assert outcome.codes[failing] == 70
-    assert outcome.codes[1 - failing] == STOPPED, outcome.log
-    assert outcome.reports[1 - failing] == {}
-
-
-def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
-    ranks: RankServer, paths: RunPaths
-) -> None:
-    outcome = inspect(ranks, paths, "odd_maxima", 2)
-    assert outcome.reports == [{"odd": "nan", "huge": "inf", "plain": "2.0"}] * 2
-
-
-def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
-    small = ["--hidden", "128", "--layers", "1", "--vocab", "512", "--rounds", "1"]
-    out = tmp_path / "checkpoint.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", *small, "--step-s", "0.001",
-         "--folder", str(tmp_path), "--out", str(out)],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert {"stall_s", "step_s", "stall_over_step", "state_bytes", "in_process_s"} <= set(figures)
-    assert figures["state_bytes"] > 1e6
-    assert json.loads(out.read_text()).items() >= figures.items()
+    before = states()
+    begin_training(scenario, paths)
+    assert states() == before

@@ -6,12 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -59,12 +57,6 @@ class Ledger(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         """Nothing on standard error."""
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def start_ledger(stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger) -> None:

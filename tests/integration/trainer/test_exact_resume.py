@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import claim_dropout, record_run
+from tests.support.recorded_run import claim_dropout, sft_config
 
-STEPS = 6
 COMMITS = ["step_00000004", "step_00000006"]
 
-KILLS: dict[str, set[int]] = {
-    # fault point @ visit -> the steps that a resume may go on from
+ONE_RANK = {
     "train.before_step@1": {0},
     "train.before_step@5": {2, 4},
     "train.before_forward@10": {0, 2},
@@ -33,22 +31,13 @@ KILLS: dict[str, set[int]] = {
     "checkpoint.after_rename@3": {6},
     "checkpoint.after_write@2": {4},
 }
-
-KILLS_OF_TWO: dict[tuple[int, str], set[int]] = {
-    (1, "optimizer.before_step@7"): {0, 2},
-    (1, "checkpoint.while_writing@2"): {2},
-    (0, "checkpoint.before_rename@2"): {2},
-}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_run(tmp_path_factory.mktemp("recorded"), STEPS).root
-
-
-@pytest.fixture
-def paths(recorded: Path, tmp_path: Path) -> RunPaths:
-    return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
+"""Fault point @ visit -> the steps that a resume may go on from."""
+KILLS = [
+    *((1, 0, fault, began_at) for fault, began_at in ONE_RANK.items()),
+    (2, 1, "optimizer.before_step@7", {0, 2}),
+    (2, 1, "checkpoint.while_writing@2", {2}),
+    (2, 0, "checkpoint.before_rename@2", {2}),
+]
 
 
 def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
@@ -56,25 +45,18 @@ def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> T
     return ranks.run(paths, "replay", dp, trainer=settings, **scenario)
 
 
-def uninterrupted(ranks: RankServer, recorded: Path, folder: Path, dp: int) -> list[Any]:
-    paths = RunPaths(shutil.copytree(recorded, folder / "run"))
-    outcome = train(ranks, paths, dp)
-    assert outcome.codes == [0] * dp, outcome.log
-    return [report["digests"] for report in outcome.reports]
-
-
 @pytest.fixture(scope="module")
 def expected(
     ranks: RankServer, recorded: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("single"), 1)
-
-
-@pytest.fixture(scope="module")
-def expected_of_two(
-    ranks: RankServer, recorded: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("two"), 2)
+) -> dict[int, list[Any]]:
+    """What every rank of an uninterrupted run holds in the end, by the number of ranks."""
+    found = {}
+    for dp in (1, 2):
+        run = tmp_path_factory.mktemp("uninterrupted") / "run"
+        outcome = train(ranks, RunPaths(shutil.copytree(recorded, run)), dp)
+        assert outcome.codes == [0] * dp, outcome.log
+        found[dp] = [report["digests"] for report in outcome.reports]
+    return found
 
 
 def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> None:
@@ -89,31 +71,27 @@ def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> No
     assert [line["step"] for line in read_lines(paths.metrics)] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("fault", KILLS)
-def test_a_killed_run_ends_with_the_same_bits(
-    ranks: RankServer, paths: RunPaths, expected: list[Any], fault: str
+@pytest.mark.parametrize(("dp", "rank", "fault", "began_at"), KILLS)
+def test_a_run_that_loses_a_rank_ends_with_the_same_bits(
+    ranks: RankServer,
+    paths: RunPaths,
+    expected: dict[int, list[Any]],
+    dp: int,
+    rank: int,
+    fault: str,
+    began_at: set[int],
 ) -> None:
-    assert train(ranks, paths, faults=f"{fault}=kill").codes == [-9]
-    resumed = train(ranks, paths)
-    check_complete(paths, resumed, KILLS[fault])
-    assert resumed.reports[0]["digests"] == expected[0]
-
-
-@pytest.mark.parametrize(("rank", "fault"), KILLS_OF_TWO)
-def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
-    ranks: RankServer, paths: RunPaths, expected_of_two: list[Any], rank: int, fault: str
-) -> None:
-    codes = train(ranks, paths, 2, faulty_rank=rank, faults=f"{fault}=kill").codes
-    assert codes[rank] == -9
+    codes = train(ranks, paths, dp, faulty_rank=rank, faults=f"{fault}=kill").codes
+    assert codes.pop(rank) == -9
     # Rank 0 says that it lost a peer (75); without rank 0 there is nobody to say so to (143).
-    assert codes[1 - rank] == (75 if rank else 143)
-    resumed = train(ranks, paths, 2)
-    check_complete(paths, resumed, KILLS_OF_TWO[rank, fault])
-    assert [report["digests"] for report in resumed.reports] == expected_of_two
+    assert codes == [75 if rank else 143][: dp - 1]
+    resumed = train(ranks, paths, dp)
+    check_complete(paths, resumed, began_at)
+    assert [report["digests"] for report in resumed.reports] == expected[dp]
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
-    ranks: RankServer, paths: RunPaths, expected: list[Any]
+    ranks: RankServer, paths: RunPaths, expected: dict[int, list[Any]]
 ) -> None:
     # The fifth step begins after the second checkpoint, which has waited for the first.
     deaths = 0
@@ -122,41 +100,26 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
         assert deaths < STEPS
     assert deaths >= 1
     check_complete(paths, outcome, {2, 4})
-    assert outcome.reports[0]["digests"] == expected[0]
+    assert outcome.reports[0]["digests"] == expected[1][0]
 
 
 def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
-    ranks: RankServer, paths: RunPaths, expected: list[Any]
+    ranks: RankServer, paths: RunPaths, expected: dict[int, list[Any]]
 ) -> None:
     claim_dropout(paths)
     outcome = train(ranks, paths)
     check_complete(paths, outcome, {0})
-    assert outcome.reports[0]["digests"] == expected[0]
+    assert outcome.reports[0]["digests"] == expected[1][0]
 
 
 def test_a_killed_sft_stage_ends_with_the_same_bits(
     ranks: RankServer, paths: RunPaths, tmp_path: Path
 ) -> None:
-    demonstrations = tmp_path / "demonstrations.jsonl"
-    with demonstrations.open("w") as stream:
-        for word in ("one", "two", "three", "one two", "three two one"):
-            messages = [
-                {"role": "user", "content": word},
-                {"role": "assistant", "content": f"{word} three"},
-            ]
-            stream.write(json.dumps({"messages": messages}) + "\n")
+    answers = {one: f"{one} three" for one in ("one", "two", "three", "one two", "three two one")}
 
     def fine_tune(root: Path, **scenario: Any) -> TaskExit:
         shutil.copytree(paths.root, root, dirs_exist_ok=True)
-        config = {
-            "run_dir": str(root),
-            "model_path": str(paths.tiny_model_dir),
-            "dataset_path": str(demonstrations),
-            "seed": 3,
-            "sft": {"total_steps": 8, "batch_size": 3, "checkpoint_every_steps": 3},
-            "device": "cpu",
-            "dtype": "float32",
-        }
+        config = sft_config(root, answers, total_steps=8, batch_size=3, checkpoint_every_steps=3)
         return ranks.run(RunPaths(root), "fine_tune", sft=config, **scenario)
 
     expected = fine_tune(tmp_path / "left-alone")

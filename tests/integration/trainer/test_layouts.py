@@ -1,70 +1,109 @@
-"""Every parallel layout computes what transformers computes, and any layout resumes any other.
+"""Every parallel layout computes what transformers computes, any layout resumes any other, and the
+checkpoints of all become models that transformers and SGLang read alike.
 
 A quick selection of docs/parity.md, one launch a layout.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
-from tests.integration.trainer.conftest import ALL, OTHERS
-from tests.support.layout_launch import Findings
+from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+from tests.integration.sglang_server import serving
+from tests.support.layout_launch import Findings, launch
+from tests.support.layout_worker import make_rows
 from tests.support.parity_table import (
     FAMILIES,
     GRADIENT_BOUND,
+    LAYOUTS,
     LOGPROB_BOUND,
     NORM_BOUND,
     RESUME_BOUND,
 )
+from tests.support.rank_server import RankServer
 from tests.support.reference_models import hf_model
 
 pytestmark = pytest.mark.timeout(900)
 
+OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
+ALL = (*OTHERS, "1")
+FILE_BYTES = 64 * 1024
+Export = Callable[[str, str], Path]
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ALL)
-def test_logprobs_are_those_of_transformers(
+
+@pytest.fixture(scope="module")
+def root(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder a layout, each of one launch; "1" also resumes from the checkpoints of others."""
+    root = tmp_path_factory.mktemp("layouts")
+    for name in ALL:
+        others = [root / other for other in OTHERS if name == "1"]
+        launch(ranks, root / name, LAYOUTS[name], FAMILIES, others)
+    return root
+
+
+@pytest.fixture(scope="module")
+def findings(root: Path) -> dict[str, Findings]:
+    """What the first rank of each launch found."""
+    return {name: json.loads((root / name / "report.0.json").read_text()) for name in ALL}
+
+
+@pytest.fixture(scope="module")
+def exported(root: Path) -> Export:
+    """Exports the only checkpoint of a family in a layout, once; where to."""
+
+    @functools.cache
+    def export(layout: str, family: str) -> Path:
+        folder, said = root / layout / family, list[str]()
+        checkpoint = choose_checkpoint(folder / "checkpoints", None)
+        out = folder / "exported"
+        export_checkpoint(checkpoint, folder, out, said.append, file_bytes=FILE_BYTES)
+        assert len(said) == len([*out.glob("*.safetensors")]) > 1
+        return out
+
+    return export
+
+
+every_layout = pytest.mark.parametrize("layout", ALL)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+@every_layout
+def test_a_layout_computes_what_transformers_computes(
     findings: dict[str, Findings], layout: str, family: str
 ) -> None:
     found = findings[layout][family]
     assert found["tokens"] == findings["1"][family]["tokens"] > 50
     assert found["micro_batches"] > 1
     assert found["logprob_gap"] <= LOGPROB_BOUND
+    assert found["gradient_gap"] <= GRADIENT_BOUND
+    assert found["norm_gap"] <= NORM_BOUND
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ALL)
-def test_gradients_are_those_of_transformers(
-    findings: dict[str, Findings], layout: str, family: str
-) -> None:
-    assert findings[layout][family]["gradient_gap"] <= GRADIENT_BOUND
-    assert findings[layout][family]["norm_gap"] <= NORM_BOUND
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ALL)
-def test_export_is_the_loaded_model_bit_by_bit(
+@every_family
+@every_layout
+def test_weights_go_through_a_layout_and_through_a_resume_bit_by_bit(
     findings: dict[str, Findings], layout: str, family: str
 ) -> None:
     found = findings[layout][family]
     assert found["export_is_exact"]
     assert found["specs_match"]
     assert found["missing"] == []
+    assert found["resume_is_bitwise"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ALL)
-def test_the_step_after_a_resume_is_bitwise_the_same(
-    findings: dict[str, Findings], layout: str, family: str
-) -> None:
-    assert findings[layout][family]["resume_is_bitwise"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_a_checkpoint_of_any_layout_resumes_on_one_rank(
     findings: dict[str, Findings], family: str
 ) -> None:
@@ -76,10 +115,8 @@ def test_a_checkpoint_of_any_layout_resumes_on_one_rank(
         assert gaps["loss_gap"] <= RESUME_BOUND, layout
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_gives_transformers_the_same_logits(
-    findings: dict[str, Findings], root: Path, family: str
-) -> None:
+@every_family
+def test_a_saved_model_gives_transformers_the_same_logits(root: Path, family: str) -> None:
     original = hf_model(family)
     ids = torch.arange(30)[None]
     for layout in ALL:
@@ -87,3 +124,90 @@ def test_a_saved_model_gives_transformers_the_same_logits(
         assert (folder / "model.safetensors.index.json").exists()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert torch.equal(loaded(ids).logits, original(ids).logits), layout
+
+
+def shapes(model_dir: Path) -> dict[str, tuple[str, list[int]]]:
+    found = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    return found
+
+
+def check_logprobs(expected: list[float], score: Callable[[np.ndarray], list[float]]) -> None:
+    """Compare those of all scored tokens; `score` gives one row's, from its second token."""
+    found = [
+        logprob
+        for row in make_rows(1)
+        for logprob, is_scored in zip(score(row.input_ids_T), row.loss_mask_T[1:], strict=True)
+        if is_scored
+    ]
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= LOGPROB_BOUND
+
+
+@every_family
+@every_layout
+def test_transformers_scores_an_exported_checkpoint_as_the_trainer_did(
+    findings: dict[str, Findings], exported: Export, layout: str, family: str
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported(layout, family))
+    assert model.dtype == torch.float32
+
+    def score(ids_T: np.ndarray) -> list[float]:
+        ids = torch.from_numpy(ids_T).long()
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1]
+        chosen: list[float] = logprobs.gather(-1, ids[1:, None])[:, 0].tolist()
+        return chosen
+
+    check_logprobs(findings[layout][family]["checkpoint_logprobs"], score)
+
+
+def test_sglang_scores_an_exported_checkpoint_as_the_trainer_did(
+    findings: dict[str, Findings], exported: Export, tmp_path: Path
+) -> None:
+    model = exported("TP2", "qwen3")
+    with serving(model, tmp_path / "log", "--skip-tokenizer-init", context_tokens=256) as url:
+
+        def score(ids_T: np.ndarray) -> list[float]:
+            request = {
+                "input_ids": ids_T.tolist(),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            answer = httpx.post(f"{url}/generate", json=request, trust_env=False, timeout=60)
+            entries = answer.raise_for_status().json()["meta_info"]["input_token_logprobs"]
+            return [logprob for logprob, *_ in entries[1:]]
+
+        check_logprobs(findings["TP2"]["qwen3"]["checkpoint_logprobs"], score)
+
+
+def test_an_export_says_what_the_trainer_would_have_saved(root: Path, exported: Export) -> None:
+    saved = root / "TP2" / "qwen3_moe" / "saved"
+    assert shapes(exported("TP2", "qwen3_moe")) == shapes(saved)
+
+
+@every_family
+def test_the_names_are_those_of_transformers_own_checkpoint(
+    exported: Export, family: str, tmp_path: Path
+) -> None:
+    hf_model(family).save_pretrained(tmp_path)
+    assert shapes(exported("1", family)) == shapes(tmp_path)
+
+
+def test_the_weights_of_another_model_are_refused(root: Path, tmp_path: Path) -> None:
+    checkpoint = choose_checkpoint(root / "TP2" / "qwen3" / "checkpoints", None)
+    other = root / "TP2" / "qwen3_moe"
+    with pytest.raises(RecipeError, match="router"):
+        export_checkpoint(checkpoint, other, tmp_path / "model", lambda line: None)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_step_without_a_checkpoint_is_told_apart(root: Path) -> None:
+    checkpoints = root / "1" / "llama" / "checkpoints"
+    assert choose_checkpoint(checkpoints, 2).state.step == 2
+    with pytest.raises(RecipeError, match="no checkpoint of step 7; the run holds 2"):
+        choose_checkpoint(checkpoints, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,7 @@ def train(
     settings = {
         "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
     }  # fmt: skip
-    size = 1
-    for part in parallel.values():
-        size *= part
+    size = math.prod(parallel.values())
     outcome = ranks.run(paths, "replay", size, trainer=settings)
     assert outcome.codes == [0] * size, outcome.log
     return read_lines(paths.metrics)

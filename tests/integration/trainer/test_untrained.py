@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +13,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import read_manifest
-from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
-from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import SAMPLES, record_run, spoil
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
-INSPECTIONS = "tests.integration.trainer.untrained_inspections"
+# isort: split
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.step import train_step
+from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
+from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import SAMPLES, record_run, sft_config, spoil
+from tests.support.replay_worker import Scenario, digests, make_learner, moments_of, state_of
+
 NAIVE = {"proximal": "none", "off_policy_correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
@@ -27,16 +34,30 @@ LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
 FAILED, STOPPED = 70, 143
 
 
+def train_each_step(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
+    """Train on every batch; what is held before the first and after each one."""
+    learner = make_learner(scenario, paths)
+    held, lines = [state_of(learner)], []
+    for step in list_manifest_steps(paths):
+        lines.append(learner.train(read_manifest(paths, step)))
+        held.append(state_of(learner))
+    return {
+        "held": held,
+        "lines": lines,
+        "consumed": learner.state.consumed,
+        "untrained": [[one.step, one.tickets, one.reason] for one in learner.state.untrained],
+        "adam_steps": sorted({float(moments["step"]) for moments in moments_of(learner)}),
+    }
+
+
 def each_step(
     ranks: RankServer, paths: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any
 ) -> list[dict[str, Any]]:
     """What every rank finds when it trains on all batches."""
     parallel = parallel or {}
-    count = int(np.prod([*parallel.values(), 1]))
-    outcome = ranks.run(
-        paths, "inspect", count, inspect=f"{INSPECTIONS}:each_step",
-        trainer={"parallel": parallel, **trainer},
-    )  # fmt: skip
+    count = math.prod(parallel.values())
+    settings = {"parallel": parallel, **trainer}
+    outcome = ranks.call(train_each_step, paths, count, trainer=settings)
     assert outcome.codes == [0] * count, outcome.log
     return outcome.reports
 
@@ -130,23 +151,35 @@ def test_every_optimizer_step_of_a_batch_is_judged_by_itself(
     assert found["adam_steps"] == [5.0]
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize(
+    "scenario",
+    [{"parallel": {"dp": 2, "ep": 2}}, {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
+    indirect=True,
+)
 def test_no_layout_and_no_family_learns_from_gradients_of_no_use(
-    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+    scenario: Scenario, paths: RunPaths
 ) -> None:
-    outcome = ranks.run(
-        RunPaths(tmp_path), "inspect", 2, inspect=f"{INSPECTIONS}:gradients_of_no_use",
-        trainer={"parallel": parallel}, families=["qwen3", "qwen3_moe"],
-    )  # fmt: skip
-    assert outcome.codes == [0, 0], outcome.log
-    for report in outcome.reports:
-        for family, found in report.items():
-            assert found == {
-                "norms": ["0.0", "nan"],
-                "unchanged": True,
-                "next_step_changes": True,
-                "left_no_trace": True,
-            }, family
+    """Two steps whose gradient is zero or not a number, between others, leave no trace."""
+    parallel = ParallelConfig(**scenario["trainer"]["parallel"])
+    for family in ("qwen3", "qwen3_moe"):
+        case, twin = (Case(family, parallel, paths.root) for _ in range(2))
+        for one in (case, twin):
+            one.step(one.policy, one.optimizer, 2)
+        before, norms = digests(case.policy, case.optimizer), []
+        for advantage in (0.0, float("nan")):
+            rows = make_rows(3)
+            for row in rows if advantage == 0 else rows[:1]:
+                row.channels["advantage"].fill(advantage)
+            batches = case.batches(case.policy, rows)
+            _, norm = train_step(case.policy, case.optimizer, batches, weighted_loss, LR)
+            norms.append(str(norm))
+        assert norms == ["0.0", "nan"]
+        assert digests(case.policy, case.optimizer) == before
+        for one in (case, twin):
+            one.step(one.policy, one.optimizer, 4)
+        after = digests(case.policy, case.optimizer)
+        assert before != after == digests(twin.policy, twin.optimizer)
 
 
 # Gradients that are not finite -------------------------------------------------------------------
@@ -236,22 +269,13 @@ def test_a_kill_within_a_streak_does_not_begin_it_anew(ranks: RankServer, tmp_pa
 
 def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> None:
     paths = record_run(tmp_path, 1)
-    data = tmp_path / "demonstrations.jsonl"
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    data.write_text(json.dumps({"messages": messages}) + "\n")
     optimizer = {"lr": 1e30, "on_nonfinite": "skip"}  # the first step ruins the weights
 
     def fine_tune() -> dict[str, Any]:
-        config = {
-            "run_dir": str(tmp_path),
-            "model_path": str(paths.tiny_model_dir),
-            "dataset_path": str(data),
-            "seed": 3,
-            "sft": {"total_steps": 8, "batch_size": 2, "checkpoint_every_steps": 1,
-                       "log_every_steps": 1, "optimizer": optimizer},
-            "device": "cpu",
-            "dtype": "float32",
-        }  # fmt: skip
+        config = sft_config(
+            tmp_path, {"one": "two"}, total_steps=8, batch_size=2, checkpoint_every_steps=1,
+            log_every_steps=1, optimizer=optimizer,
+        )  # fmt: skip
         outcome = ranks.run(paths, "fine_tune", sft=config)
         assert outcome.codes == [FAILED], outcome.log
         return outcome.reports[0]

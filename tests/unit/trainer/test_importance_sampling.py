@@ -48,34 +48,18 @@ def slowly(
     def mean(values: list[float], own: int) -> float:
         return float(np.mean([v for v, other in zip(values, row, strict=True) if other == own]))
 
+    kind, metric = config.off_policy_correction, config.off_policy_correction_metric
+    low, high = config.off_policy_correction_low, config.off_policy_correction_high
+    by_row = config.off_policy_correction_level == "sequence" and kind != "none"
     found: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
     for log, kl, own in zip(logs, kls, row, strict=True):
-        by_row = (
-            config.off_policy_correction_level == "sequence"
-            and config.off_policy_correction != "none"
-        )
-        raw = math.exp(log)
-        if by_row and config.off_policy_correction_metric == "ratio":
-            raw = math.exp(mean(logs, own))
-        judged = raw
-        if config.off_policy_correction_metric == "kl":
-            judged = mean(kls, own) if by_row else kl
-        outside = (
-            not config.off_policy_correction_low <= judged <= config.off_policy_correction_high
-        )
-        weight = raw
-        match config.off_policy_correction:
-            case "none":
-                weight, outside = 1.0, False
-            case "mask":
-                weight = 0.0 if outside else raw
-            case "clamp":
-                weight = min(
-                    max(raw, config.off_policy_correction_low), config.off_policy_correction_high
-                )
-        found["weight"].append(weight)
-        found["raw"].append(raw)
-        found["outside"].append(outside)
+        raw = math.exp(mean(logs, own) if by_row and metric == "ratio" else log)
+        judged = raw if metric == "ratio" else mean(kls, own) if by_row else kl
+        outside = kind != "none" and not low <= judged <= high
+        clamped = min(max(raw, low), high)
+        weight = {"none": 1.0, "mask": 0.0 if outside else raw, "clamp": clamped}[kind]
+        for name, value in (("weight", weight), ("raw", raw), ("outside", outside)):
+            found[name].append(value)
     return found
 
 
@@ -88,12 +72,8 @@ def test_weights_are_those_of_a_plain_loop(
     proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
     rows = TokenRows(torch.tensor(row, dtype=torch.long), 4)
-    found = correct_off_policy(
-        torch.tensor(proximal, dtype=torch.float64),
-        torch.tensor(behavior, dtype=torch.float64),
-        rows,
-        config,
-    )
+    both = torch.tensor([proximal, behavior], dtype=torch.float64)
+    found = correct_off_policy(both[0], both[1], rows, config)
     np.testing.assert_allclose(found.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.raw_N, expected["raw"], rtol=1e-9)
     np.testing.assert_allclose(found.kl_N, expected["kl"], rtol=1e-6, atol=1e-12)
@@ -104,15 +84,11 @@ def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behavior = torch.tensor([-1.0, -2.0, -1.0, -1.1])
     rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
-    by_token, by_row = (
-        correct_off_policy(
-            proximal,
-            behavior,
-            rows,
-            ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5)),
-        )
+    configs = [
+        ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5))
         for level in ("token", "sequence")
-    )
+    ]
+    by_token, by_row = (correct_off_policy(proximal, behavior, rows, one) for one in configs)
     assert by_token.outside_N.tolist() == [False, True, False, False]
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)

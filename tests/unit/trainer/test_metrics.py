@@ -11,13 +11,19 @@ from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.wire.replicas import UpdatePause
 
 
+def write_losses(path: Path) -> MetricsWriter:
+    """Those of five steps, which are their numbers."""
+    writer = MetricsWriter(path, None, 0)
+    for step in range(5):
+        writer.write(step, {"loss": float(step)})
+    return writer
+
+
 def test_steps_after_the_checkpoint_are_removed_and_the_saved_line_is_reopened(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsWriter(path, None, 0)
-    for step in range(5):
-        first.write(step, {"loss": float(step)})
+    write_losses(path)
     resumed = MetricsWriter(path, None, 3)
     assert resumed.reopened == {"loss": 3.0}
     resumed.write(3, {**resumed.reopened, "eval/reward": 0.5})
@@ -33,10 +39,8 @@ def test_steps_after_the_checkpoint_are_removed_and_the_saved_line_is_reopened(
 
 def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsWriter(path, None, 0)
+    first = write_losses(path)
     assert first.judged_step == -1
-    for step in range(5):
-        first.write(step, {"loss": float(step)})
     first.write(1, {"eval/reward": 0.25})
     first.write(3, {"eval/reward": 0.5})
     first.write(4, {"eval/reward": 0.75})

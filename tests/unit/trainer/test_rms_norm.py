@@ -7,6 +7,7 @@ import torch
 
 from areal_hpc.trainer.model.kernels import rms_norm
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
+from tests.support.plain_torch import check_gradients
 
 
 @pytest.mark.parametrize("chunk_values", [1, 1 << 18])
@@ -19,11 +20,5 @@ def test_the_norm_is_that_of_pytorch(
     with torch.no_grad():
         norm.weight.copy_(torch.rand(8) + 0.5)
     states = torch.randn(5, 1, 3, 8).to(dtype).transpose(0, 2).requires_grad_()
-    parts = (states, norm.weight)
     expected = torch.nn.functional.rms_norm(states, (8,), norm.weight, 1e-6)
-    weights = torch.randn_like(expected)
-    want = torch.autograd.grad((expected * weights).sum(), parts)
-    found = norm(states)
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(torch.autograd.grad((found * weights).sum(), parts), want, strict=True):
-        torch.testing.assert_close(one, other)
+    check_gradients(norm(states), expected, (states, norm.weight))

@@ -75,16 +75,12 @@ def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
 
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
-    assert find_equal_versions(WeightVersion(2, 4), forks) == [
-        WeightVersion(1, 4),
-        WeightVersion(2, 4),
-    ]
+    renamed = [WeightVersion(1, 4), WeightVersion(2, 4)]
+    assert find_equal_versions(WeightVersion(2, 4), forks) == renamed
     # 1.5 was trained after the checkpoint and lost: 2.5 are other weights of the same step.
     assert find_equal_versions(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
-    assert find_equal_versions(WeightVersion(3, 9), forks) == [
-        WeightVersion(2, 9),
-        WeightVersion(3, 9),
-    ]
+    renamed = [WeightVersion(2, 9), WeightVersion(3, 9)]
+    assert find_equal_versions(WeightVersion(3, 9), forks) == renamed
 
 
 def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[Trajectory]], BatchManifest]:

@@ -10,82 +10,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.batch.packing import zigzag_positions
-from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
-from areal_hpc.trainer.model.kernels.varlen_attention import (
-    VarlenAttention,
-    can_use_flash,
-    plan_varlen_attention,
-)
+from areal_hpc.trainer.model.cpu.padded_sdpa import plan_padded_sdpa
+from areal_hpc.trainer.model.kernels.varlen_attention import can_use_flash, plan_varlen_attention
+from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
-Planner = Callable[..., VarlenAttention | PaddedSdpa]
-
-
-def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: np.ndarray
-) -> torch.Tensor:
-    """Softmax over every earlier token of the same sequence, written out."""
-    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    place = torch.arange(len(sequence))
-    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
-    key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
-
-
-def states(tokens: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    return [
-        torch.randn(
-            tokens, heads, HEAD_DIM, dtype=torch.float64, generator=generator
-        ).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-
-
-def over_ranks(
-    plan: Planner, parts: list[torch.Tensor], lengths: np.ndarray, cp: int
-) -> torch.Tensor:
-    """What all context-parallel ranks give, back in the order of the pack."""
-    query, key, value = parts
-    starts = np.cumsum(lengths) - lengths
-    spans = [*zip(starts, map(int, lengths), strict=True)]
-    held = [
-        torch.from_numpy(
-            np.concatenate([start + zigzag_positions(length, cp, rank) for start, length in spans])
-        )
-        for rank in range(cp)
-    ]
-    gathered = torch.cat(held)
-    attended = [
-        plan(lengths, cp=cp, cp_rank=rank, device=CPU).attend(
-            query[held[rank]], key[gathered], value[gathered], SCALE
-        )
-        for rank in range(cp)
-    ]
-    return torch.cat(attended)[gathered.argsort()]
+HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 @pytest.mark.parametrize("plan", [plan_varlen_attention, plan_padded_sdpa])
 def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
-    plan: Planner, units: list[int], cp: int
+    plan: Callable[..., object], units: list[int], cp: int
 ) -> None:
     lengths = np.array(units) * (2 * cp if cp > 1 else 1)
-    parts = states(int(lengths.sum()))
-    query, key, value = parts
-    expected = plain_attention(query, key, value, lengths)
-    found = over_ranks(plan, parts, lengths, cp)
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(expected)
-    for got, want in zip(
-        torch.autograd.grad((found * weights).sum(), parts),
-        torch.autograd.grad((expected * weights).sum(), parts),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
+    tokens = int(lengths.sum())
+    generator = torch.Generator().manual_seed(tokens)
+    parts = [
+        torch.randn(tokens, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    expected = attend_plainly(parts, lengths, SCALE)
+    check_gradients(attend_over_ranks(plan, parts, lengths, SCALE, cp), expected, parts)
 
 
 def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:

@@ -23,19 +23,9 @@ from areal_hpc.trainer.model.families.weight_map import (
 )
 
 QWEN3 = Architecture(
-    family="qwen3",
-    layers=2,
-    hidden=12,
-    heads=8,
-    kv_heads=4,
-    head_dim=2,
-    ffn=20,
-    vocab=13,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tied=True,
-)
+    "qwen3", layers=2, hidden=12, heads=8, kv_heads=4, head_dim=2, ffn=20, vocab=13,
+    norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied=True,
+)  # fmt: skip
 MIXTURE = replace(QWEN3, family="qwen3_moe", experts=MoeConfig(4, 2, 6, norm_weights=True))
 FAMILIES = [
     MIXTURE,
@@ -44,10 +34,11 @@ FAMILIES = [
     replace(QWEN3, family="qwen2"),
     replace(QWEN3, family="llama", tied=False),
 ]
+every_family = pytest.mark.parametrize("arch", FAMILIES)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("arch", FAMILIES)
+@every_family
 def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int) -> None:
     for parameter in build_weight_map(arch):
         tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
@@ -61,7 +52,7 @@ def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int
             assert torch.equal(back, tensor)
 
 
-@pytest.mark.parametrize("arch", FAMILIES)
+@every_family
 def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
     for parameter in build_weight_map(arch):
         ranks = count_tp_ranks(parameter, 4)
@@ -72,7 +63,7 @@ def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
         assert all(bool((tensor == 1).all()) for tensor in read), parameter
 
 
-@pytest.mark.parametrize("arch", FAMILIES)
+@every_family
 def test_no_tensor_is_named_twice(arch: Architecture) -> None:
     names = [tensor.name for parameter in build_weight_map(arch) for tensor in parameter.hf]
     assert len(names) == len(set(names))
@@ -132,10 +123,9 @@ def test_rotary_settings_are_read_from_old_and_new_configs() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    parameters = {**scaling, "rope_theta": 5e5}
     old = parse_architecture({**CONFIG, "rope_scaling": scaling}, "config.json")
-    new = parse_architecture(
-        {**CONFIG, "rope_parameters": {**scaling, "rope_theta": 5e5}}, "config.json"
-    )
+    new = parse_architecture({**CONFIG, "rope_parameters": parameters}, "config.json")
     assert old == new
     assert old.rope_frequencies()[0] == pytest.approx(1.0)
     assert old.rope_frequencies()[-1] == pytest.approx(5e5 ** -(14 / 16) / 8.0)

@@ -1,0 +1,63 @@
+"""What kernels are compared with: attention written out, and gradients of any two computations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_hpc.trainer.batch.packing import zigzag_positions
+
+
+def attend_plainly(
+    parts: Sequence[torch.Tensor], lengths: np.ndarray, scale: float
+) -> torch.Tensor:
+    """Softmax over every earlier token of the same sequence; of queries, keys and values."""
+    query, *shared = parts
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in shared)
+    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(query.device)
+    place = torch.arange(len(sequence), device=query.device)
+    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
+
+
+def attend_over_ranks(
+    plan: Callable[..., Any],
+    parts: Sequence[torch.Tensor],
+    lengths: np.ndarray,
+    scale: float,
+    cp: int,
+) -> torch.Tensor:
+    """What all context-parallel ranks give, back in the order of the pack."""
+    query, key, value = parts
+    starts = np.cumsum(lengths) - lengths
+    spans = [*zip(starts, map(int, lengths), strict=True)]
+    held = [
+        torch.from_numpy(
+            np.concatenate([start + zigzag_positions(length, cp, rank) for start, length in spans])
+        ).to(query.device)
+        for rank in range(cp)
+    ]
+    gathered = torch.cat(held)
+    attended = [
+        plan(lengths, cp=cp, cp_rank=rank, device=query.device).attend(
+            query[held[rank]], key[gathered], value[gathered], scale
+        )
+        for rank in range(cp)
+    ]
+    return torch.cat(attended)[gathered.argsort()]
+
+
+def check_gradients(
+    found: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> None:
+    """Both have the same values, and the same gradients by the inputs."""
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    want = torch.autograd.grad((expected * weights).sum(), inputs)
+    got = torch.autograd.grad((found * weights).sum(), inputs)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
