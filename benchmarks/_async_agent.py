@@ -1,7 +1,5 @@
 """The frozen workload of `benchmarks.async`: conversations with a tool that takes its time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

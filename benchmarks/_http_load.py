@@ -1,7 +1,5 @@
 """Load for an HTTP server: conversations over kept connections, each call timed."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

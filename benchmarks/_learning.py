@@ -1,7 +1,5 @@
 """A random model twice, as Hugging Face has it and as the trainer does, and batches for both."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

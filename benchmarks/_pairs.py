@@ -1,7 +1,5 @@
 """Paired measurements: every round runs all sides, in alternating order; medians of ratios."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

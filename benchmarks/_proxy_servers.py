@@ -8,8 +8,6 @@
 Each prints the port that it listens on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The processes that are compared, each started on a core of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A tokenizer of realistic size, and conversations of so many tokens, from Python's own sources."""
 
-from __future__ import annotations
-
 import json
 import random
 import sysconfig

@@ -4,8 +4,6 @@ What a cell says to the ledger is said by `rollout.lease_loop.LeaseLoop` itself.
 what would need a model: running a ticket's episodes is a sleep of log-normal length.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import zlib

@@ -4,8 +4,6 @@ Starts the real ledger as a process, the cells and the trainer as tasks of this 
 run in, and prints what happened in the seconds after that as one JSON object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

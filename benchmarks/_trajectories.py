@@ -1,7 +1,5 @@
 """Trajectories to measure with: many turns each, lengths spread evenly over a logarithmic scale."""
 
-from __future__ import annotations
-
 import random
 import string
 

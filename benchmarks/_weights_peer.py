@@ -4,8 +4,6 @@ Each line of standard input is an order: take one transfer in, as plain broadcas
 bytes (`bare`) or through the codec (`codec`).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from datetime import timedelta

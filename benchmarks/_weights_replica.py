@@ -1,7 +1,5 @@
 """One real cell that generates while it is updated, for `benchmarks.weights`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

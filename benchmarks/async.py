@@ -10,8 +10,6 @@ end amid episodes, so a side without an idle slot is within a few hundredths of 
 both sides are bound by the CPU, and the limit is that of overlapping what one side does in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

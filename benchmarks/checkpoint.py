@@ -11,8 +11,6 @@ Steps are made long enough by the number of rows. Figures are medians of the rou
 that of float32 training: weights, master weights, two moments.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

@@ -18,8 +18,6 @@ areal/trainer/ppo/actor.py, read on 2026-08-22), written anew here. Its advantag
 against ours before anything is timed. Every round runs all sides in alternating order.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ rounds. CPU is that of the process tree, user and system. Headline figures are t
 concurrent calls. Measured processes have one core, load and upstream another.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

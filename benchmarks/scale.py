@@ -9,8 +9,6 @@ are all alike, so a thousand ask for 64 times as much as 16, and a ticket should
   system calls on files of the run directory, by whichever process, are counted with strace.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

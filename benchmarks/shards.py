@@ -16,8 +16,6 @@ Every round runs all sides in alternating order; ratios are medians of the round
 time is that of the whole process, threads and kernel included.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

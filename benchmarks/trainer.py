@@ -8,8 +8,6 @@ Ours packs the rows, runs forward, loss and backward, reduces gradients and step
   packs. Theirs also gets an attention mask, as a padded batch must.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

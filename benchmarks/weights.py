@@ -13,8 +13,6 @@ Codec and bare transfers alternate; so do the transports. NCCL is used where the
 else gloo over loopback.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

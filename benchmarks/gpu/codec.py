@@ -6,8 +6,6 @@
   the same bytes as 64-bit words, one pass of reading.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

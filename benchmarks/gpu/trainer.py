@@ -9,8 +9,6 @@ MFU counts 6 FLOPs per token and weight of a matrix product (the head only for s
 12 per pair of tokens, layer and head dimension for causal attention; nothing for recomputation.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """This tier needs a CUDA device. Without one it fails; `make test` leaves it out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

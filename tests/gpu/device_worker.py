@@ -4,8 +4,6 @@
 sizes of Qwen2.5-0.5B; on a CPU the same lines run with small sizes. `bounds` says what must hold.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """The trainer on a GPU: flash attention, bfloat16, NCCL, the sizes of Qwen2.5-0.5B."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

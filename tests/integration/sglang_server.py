@@ -1,7 +1,5 @@
 """One real SGLang on CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's script with `scheduler.type=slurm`: the jobs of `areal-hpc submit`, watched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

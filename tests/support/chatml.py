@@ -1,7 +1,5 @@
 """A byte-level BPE tokenizer and a ChatML template, made on the spot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

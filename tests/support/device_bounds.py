@@ -1,7 +1,5 @@
 """What `device_worker` must find, on any device."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Ctrl-C at a phase of a run, and what must hold after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

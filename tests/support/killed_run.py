@@ -1,7 +1,5 @@
 """Who is killed where: the points of a run, and a run that is killed at them."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Have the ranks of a parallel layout compared with transformers, and collect what they find."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

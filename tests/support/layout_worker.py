@@ -1,7 +1,5 @@
 """One rank of one parallel layout: compare with transformers, save, checkpoint, resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

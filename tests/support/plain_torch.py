@@ -1,7 +1,5 @@
 """What kernels are compared with: attention written out, and gradients of any two computations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

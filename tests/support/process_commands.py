@@ -1,7 +1,5 @@
 """Processes of jobs, started as a supervisor starts them, and what processes were started as."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ otherwise: it drops earlier reasoning, trims text, or the model split its words 
 tokenizer. Nothing of that is an error; the audit shows where it happens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 

@@ -1,7 +1,5 @@
 """A real proxy process on a stage of stand-ins, and a driver's calls to it."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

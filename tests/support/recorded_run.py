@@ -1,7 +1,5 @@
 """A run directory as a run leaves it: a model, sealed shards, and the manifests of its batches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

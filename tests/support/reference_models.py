@@ -1,7 +1,5 @@
 """Small random models of every supported family, as transformers builds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The process imports Megatron once and forks the ranks of each scenario, so that 
 less than a second and can be killed at will. What they print goes to the scenario's log.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """What the files of a run directory say of it while it works."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from areal_hpc.rundir.jsonl import read_lines

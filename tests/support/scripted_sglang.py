@@ -4,8 +4,6 @@ The payloads are those of SGLang 0.5.23; `tests/integration/proxy` checks them a
 real one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator

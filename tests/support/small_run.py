@@ -1,7 +1,5 @@
 """A run of the quick-start recipe, cut down to seconds: the real stack, little of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Three processes of every run would import them, four seconds each.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

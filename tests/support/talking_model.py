@@ -1,7 +1,5 @@
 """A tiny random model whose replies are text that ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.numpy import load_file, save_file

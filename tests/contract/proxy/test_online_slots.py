@@ -1,7 +1,5 @@
 """Online runs: a program that opens a session plays an episode of a waiting ticket."""
 
-from __future__ import annotations
-
 import http.client
 import select
 from collections.abc import Iterator

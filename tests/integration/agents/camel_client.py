@@ -3,8 +3,6 @@
 What AReaL's guide does: the agent's model is `AReaLOpenAICompatibleModel` on an `ArealOpenAI`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """One real SGLang and one proxy for this folder, gone when the last of its tests is done."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example, made to call its tool first: a random model would not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from camel.agents import ChatAgent

@@ -1,7 +1,5 @@
 """Agents of the frameworks' environment, made to call first: a random model would not."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

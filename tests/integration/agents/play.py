@@ -6,8 +6,6 @@ returns what it takes for the model's last words; they are passed on, to be comp
 proxy recorded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine

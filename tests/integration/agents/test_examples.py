@@ -1,7 +1,5 @@
 """The example agents before the real model, whose words a grammar chooses."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

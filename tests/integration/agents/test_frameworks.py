@@ -1,7 +1,5 @@
 """The frameworks of docs/agents.md: their versions, and that all they do is recorded."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

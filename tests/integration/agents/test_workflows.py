@@ -1,7 +1,5 @@
 """The agents ready to use, each in the environment of its framework, before the real model."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A proxy in front of the real SGLang, frameworks in environments of their own, and the record."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

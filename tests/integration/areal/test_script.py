@@ -1,7 +1,5 @@
 """A script of a user with AReaL's imports: our jobs, and a run like any other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run that tests look at, and the model of it that other runs start from."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input is refused before anything starts: exit code 78, the place, and a next step."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

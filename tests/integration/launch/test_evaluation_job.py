@@ -1,7 +1,5 @@
 """A run whose held-out tasks are played by a job of their own, with kills on the way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

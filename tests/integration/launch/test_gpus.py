@@ -4,8 +4,6 @@ The launcher, submitit's local executor and the supervisors are real; each proce
 replaced by one that writes down the variable by which CUDA would decide.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

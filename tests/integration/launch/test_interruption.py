@@ -3,8 +3,6 @@
 `tests/acceptance/test_interruption.py` presses Ctrl-C in every phase.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kill -9 at a few telling points; `tests/acceptance/test_kill_matrix.py` has them all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

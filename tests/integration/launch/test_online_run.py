@@ -1,7 +1,5 @@
 """An online run, whole: programs elsewhere play its tickets, and it trains on what they did."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

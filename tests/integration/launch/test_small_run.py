@@ -1,7 +1,5 @@
 """The whole product, end to end: real SGLang, real Megatron-core, real submitit, real shards."""
 
-from __future__ import annotations
-
 import json
 import signal
 import stat

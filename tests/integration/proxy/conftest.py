@@ -1,7 +1,5 @@
 """One real SGLang on CPU with a tiny Qwen3, and a real proxy in front of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

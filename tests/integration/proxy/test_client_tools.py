@@ -1,7 +1,5 @@
 """Clients in a process share one process of SGLang's parsers, and get tool calls taken apart."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LangChain, from its own environment, knows an overflow of the context for what it is."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

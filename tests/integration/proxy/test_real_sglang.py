@@ -1,7 +1,5 @@
 """Proxy and client before the real SGLang: exact tokens and log-probabilities, same payloads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Tool calls and reasoning in every dialect: SGLang's own parsers, in a process of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

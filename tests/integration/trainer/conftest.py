@@ -4,8 +4,6 @@ A test that is marked with `on_ranks` runs in so many ranks, and makes its asser
 takes its scenario and the run's paths.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Checkpoints are written beside the training, appear whole, and fail loudly."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """A run killed anywhere and resumed ends with the same bits as the one that was left alone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The GPU tier's own code, run on the CPU with small sizes: only the device differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ checkpoints of all become models that transformers and SGLang read alike.
 A quick selection of docs/parity.md, one launch a layout.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

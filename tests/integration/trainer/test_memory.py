@@ -1,7 +1,5 @@
 """The plan's estimate of activations against what autograd really keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

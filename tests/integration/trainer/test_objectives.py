@@ -1,7 +1,5 @@
 """Objectives of stale batches say the same in every parallel layout."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

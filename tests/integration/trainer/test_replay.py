@@ -1,7 +1,5 @@
 """`areal-hpc replay` trains recorded steps again: to the same bits, or with other settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A resume takes everything but the settings from the checkpoint, on all ranks alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """SFT as the launcher runs it: it learns, survives a stop, and leaves a usable model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A row, a batch or a gradient that cannot be learnt from costs itself and nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """`get_custom_dataset`: files, folders, and GSM8K as it lies in a cache or a clone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

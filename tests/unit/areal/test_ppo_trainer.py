@@ -1,7 +1,5 @@
 """What a script hands over wrongly is refused before anything starts."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

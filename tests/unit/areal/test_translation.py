@@ -1,7 +1,5 @@
 """AReaL's configuration -> a recipe: translated without loss, or lost with a reason."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the GPUs of one machine are shared out among the jobs of a stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

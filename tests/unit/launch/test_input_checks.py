@@ -1,7 +1,5 @@
 """A model of the hub is used from the cache as it lies there, and its absence is told at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub.constants

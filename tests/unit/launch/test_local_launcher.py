@@ -1,7 +1,5 @@
 """What becomes of jobs that end too early."""
 
-from __future__ import annotations
-
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError

@@ -1,7 +1,5 @@
 """Sizes: parameters against the real models' and the name table's, the rest against arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

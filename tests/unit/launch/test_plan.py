@@ -1,7 +1,5 @@
 """A plan is a pure function of the recipe and a few facts."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--fresh` moves an earlier run aside; it never deletes one, nor one that is in use."""
 
-from __future__ import annotations
-
 import fcntl
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The context is what the recipe says, else what the model's configuration allows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nulls are taken out of what a dialect declares, and left in what is the client's own data."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever happened before a crash, the journal rebuilds it: before and after it was compacted."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

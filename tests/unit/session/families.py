@@ -1,7 +1,5 @@
 """Small chat templates with the habits of the families that models come from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer

@@ -1,7 +1,5 @@
 """What a proxy does with a tree between a request and its reply, without HTTP or a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import count
 from typing import Any

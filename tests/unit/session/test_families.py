@@ -1,7 +1,5 @@
 """Splicing equals what the model really saw, in every template family and kind of history."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Who waits for a job that has a new number waits for that one, and for nothing else anew."""
 
-from __future__ import annotations
-
 import pytest
 
 from areal_hpc.slurm.resubmit import rewrite_dependency

@@ -1,7 +1,5 @@
 """What scontrol shows of a job, and under which number Slurm knows one."""
 
-from __future__ import annotations
-
 import time
 
 from areal_hpc.slurm.scontrol import get_own_job_id, read_job

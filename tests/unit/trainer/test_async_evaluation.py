@@ -1,7 +1,5 @@
 """What the evaluation cell is given to judge, and when, while training goes on."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which of the visible GPUs a trainer rank takes, on machines that are made up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Behavior weights against a plain loop over tokens, and rows over ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank's log-probabilities; several ranks are compared with transformers elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

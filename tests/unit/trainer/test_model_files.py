@@ -1,7 +1,5 @@
 """Model directories: written tensor by tensor, put in place whole, read by rows and columns."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Segments (what a GPU attends by) and rectangles (what a CPU does) against plain attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

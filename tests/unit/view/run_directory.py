@@ -1,7 +1,5 @@
 """A small run directory as a run leaves it, for tests that tamper with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tampering with a run directory is found, and nothing else is called a fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO

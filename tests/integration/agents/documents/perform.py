@@ -4,8 +4,6 @@ Reads an `Order` as `play.py` does; writes, for each block by its key, how it fa
 all). Blocks of one document share their names, as the guide builds up.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

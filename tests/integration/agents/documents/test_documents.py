@@ -1,7 +1,5 @@
 """Every Python block of AReaL's guides that stands alone, on the real stack."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
