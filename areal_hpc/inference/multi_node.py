@@ -50,7 +50,7 @@ class MultiNodeReplica:
                 self._loss = f"lost its process on node {request.node} of the cell"
             return NodePartReply(0, "") if self._loss else self._wanted
 
-    def loss(self, now_s: float) -> str:
+    def describe_loss(self, now_s: float) -> str:
         """Why the present incarnation cannot go on, in words; empty while it can."""
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():

@@ -46,7 +46,7 @@ def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
         ),
         [policy.replica],
     )
-    apply_settings(optimizer, config)
+    apply_optimizer_settings(optimizer, config)
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -58,7 +58,7 @@ def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
     return optimizer
 
 
-def apply_settings(optimizer: Any, config: AdamConfig) -> None:
+def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
     """Give AdamW the recipe's settings: a checkpoint brings those it was written with."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:

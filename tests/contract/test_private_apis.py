@@ -166,10 +166,13 @@ def test_a_jinja_template_renders_from_a_context() -> None:
         ("srt/entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
         (
             "srt/managers/scheduler.py",
-            f'setproctitle.setproctitle(f"{sglang_server._TITLE}scheduler',
+            f'setproctitle.setproctitle(f"{sglang_server._PROCESS_TITLE_PREFIX}scheduler',
         ),
-        ("srt/managers/detokenizer_manager.py", f'setproctitle("{sglang_server._TITLE}detokenizer'),
-        ("srt/server_args.py", sglang_server._PORT_TAKEN[1]),
+        (
+            "srt/managers/detokenizer_manager.py",
+            f'setproctitle("{sglang_server._PROCESS_TITLE_PREFIX}detokenizer',
+        ),
+        ("srt/server_args.py", sglang_server._PORT_TAKEN_MESSAGES[1]),
     ],
 )
 def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.batch.packing import TrainingRow, zigzag_positions
+from areal_hpc.trainer.batch.packing import TrainingRow, get_zigzag_positions
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
@@ -63,7 +63,8 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
     held = [
         np.concatenate(
             [
-                start + (zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
+                start
+                + (get_zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
                 for start, length in zip(starts, lengths, strict=True)
             ]
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from areal_hpc.jobs.requeue import release_held
+from areal_hpc.jobs.requeue import release_held_jobs
 from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster, devcluster
@@ -184,8 +184,8 @@ def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
     awaited(job, lambda: " Reason=job_requeued_in_held_state " in job.shown())
     assert job.words == ["began 1"]
     # Slurm gives the reason while the node still cleans up: until that is over nothing is released.
-    awaited(job, lambda: release_held(job.root / "jobs") == ["idle"])
-    assert release_held(job.root / "jobs") == []
+    awaited(job, lambda: release_held_jobs(job.root / "jobs") == ["idle"])
+    assert release_held_jobs(job.root / "jobs") == []
     awaited(job, lambda: job.state() == "COMPLETED")
     assert job.words == ["began 1", "began 2"]
 

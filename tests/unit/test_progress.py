@@ -10,7 +10,7 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
 from areal_hpc.view.run_state import read_run_state
-from areal_hpc.view.summary import summarize
+from areal_hpc.view.summary import summarize_run
 
 STEP = {
     "reward/mean": 0.5,
@@ -97,4 +97,4 @@ def test_a_difference_that_is_not_finite_is_said_in_words(
     append_line(paths.metrics, line | sizes)
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
-    assert "not finite maximum" in summarize(paths, read_run_state(paths), program="areal-hpc")
+    assert "not finite maximum" in summarize_run(paths, read_run_state(paths), program="areal-hpc")

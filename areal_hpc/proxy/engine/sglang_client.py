@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
-IDLE_SERVER_S = 60.0
+IDLE_POOL_LIFETIME_S = 60.0
 """A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
@@ -152,7 +152,7 @@ class SGLangClient:
             server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
             # A replica that starts anew has another address: the old one is not called again.
             for url, other in [*self._servers.items()]:
-                if server.used_at - other.used_at > IDLE_SERVER_S:
+                if server.used_at - other.used_at > IDLE_POOL_LIFETIME_S:
                     other.close()
                     del self._servers[url]
             self._servers[base_url] = server

@@ -220,7 +220,7 @@ async def test_a_server_that_is_not_called_any_more_is_forgotten(
         await forward(old)
         await forward(new)
         assert old.left == 0
-        monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
+        monkeypatch.setattr(sglang_client, "IDLE_POOL_LIFETIME_S", 0.0)
         async with ScriptedServer(TWO) as third:
             await forward(third)
             await until(lambda: (old.left, new.left) == (1, 1))

@@ -16,7 +16,7 @@ from areal_hpc.reward import math, math_process
 from areal_hpc.reward.verifier_pool import VerifierPool
 
 limit_s, how, *answers = sys.argv[1:]
-math._COMPARISONS = VerifierPool(
+math._VERIFIER_POOL = VerifierPool(
     Path(math_process.__file__),
     str(float(limit_s) + 1.0),
     str(math.MATH_MEMORY_BYTES),

@@ -24,7 +24,7 @@ from areal_hpc.errors import AgentError, ArealError, ClusterError
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import AdamConfig
-from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
+from areal_hpc.rundir.checkpoints import MARKER_FILE, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
@@ -38,10 +38,10 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.optimizer import apply_settings
+from areal_hpc.trainer.optimizer import apply_optimizer_settings
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.step import LossStats
-from areal_hpc.wire.fault_points import VARIABLE
+from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import Scenario, config_of, digests, make_learner
 
@@ -67,7 +67,9 @@ def state_of(learner: Learner) -> dict[str, str]:
 
 
 def names(paths: RunPaths) -> list[str]:
-    return sorted(p.name for p in paths.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
+    return sorted(
+        p.name for p in paths.checkpoints_dir.glob("step_*") if (p / MARKER_FILE).exists()
+    )
 
 
 def writer_of(learner: Learner) -> WriterClient:
@@ -193,7 +195,7 @@ def writer_dies_once(scenario: Scenario, paths: RunPaths) -> Found:
 def writers_keep_dying(scenario: Scenario, paths: RunPaths) -> Found:
     learner = begin(scenario, paths)
     writer = begin_held(learner)
-    os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
     return failure(learner.checkpoints.finish) | {"visible": names(paths)}
 
@@ -221,7 +223,7 @@ def place_checkpoint(paths: RunPaths, generation: int) -> Path:
     state = TrainerState(step=2, generation=generation, seed=1)
     (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (path / "data").touch()
-    (path / MARKER).touch()
+    (path / MARKER_FILE).touch()
     return path
 
 
@@ -292,10 +294,10 @@ def other_settings(scenario: Scenario, paths: RunPaths) -> Found:
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
     changed = {**scenario, "trainer": {"optimizer": new}}
     resumed = settings_of(make_learner(changed, paths))
-    with mock.patch.object(checkpoint, "apply_settings"):
+    with mock.patch.object(checkpoint, "apply_optimizer_settings"):
         without = make_learner(changed, paths)
     forgotten = settings_of(without)
-    apply_settings(without._optimizer, AdamConfig.model_validate(new))
+    apply_optimizer_settings(without._optimizer, AdamConfig.model_validate(new))
     return {"resumed": resumed, "forgotten": forgotten, "given": settings_of(without)}
 
 

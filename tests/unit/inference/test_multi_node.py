@@ -26,29 +26,29 @@ def test_nodes_run_what_was_begun_and_nothing_after_its_end() -> None:
     assert span.follow(NodePartRequest(1, 1), 2.0) == NodePartReply(1, "10.0.0.1:4000")
     span.end()
     assert span.follow(NodePartRequest(1, 1), 3.0) == NOTHING
-    assert span.loss(4.0) == ""
+    assert span.describe_loss(4.0) == ""
 
 
 def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: MultiNodeReplica) -> None:
-    assert span.loss(0.1) == ""
+    assert span.describe_loss(0.1) == ""
     assert span.follow(NodePartRequest(2, 0), 0.2) == NOTHING
-    assert span.loss(0.2) == "lost its process on node 2 of the cell"
+    assert span.describe_loss(0.2) == "lost its process on node 2 of the cell"
     span.begin(5, "10.0.0.1:5000")
-    assert span.loss(0.3) == ""
+    assert span.describe_loss(0.3) == ""
     assert span.follow(NodePartRequest(1, 4), 0.3) == NodePartReply(5, "10.0.0.1:5000")
 
 
 def test_a_silent_node_is_lost_in_bounded_time(span: MultiNodeReplica) -> None:
     span.follow(NodePartRequest(2, 4), 10.0)
-    assert span.loss(NODE_TIMEOUT_S) == ""
-    assert span.loss(NODE_TIMEOUT_S + 0.1) == "node 1 has been silent for 15 s"
+    assert span.describe_loss(NODE_TIMEOUT_S) == ""
+    assert span.describe_loss(NODE_TIMEOUT_S + 0.1) == "node 1 has been silent for 15 s"
 
 
 def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:
     span = MultiNodeReplica(2)
     span.begin(1, "10.0.0.1:4000")
     span.follow(NodePartRequest(1, 0), 0.0)
-    assert span.loss(10 * NODE_TIMEOUT_S) == ""
+    assert span.describe_loss(10 * NODE_TIMEOUT_S) == ""
 
 
 @pytest.mark.parametrize("node", [0, 3, -1])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
-from areal_hpc.shards.verify import repair, verify_run
+from areal_hpc.shards.verify import repair_index, verify_run
 from areal_hpc.shards.writer import seal_shard
 from tests.support.sample_trajectories import ticket
 
@@ -96,7 +96,7 @@ def test_an_orphan_is_reported_and_repaired_once(paths: RunPaths) -> None:
     drop_last_index_line(paths, "cell-0")
     assert list(complaints(paths)) == ["cell-0-000001.h5"]
     for _ in range(2):
-        repair(paths)
+        repair_index(paths)
         assert read_index(paths.index_dir) == before
     assert verify_run(paths).problems == []
 
@@ -105,7 +105,7 @@ def test_half_written_shards_are_no_problem_and_repair_removes_them(paths: RunPa
     partial = paths.shards_dir / "cell-0-000002.h5.tmp"
     partial.write_bytes(b"half")
     assert verify_run(paths).problems == []
-    repair(paths)
+    repair_index(paths)
     assert not partial.exists()
 
 
@@ -115,7 +115,7 @@ def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(
     before = read_index(paths.index_dir)
     path = paths.shards_dir / "cell-0-000002.h5"
     path.write_bytes(b"no shard")
-    repair(paths)
+    repair_index(paths)
     assert read_index(paths.index_dir) == before
     assert str(path) in caplog.text
     assert path.exists()
@@ -127,7 +127,7 @@ def test_repair_for_one_writer_leaves_the_others_alone(paths: RunPaths) -> None:
     drop_last_index_line(paths, "cell-1")
     partial = paths.shards_dir / "cell-1-000001.h5.tmp"
     partial.touch()
-    repair(paths, "cell-0")
+    repair_index(paths, "cell-0")
     assert read_index(paths.index_dir) == [first, second]
     assert partial.exists()
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.batch.packing import zigzag_positions
+from areal_hpc.trainer.batch.packing import get_zigzag_positions
 from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import (
     VarlenAttention,
@@ -54,7 +54,9 @@ def over_ranks(
     spans = [*zip(starts, map(int, lengths), strict=True)]
     held = [
         torch.from_numpy(
-            np.concatenate([start + zigzag_positions(length, cp, rank) for start, length in spans])
+            np.concatenate(
+                [start + get_zigzag_positions(length, cp, rank) for start, length in spans]
+            )
         )
         for rank in range(cp)
     ]

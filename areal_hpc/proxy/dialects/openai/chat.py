@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import Hint, hints_in
+from areal_hpc.proxy.dialects.hints import Hint, list_hints
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
@@ -19,8 +19,8 @@ from areal_hpc.proxy.dialects.openai.sampling import (
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     ToolName,
+    build_effort_variables,
     decode,
-    effort_variables,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
@@ -123,8 +123,8 @@ def _build_call(request: ChatRequest, defaults: SamplingDefaults, model: ServedM
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
     limit = request.max_completion_tokens or request.max_tokens or 0
-    ignored = [*hints_in(request)]
-    effort = effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
+    ignored = [*list_hints(request)]
+    effort = build_effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
     return ModelCall(
         messages=messages,
         tools=tools if choice.mode != "none" else None,

@@ -12,7 +12,7 @@ from msgspec import Meta
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import hints_in
+from areal_hpc.proxy.dialects.hints import list_hints
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
@@ -55,7 +55,7 @@ def _build_call(
         prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
-        ignored=[*hints_in(request)],
+        ignored=[*list_hints(request)],
     )
 
 

@@ -14,8 +14,12 @@ from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprob
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.session.chat_template import TokenEncoder
 
-DONE = b"data: [DONE]\n\n"
-_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+DONE_EVENT = b"data: [DONE]\n\n"
+_ERROR_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 
 def format_error_fields(refusal: RequestError) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def format_error_fields(refusal: RequestError) -> dict[str, Any]:
     default = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {
         "message": refusal.message,
-        "type": _KINDS.get(refusal.status, default),
+        "type": _ERROR_TYPE_BY_STATUS.get(refusal.status, default),
         "param": refusal.param,
         "code": refusal.code,
     }
@@ -83,11 +87,11 @@ class ChoiceExchange(Exchange):
             else:
                 answers.append(happened)
                 yield self.end(happened)
-        yield (self.chunk(usage=format_usage(answers)) if self._counts_usage else b"") + DONE
+        yield (self.chunk(usage=format_usage(answers)) if self._counts_usage else b"") + DONE_EVENT
 
     def broken(self, refusal: RequestError) -> bytes:
         """The error, and the end mark."""
-        return b"data: " + format_error(refusal) + b"\n\n" + DONE
+        return b"data: " + format_error(refusal) + b"\n\n" + DONE_EVENT
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """One event."""
