@@ -80,7 +80,9 @@ class ControlProxyApp(JsonApp):
             case "POST", ["follow"]:
                 part = await _decode_body(request, NodePartRequest)
                 try:
-                    return _encode_reply(self._replicas[0].nodes.follow(part, time.monotonic()))
+                    return _encode_reply(
+                        self._replicas[0].nodes.answer_node(part, time.monotonic())
+                    )
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:

@@ -147,7 +147,7 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.begin(incarnation, get_rendezvous_address(ports))
+        self.nodes.begin_parts(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _check_startup(self, server: SGLangServer, now: float) -> None:
@@ -188,7 +188,7 @@ class Replica:
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
-        self.nodes.end()
+        self.nodes.end_parts()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         self._record_event("replica_died", reason=reason)
@@ -227,7 +227,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self.nodes.end()
+        self.nodes.end_parts()
         if self._server is not None:
             self._server.kill(grace_s)
 

@@ -42,7 +42,7 @@ class ProgressReporter(Protocol):
     def say(self, message: str) -> None:
         """One line that stays."""
 
-    def watch(self, stage: str) -> None:
+    def show_news(self, stage: str) -> None:
         """Refresh what changes. Called several times a second."""
 
 
@@ -188,13 +188,13 @@ class LocalLauncher:
         while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise RunInterruptedError
-            self._reporter.watch(stage.name)
+            self._reporter.show_news(stage.name)
             for job in list(self._jobs):
                 failure = self._find_failure(job)
                 if failure is not None and not stage.done_marker.exists():
                     self._submit_again(job, failure)
             time.sleep(0.2)
-        self._reporter.watch(stage.name)
+        self._reporter.show_news(stage.name)
 
     def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""

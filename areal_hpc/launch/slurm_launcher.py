@@ -209,7 +209,7 @@ def watch(
         left = (one for one in plan_run(recipe, paths) if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
-        reporter.watch(stage.name)
+        reporter.show_news(stage.name)
         if stop.wait(POLL_S):
             raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
@@ -220,7 +220,7 @@ def watch(
         # Asked again soon: a job may be submitting itself anew at this moment.
         poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
-    reporter.watch("train")
+    reporter.show_news("train")
     _wait_for_jobs_to_end(paths, reporter, stop)
 
 

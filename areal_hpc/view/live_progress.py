@@ -40,7 +40,7 @@ class PlainReporter:
         """Print a line."""
         self._console.print(message)
 
-    def watch(self, stage: str) -> None:
+    def show_news(self, stage: str) -> None:
         """Show what is new of a stage, about once a second."""
         if time.monotonic() - self._looked_at >= REFRESH_S:
             self._looked_at = time.monotonic()

@@ -100,7 +100,7 @@ class CompletionService:
                 if not failover.is_possible:  # nobody has seen any of it
                     failover = ReplyFailover(self._encoder)
                 raise EngineLostError(f"{replica.url} aborted the generation")
-            return failover.whole(generation)
+            return failover.join_replies(generation)
 
         return await self._generate_with_failover(prompt, choice, generate)
 
@@ -147,7 +147,7 @@ class CompletionService:
         ) -> Generation:
             url, request = replica.url, failover.request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.generating(choice, partial(self._upstream.abort, url, request.rid))
+            live.begin_generation(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
             except EngineLostError as lost:
@@ -156,7 +156,7 @@ class CompletionService:
             if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
                 failover.on_aborted(generation, request)
                 raise EngineLostError(f"{url} aborted the generation")
-            return failover.whole(generation)
+            return failover.join_replies(generation)
 
         try:
             generation = await self._generate_with_failover(
@@ -173,7 +173,7 @@ class CompletionService:
                 log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
-            live.generated(choice)
+            live.end_generation(choice)
             self._count_call_end(prompt.session, 1)
 
     async def _generate_with_failover(

@@ -77,9 +77,9 @@ class ReplyFailover:
             and not sampling.grammars
             and penalties == (0.0, 0.0, 1.0)
         )
-        self._said = self.whole(generation)
+        self._said = self.join_replies(generation)
 
-    def whole(self, generation: Generation) -> Generation:
+    def join_replies(self, generation: Generation) -> Generation:
         """All that was said, when the last replica has said the rest."""
         said = self._said
         if said is None:

@@ -103,7 +103,7 @@ class SGLangClient:
             server, body = self._get_pool(base_url), request.body(stream=True)
             async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
                 if answer.status != 200:
-                    _check_status(base_url, answer.status, await answer.whole())
+                    _check_status(base_url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
                     piece, whole = reader.read(data)
                     if piece.output_ids or piece.text:
@@ -189,7 +189,7 @@ def _check_status(base_url: str, status: int, answer: bytes) -> None:
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
     """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
-    while block := await answer.part():
+    while block := await answer.read_part():
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":

@@ -72,7 +72,7 @@ class ProxyApp:
         self._store = store
         self._completions = completions
         self._passthrough = passthrough
-        completions.metrics.watch(store)
+        completions.metrics.register_gauges(store)
         self._routes = Routes(
             (
                 *_list_driver_routes(driver_api),
@@ -235,7 +235,7 @@ class ProxyApp:
             self._completions.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
                 return exchange, await self._completions.stream(session, call, answer_id)
-            return exchange.whole(await self._completions.answer(session, call, answer_id))
+            return exchange.format_reply(await self._completions.answer(session, call, answer_id))
 
         return answer
 
@@ -295,7 +295,7 @@ def _asks_for_websocket(scope: Scope) -> bool:
 
 async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> None:
     """Send events until they end. A first one that fails is raised."""
-    events = exchange.events(live)
+    events = exchange.stream_events(live)
     try:
         block: bytes | None = await anext(events)
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
@@ -304,7 +304,7 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
             try:
                 block = await anext(events, None)
             except Exception as caught:  # boundary: told to the client within the stream
-                block = exchange.broken(_to_request_error(caught))
+                block = exchange.format_error_event(_to_request_error(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 break
         await send({"type": "http.response.body", "body": b""})

@@ -44,7 +44,7 @@ class Silent:
     def say(self, message: str) -> None:
         return
 
-    def watch(self, stage: str) -> None:
+    def show_news(self, stage: str) -> None:
         return
 
 

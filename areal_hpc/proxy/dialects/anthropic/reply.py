@@ -52,14 +52,14 @@ class _MessagesExchange(Exchange):
             "stop_sequence": None,
         }
 
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
         blocks = split_into_blocks(_parse_call_arguments(answer.said))
         content = [_format_block(block) for block in blocks]
         ending = {**_describe_stop(answer, blocks), "usage": _count_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
-    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         reader = BlockReader()
         usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
@@ -77,7 +77,7 @@ class _MessagesExchange(Exchange):
                 yield beginning + rest + end + format_named_event({"type": "message_stop"})
             beginning = b""
 
-    def broken(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: RequestError) -> bytes:
         return format_named_event(_build_error_fields(refusal))
 
 

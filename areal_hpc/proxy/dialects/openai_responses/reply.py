@@ -55,11 +55,11 @@ class _ResponsesExchange(Exchange):
         self._end_status = "completed"
         """Of the item that ends now."""
 
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
         return self._encode_response(answer, split_into_blocks(answer.said))
 
-    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in live:
             beginning = b""
@@ -79,7 +79,7 @@ class _ResponsesExchange(Exchange):
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
-    def broken(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: RequestError) -> bytes:
         fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
