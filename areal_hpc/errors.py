@@ -237,7 +237,7 @@ class InvalidExpressionError(ValueError):
     """The text is more than numbers, parentheses and the four operators."""
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """A text that UTF-8 can hold: half of a surrogate pair, as in a cut emoji, is spelled out.
 
     What an agent raises may quote anything that a model said; messages and events are UTF-8.

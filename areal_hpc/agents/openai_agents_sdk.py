@@ -9,7 +9,7 @@ from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.recipe.user_functions import import_by_path
 
-BUILD_FUNCTION = f"{__name__}.build_math_agent"
+BUILD_FUNCTION_PATH = f"{__name__}.build_math_agent"
 
 
 class AgentsSdkWorkflow:
@@ -67,10 +67,10 @@ class AgentsSdkWorkflow:
 
 def build_math_agent() -> Agent:
     """A coordinator that may hand over to an analyst, a solver or a verifier."""
-    verifier = _build_member("Verifier", "You check a solution and state the final answer.")
-    solver = _build_member("Solver", "You solve the problem step by step.", verifier)
-    analyst = _build_member("Analyst", "You say what is given and what is asked.", solver)
-    return _build_member("Coordinator", "You get a problem solved.", analyst, solver, verifier)
+    verifier = _build_team_member("Verifier", "You check a solution and state the final answer.")
+    solver = _build_team_member("Solver", "You solve the problem step by step.", verifier)
+    analyst = _build_team_member("Analyst", "You say what is given and what is asked.", solver)
+    return _build_team_member("Coordinator", "You get a problem solved.", analyst, solver, verifier)
 
 
 def build_single_agent(instructions: str = "You solve problems step by step.") -> Agent:
@@ -78,7 +78,7 @@ def build_single_agent(instructions: str = "You solve problems step by step.") -
     return Agent(name="Solver", instructions=instructions)
 
 
-def _build_member(name: str, duty: str, *others: Agent) -> Agent:
+def _build_team_member(name: str, duty: str, *others: Agent) -> Agent:
     return Agent(
         name=name,
         instructions=f"{RECOMMENDED_PROMPT_PREFIX}\n{duty}",
@@ -89,5 +89,5 @@ def _build_member(name: str, duty: str, *others: Agent) -> Agent:
 class AgentsSdkMathTeam(AgentsSdkWorkflow):
     """The team. Arguments: those of `AgentsSdkWorkflow`."""
 
-    def __init__(self, agent_builder_path: str = BUILD_FUNCTION, **others: Any) -> None:
+    def __init__(self, agent_builder_path: str = BUILD_FUNCTION_PATH, **others: Any) -> None:
         super().__init__(agent_builder_path, **others)

@@ -23,9 +23,9 @@ class OpenHandsMathAgent:
     """OpenHands' names of what the agent may use."""
 
     def __init__(self, reward_fn_path: str = GSM8K_REWARD, **llm: Any) -> None:
-        self.sdk = _part("openhands.sdk")
+        self.sdk = _import_openhands_module("openhands.sdk")
         if self.tools:
-            _part("openhands.tools")  # importing it registers them
+            _import_openhands_module("openhands.tools")  # importing it registers them
         self.reward = AnswerReward(reward_fn_path)
         self.llm = llm
 
@@ -44,7 +44,7 @@ class OpenHandsMathAgent:
             )
             conversation.send_message(data["messages"][-1]["content"])
             conversation.run()
-            said = _part("openhands.sdk.conversation.response_utils")
+            said = _import_openhands_module("openhands.sdk.conversation.response_utils")
             text = said.get_agent_final_response(conversation.state.events)
         return await self.reward(text, data)
 
@@ -55,7 +55,7 @@ class OpenHandsTerminalAgent(OpenHandsMathAgent):
     tools = ("terminal",)
 
 
-def _part(module: str) -> Any:
+def _import_openhands_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -20,7 +20,7 @@ from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rollout.execution.agent_pickle import (
     PICKLE_MODULE,
     get_import_path,
-    is_json,
+    is_json_serializable,
     pickle_agent,
     save_agent,
 )
@@ -31,7 +31,7 @@ NEW_RUN_HINT = "use another trial_name to start a new run"
 IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
-EVALUATION_MODULE = f"{PICKLE_MODULE}_for_evaluation"
+EVALUATION_PICKLE_MODULE = f"{PICKLE_MODULE}_for_evaluation"
 """Holds an agent that plays held-out tasks alone."""
 
 
@@ -98,7 +98,7 @@ class PPOTrainer:
         recipe, notes = self.translated(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
-        sys_path = (_script_folder(),)
+        sys_path = (_get_script_dir(),)
         if self._config.scheduler.type == "slurm":
             result = submit(
                 recipe, wait=True, sys_path=sys_path, notes=notes, new_run_hint=NEW_RUN_HINT
@@ -129,15 +129,15 @@ class PPOTrainer:
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
-        paths = RunPaths(_run_dir(self._config))
+        paths = RunPaths(_build_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _agent_keys(workflow, kwargs, paths, PICKLE_MODULE)
+            rollout |= _build_agent_keys(workflow, kwargs, paths, PICKLE_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
-        if other and not _is_same(workflow, kwargs, other, others):
-            evaluation |= _agent_keys(other, others, paths, EVALUATION_MODULE)
+        if other and not _is_same_agent(workflow, kwargs, other, others):
+            evaluation |= _build_agent_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
@@ -164,7 +164,7 @@ def _merge_cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[
     return dict(merged)
 
 
-def _is_same(
+def _is_same_agent(
     workflow: Any, kwargs: Mapping[str, Any], other: Any, others: Mapping[str, Any]
 ) -> bool:
     """Whether one agent plays tasks and held-out tasks."""
@@ -175,7 +175,7 @@ def _is_same(
     return pickle_agent((workflow, kwargs)) == pickle_agent((other, others))
 
 
-def _run_dir(config: BaseExperimentConfig) -> Path:
+def _build_run_dir(config: BaseExperimentConfig) -> Path:
     for name in ("experiment_name", "trial_name"):
         if not getattr(config, name):
             raise RecipeError("this key is required", key=name, hint=f"add {name}=... to the call")
@@ -183,16 +183,16 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _agent_keys(
+def _build_agent_keys(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = IMPORT_HOOK_MODULE in sys.modules
     path = map_areal_module(workflow) if isinstance(workflow, str) else get_import_path(workflow)
-    if path is not None and is_json(kwargs) and not alias:
+    if path is not None and is_json_serializable(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    path = save_agent(handed, kwargs, paths.agent_dir, (_script_folder(),), alias, module)
+    path = save_agent(handed, kwargs, paths.agent_dir, (_get_script_dir(),), alias, module)
     return {"workflow": path, "workflow_kwargs": {}}
 
 
@@ -209,7 +209,7 @@ def _filter_path(function: Any) -> str:
     return ":".join(path.rsplit(".", 1))
 
 
-def _script_folder() -> str:
+def _get_script_dir() -> str:
     """Where the running script imports its own modules from."""
     return str(Path(sys.path[0] if sys.path else "").resolve())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.paths import RECIPE, RunPaths
+from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
 
 UNHEALTHY_EXIT_CODE = 1
 """What was looked at is not well, and somebody has to act."""
@@ -79,6 +79,6 @@ def parse_run_dir(path: Path) -> RunPaths:
     paths = RunPaths(path.resolve())
     if not paths.recipe.exists():
         raise RecipeError(
-            f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE}"
+            f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE_FILE}"
         )
     return paths

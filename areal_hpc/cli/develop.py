@@ -12,7 +12,7 @@ from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS_DIR = Path(__file__).resolve().parents[2] / "benchmarks"
 ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 """Benchmarks that need another environment than the trainer's."""
 
@@ -45,7 +45,7 @@ def _add_devcluster(commands: CommandGroup) -> None:
     place.add_argument(
         "--state-dir",
         type=Path,
-        default=_default_root(),
+        default=_get_default_root(),
         metavar="DIR",
         help="state directory (default: %(default)s)",
     )
@@ -87,7 +87,7 @@ def _start_devcluster(arguments: argparse.Namespace) -> int:
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
     start_cluster(_get_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
     given = arguments.state_dir
-    option = "" if given == _default_root() else f" --state-dir {shlex.quote(str(given))}"
+    option = "" if given == _get_default_root() else f" --state-dir {shlex.quote(str(given))}"
     print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
@@ -150,7 +150,7 @@ def _print_health(arguments: argparse.Namespace) -> int:
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 
 
-def _default_root() -> Path:
+def _get_default_root() -> Path:
     return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
 
 
@@ -161,21 +161,21 @@ def _get_paths(arguments: argparse.Namespace) -> DevclusterPaths:
 def _run_benchmark(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.environment import get_interpreter
 
-    names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
+    names = sorted(path.stem for path in BENCHMARKS_DIR.glob("[a-z]*.py"))
     if arguments.name is None:
         print("\n".join(names))
         return 0
     if arguments.name not in names:
         raise RecipeError(
             f"there is no benchmark {arguments.name!r}, only: {', '.join(names) or 'none'}",
-            key=str(BENCHMARKS),
+            key=str(BENCHMARKS_DIR),
             hint="`areal-hpc bench` without arguments lists the benchmarks; an installed wheel "
             "has none",
         )
     python = get_interpreter(ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
     return subprocess.run(
         [python, "-m", f"benchmarks.{arguments.name}", *arguments.arguments],
-        cwd=BENCHMARKS.parent,
+        cwd=BENCHMARKS_DIR.parent,
         # More threads than cores would spin on one another.
         env={"OMP_NUM_THREADS": "1", **os.environ},
     ).returncode

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_NAMED_TICKETS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
-COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
 
 
@@ -110,7 +110,13 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
 
 
 def _show_logs(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.logs import LogFile, LogFollower, choose_attempt, log_files, read_last_lines
+    from areal_hpc.view.logs import (
+        LogFile,
+        LogFollower,
+        choose_attempt,
+        list_log_files,
+        read_last_lines,
+    )
 
     paths = parse_run_dir(arguments.run)
     if arguments.follow and arguments.attempt:
@@ -127,9 +133,9 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     follower = LogFollower(paths, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
         attempt = choose_attempt(paths, arguments.attempt)
-        files = log_files(paths, attempt, arguments.names)
+        files = list_log_files(paths, attempt, arguments.names)
         if not files and follower is None:
-            known = sorted({file.job for file in log_files(paths, attempt)})
+            known = sorted({file.job for file in list_log_files(paths, attempt)})
             raise RecipeError(
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
@@ -137,7 +143,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         show(read_last_lines(files, arguments.lines))
     try:
         while follower is not None:
-            show(follower.look())
+            show(follower.read_new_lines())
             follower.wait()
     except KeyboardInterrupt:
         return 0  # the way out of --follow
@@ -147,7 +153,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
 def _color_line(source: str, line: str) -> str:
     if not sys.stdout.isatty():
         return f"{source} | {line}"
-    color = COLORS[sum(source.encode()) % len(COLORS)]
+    color = ANSI_COLORS[sum(source.encode()) % len(ANSI_COLORS)]
     return f"\x1b[{color}m{source}\x1b[0m | {line}"
 
 
@@ -174,10 +180,11 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
     listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
-    _print_some([f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed], most)
+    lines = [f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed]
+    _print_first_lines(lines, most)
     for problem in audit.problems:
         print(f"problem: {problem}")
-    _print_some([_describe_untrained(part) for part in audit.untrained], most)
+    _print_first_lines([_describe_untrained(part) for part in audit.untrained], most)
     state = "finished" if audit.is_finished else "not finished"
     dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
     unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
@@ -194,7 +201,7 @@ def _describe_untrained(part: UntrainedRecord) -> str:
     return f"untrained: batch {part.step}{tickets}: {part.reason}"
 
 
-def _print_some(lines: Sequence[str], most: int | None) -> None:
+def _print_first_lines(lines: Sequence[str], most: int | None) -> None:
     for line in lines[:most]:
         print(line)
     if most is not None and len(lines) > most:

@@ -170,7 +170,7 @@ def _export_in_train_environment(configured: str, arguments: argparse.Namespace)
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.replay import ReplayRun, parse_steps
-    from areal_hpc.launch.run import STOPPING, stop_on_signals
+    from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
@@ -181,7 +181,7 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     reporter = PlainReporter(paths, last, 0)
     reporter.say(f"replay   steps {first} to {last} of {run.root}")
     try:
-        with stop_on_signals(STOPPING) as stop:
+        with catch_stop_signals(STOPPING_MESSAGE) as stop:
             replay.carry_out(reporter, stop)
     except RunInterruptedError as interrupted:
         print("stopped; the same command continues the replay")

@@ -79,10 +79,10 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 def _describe_gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.jobs.gpus import visible_gpus
+    from areal_hpc.jobs.gpus import find_visible_gpus
     from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
 
-    visible = visible_gpus(os.environ)
+    visible = find_visible_gpus(os.environ)
     if not visible.ids:
         return
     try:

@@ -69,7 +69,7 @@ class ArealOpenAI(AsyncOpenAI):
         if chat_template_type not in ("hf", "concat"):
             raise ValueError(f"chat_template_type is hf or concat, got {chat_template_type!r}")
         template, encoder = load_session_tokenizer(tokenizer)
-        context_tokens = engine_max_tokens or _longest_sequence(tokenizer)
+        context_tokens = engine_max_tokens or _get_max_sequence_tokens(tokenizer)
         model = ServedModel(
             "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
         )
@@ -87,7 +87,9 @@ class ArealOpenAI(AsyncOpenAI):
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
         self._is_discounted = False
-        transport = _asgi_transport(self._engine, model, recorder, serve_python, request_timeout_s)
+        transport = _make_asgi_transport(
+            self._engine, model, recorder, serve_python, request_timeout_s
+        )
         super().__init__(
             api_key=key,
             base_url=BASE_URL,
@@ -209,7 +211,7 @@ class ArealOpenAI(AsyncOpenAI):
         return RecordedInteraction(plan, answer, last.reward, last.reward)
 
 
-def _asgi_transport(
+def _make_asgi_transport(
     engine: EngineEndpoint,
     model: ServedModel,
     recorder: MemoryRecorder,
@@ -244,7 +246,7 @@ def _asgi_transport(
     return http.ASGITransport(app=answer)
 
 
-def _longest_sequence(tokenizer: Any) -> int:
+def _get_max_sequence_tokens(tokenizer: Any) -> int:
     limit = getattr(tokenizer, "model_max_length", None)
     # transformers says 10**30 when it does not know.
     return limit if isinstance(limit, int) and limit < 10**9 else MAX_CONTEXT_TOKENS

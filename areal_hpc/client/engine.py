@@ -60,7 +60,7 @@ class SingleServerRouter(Router):
         """Stay: the call is repeated until its time is up."""
 
 
-_shared: WeakKeyDictionary[
+_PARSERS_BY_LOOP: WeakKeyDictionary[
     asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], ToolParsers]
 ] = WeakKeyDictionary()
 
@@ -75,7 +75,7 @@ def get_shared_parsers(
     """
     if not tool_call_parser and not reasoning_parser:
         return None
-    of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
+    of_loop = _PARSERS_BY_LOOP.setdefault(asyncio.get_running_loop(), {})
     key = (tool_call_parser, reasoning_parser, serve_python)
     if key not in of_loop:
         python = get_interpreter("serve", serve_python)

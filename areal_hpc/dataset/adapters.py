@@ -13,9 +13,9 @@ from areal_hpc.reward.answer_extraction import extract_boxed
 
 Task = dict[str, Any]
 
-BOXED = "Reason step by step, and put the final answer within \\boxed{}."
-FENCED = "Reply with one program in a ```python block."
-TAGGED = "Put the expression, without an equals sign, within <answer></answer>."
+BOXED_INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
+CODE_BLOCK_INSTRUCTION = "Reply with one program in a ```python block."
+ANSWER_TAG_INSTRUCTION = "Put the expression, without an equals sign, within <answer></answer>."
 
 
 def convert_gsm8k(row: Mapping[str, Any]) -> Task:
@@ -49,7 +49,7 @@ def convert_countdown(row: Mapping[str, Any]) -> Task:
     numbers = [int(number) for number in row["nums"]]
     question = (
         f"Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
-        f"{row['target']}. {TAGGED}"
+        f"{row['target']}. {ANSWER_TAG_INSTRUCTION}"
     )
     return {
         "messages": _build_user_message(question),
@@ -63,7 +63,7 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
     asserts = list(row["test_list"])
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     question = row["text"] if "text" in row else row["prompt"]
-    shown = f"{question} It must pass this test: {asserts[0]}\n{FENCED}"
+    shown = f"{question} It must pass this test: {asserts[0]}\n{CODE_BLOCK_INSTRUCTION}"
     return {
         "messages": _build_user_message(shown),
         "tests": {"program": "\n".join([setup, *asserts])},
@@ -72,7 +72,7 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
 
 def convert_humaneval(row: Mapping[str, Any]) -> Task:
     """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
-    question = f"Complete this function.\n```python\n{row['prompt']}```\n{FENCED}"
+    question = f"Complete this function.\n```python\n{row['prompt']}```\n{CODE_BLOCK_INSTRUCTION}"
     program = f"{row['test']}\ncheck({row['entry_point']})"
     return {"messages": _build_user_message(question), "tests": {"program": program}}
 
@@ -86,13 +86,14 @@ def convert_apps(row: Mapping[str, Any]) -> Task | None:
     inputs, outputs = cases.get("inputs", []), cases.get("outputs", [])
     if not inputs or "fn_name" in cases:
         return None
-    question = f"{row['question']}\nRead standard input, print to standard output. {FENCED}"
+    channels = "Read standard input, print to standard output."
+    question = f"{row['question']}\n{channels} {CODE_BLOCK_INSTRUCTION}"
     pairs = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
     return {"messages": _build_user_message(question), "tests": {"cases": pairs}}
 
 
 def _build_math_task(question: str, answer: str) -> Task:
-    return {"messages": _build_user_message(f"{question}\n{BOXED}"), "answer": answer}
+    return {"messages": _build_user_message(f"{question}\n{BOXED_INSTRUCTION}"), "answer": answer}
 
 
 def _build_user_message(question: str) -> list[dict[str, str]]:

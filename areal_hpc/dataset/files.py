@@ -20,7 +20,7 @@ def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         yield from _read_saved_dataset(path, key)
     elif path.suffix == ".parquet":
-        yield from _read_table(path, key, _parquet_batches)
+        yield from _read_table(path, key, _iterate_parquet_batches)
     else:
         yield from _read_json_lines(path, key)
 
@@ -49,7 +49,7 @@ def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)
     for part in json.loads(state.read_bytes())["_data_files"]:
-        yield from _read_table(folder / part["filename"], key, _arrow_batches)
+        yield from _read_table(folder / part["filename"], key, _iterate_arrow_batches)
 
 
 def _read_table(
@@ -70,14 +70,14 @@ def _read_table(
         raise RecipeError(f"{path} cannot be read: {error}", key=key) from error
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _iterate_parquet_batches(path: Path) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as table:
         yield from table.iter_batches(batch_size=ROWS_PER_READ)
 
 
-def _arrow_batches(path: Path) -> Iterator[Any]:
+def _iterate_arrow_batches(path: Path) -> Iterator[Any]:
     from pyarrow import memory_map
     from pyarrow.ipc import open_stream
 

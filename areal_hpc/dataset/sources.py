@@ -21,7 +21,7 @@ def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
         RecipeError: A file is missing or cannot be read, a row is no object, or the generator or
             `to_task` failed.
     """
-    source = _source_rows(config, key)
+    source = _iterate_source_rows(config, key)
     return (
         source
         if config.to_task is None
@@ -56,7 +56,7 @@ def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
     return found
 
 
-def _source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
+def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     if config.generator is not None:
         yield from _generate_rows(config.generator, config.kwargs, f"{key}.generator")
     elif config.reasoning_gym is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from areal_hpc.jobs.topology import LOOPBACK
+from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 Device = Literal["cpu", "cuda"]
@@ -84,7 +84,7 @@ def build_replica_command(
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
     options: dict[str, object] = {
         "--model-path": model_path,
-        "--host": LOOPBACK,  # nothing else may reach control routes that have no passwords
+        "--host": LOOPBACK_ADDRESS,  # nothing else may reach control routes that have no passwords
         "--port": ports.http,
         "--nccl-port": ports.rendezvous,
         "--device": device,

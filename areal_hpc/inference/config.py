@@ -17,12 +17,12 @@ from areal_hpc.inference.command import (
 )
 from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.jobs.config import JobConfig
-from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
+from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, read_named_gpus
 from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
 
-FOLLOWER_ENTRY = "areal_hpc.inference.worker_node:run"
+WORKER_NODE_ENTRY = "areal_hpc.inference.worker_node:run"
 """Parses the same configuration on the further nodes of a cell."""
 
 
@@ -76,9 +76,9 @@ def get_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
 
 
 def resolve_device(
-    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEV
+    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEVICES_DIR
 ) -> Device:
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    return "cuda" if device_files(dev) and named_gpus(environ) != () else "cpu"
+    return "cuda" if list_device_files(dev) and read_named_gpus(environ) != () else "cpu"

@@ -37,15 +37,15 @@ from areal_hpc.wire.replicas import (
 RequestT = TypeVar("RequestT")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-_ROUTES_READ = ("model_info",)
+_READ_ONLY_ROUTES = ("model_info",)
 """Routes that are read with GET."""
-_FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
+_WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
-_ORPHAN_S = 5.0
+_ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
 _STOP_TIMEOUT_S = 10.0
-_KEPT_S = 3.0
+_KEEP_ALIVE_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
@@ -80,7 +80,9 @@ class ControlProxyApp(JsonApp):
             case "POST", ["follow"]:
                 part = await _decode_body(request, NodePartRequest)
                 try:
-                    return _encode_reply(self._replicas[0].nodes.follow(part, time.monotonic()))
+                    return _encode_reply(
+                        self._replicas[0].nodes.answer_node(part, time.monotonic())
+                    )
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
@@ -90,7 +92,7 @@ class ControlProxyApp(JsonApp):
                 serve = await _decode_body(request, ServeRequest)
                 return _encode_reply(self._find_replica(index).serve(_read_caller(request), serve))
             case "POST", ["replicas", index, "load"]:
-                load = self._load_body(await _decode_body(request, LoadRequest))
+                load = self._build_load_body(await _decode_body(request, LoadRequest))
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
@@ -103,10 +105,10 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
 
-    def _load_body(self, request: LoadRequest) -> bytes:
+    def _build_load_body(self, request: LoadRequest) -> bytes:
         """SGLang would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / request.folder
-        if not _FOLDER.fullmatch(request.folder) or not folder.is_dir():
+        if not _WEIGHTS_FOLDER_PATTERN.fullmatch(request.folder) or not folder.is_dir():
             raise HTTPException(400, f"no folder {request.folder!r} in {self._weights_dir}")
         return msgspec.json.encode(
             {
@@ -121,7 +123,7 @@ class ControlProxyApp(JsonApp):
         self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
         caller = _read_caller(request)
-        url = replica.called(caller, route)
+        url = replica.begin_control_call(caller, route)
         asked_at = time.time()
         accepted: bool | None = False
         try:
@@ -133,9 +135,9 @@ class ControlProxyApp(JsonApp):
         except aiohttp.ClientError as error:
             raise HTTPException(502, f"SGLang is not reachable: {error}") from error
         finally:
-            replica.answered(caller, route, accepted)
+            replica.finish_control_call(caller, route, accepted)
         if accepted:
-            self._pauses[replica.index].accepted(route, body, url, asked_at)
+            self._pauses[replica.index].on_call_accepted(route, body, url, asked_at)
         return status, content
 
     async def _read_loads(self, url: str) -> bytes:
@@ -156,7 +158,7 @@ class ControlProxyApp(JsonApp):
 
         async def ask() -> tuple[int, bytes]:
             headers = {"content-type": "application/json"}
-            method, data = ("GET", None) if route in _ROUTES_READ else ("POST", body)
+            method, data = ("GET", None) if route in _READ_ONLY_ROUTES else ("POST", body)
             call = self._get_session().request(method, f"{url}/{route}", data=data, headers=headers)
             async with call as answer:
                 return answer.status, await answer.read()
@@ -166,7 +168,7 @@ class ControlProxyApp(JsonApp):
             async with asyncio.timeout(caller.deadline_s) as limit:
                 await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
                 if not asked.done():
-                    limit.reschedule(asyncio.get_running_loop().time() + _ORPHAN_S)
+                    limit.reschedule(asyncio.get_running_loop().time() + _ORPHANED_CALL_GRACE_S)
                 return await asked
         finally:
             asked.cancel()
@@ -176,7 +178,7 @@ class ControlProxyApp(JsonApp):
         if self._upstream is None:
             # Each call has a limit of its own.
             self._upstream = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT_S),
+                connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._upstream

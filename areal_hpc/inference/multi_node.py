@@ -25,17 +25,17 @@ class MultiNodeReplica:
         """Time at which each node last reported its part of the present incarnation."""
         self._loss = ""
 
-    def begin(self, incarnation: int, meeting_point: str) -> None:
+    def begin_parts(self, incarnation: int, meeting_point: str) -> None:
         """Have every further node run its part."""
         with self._lock:
             self._wanted, self._loss = NodePartReply(incarnation, meeting_point), ""
             self._heard_at_s.clear()
 
-    def end(self) -> None:
+    def end_parts(self) -> None:
         """Have no part run."""
-        self.begin(0, "")
+        self.begin_parts(0, "")
 
-    def follow(self, request: NodePartRequest, now_s: float) -> NodePartReply:
+    def answer_node(self, request: NodePartRequest, now_s: float) -> NodePartReply:
         """Hear a node; what it is to run.
 
         Raises:
@@ -50,7 +50,7 @@ class MultiNodeReplica:
                 self._loss = f"lost its process on node {request.node} of the cell"
             return NodePartReply(0, "") if self._loss else self._wanted
 
-    def loss(self, now_s: float) -> str:
+    def describe_loss(self, now_s: float) -> str:
         """Why the present incarnation cannot go on, in words; empty while it can."""
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():

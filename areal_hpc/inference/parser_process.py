@@ -17,7 +17,13 @@ from typing import Any
 import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
-from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParsedCall, ParseRequest, ParserReply
+from areal_hpc.wire.parsers import (
+    ConstrainRequest,
+    ParsedCall,
+    ParseRequest,
+    ParserReply,
+    ReplyOpening,
+)
 
 # isort: split
 from sglang.srt.entrypoints.openai.protocol import Tool
@@ -149,7 +155,7 @@ def _build_one_call_tag(parser: Any, tools: Sequence[dict[str, Any]], required: 
 class ReplyParser:
     """One reply while it is being said."""
 
-    def __init__(self, formats: ReplyFormats, opening: Opening) -> None:
+    def __init__(self, formats: ReplyFormats, opening: ReplyOpening) -> None:
         self._formats = formats
         self._tools = opening.tools
         self._calls = formats.calls(opening.tools)
@@ -160,9 +166,9 @@ class ReplyParser:
         self._reasoned = False
         self._held = ""
         """Line breaks that are part of the reasoning only if more of it follows."""
-        self._markers = _markers(self._calls) if self._calls is not None else []
+        self._markers = _list_marker_texts(self._calls) if self._calls is not None else []
 
-    def give_up(self, text: str) -> str:
+    def stop_parsing(self, text: str) -> str:
         """Everything that has not been shown, as it is; from now on nothing is parsed."""
         self._calls = self._reasoning = None
         self._body += "" if self._body.endswith(text) else text
@@ -230,7 +236,7 @@ class ReplyParser:
         )
 
 
-def _markers(parser: Any) -> list[str]:
+def _list_marker_texts(parser: Any) -> list[str]:
     """Texts with which a call of this format begins."""
     markers = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
     frames = _get_call_frames(parser)
@@ -296,7 +302,7 @@ class ParserServer:
         try:
             return reply.feed(request.text, request.last)
         except Exception as error:  # boundary: SGLang's code, run on whatever a model says
-            return ParserReply(text=reply.give_up(request.text), error=repr(error))
+            return ParserReply(text=reply.stop_parsing(request.text), error=repr(error))
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from areal_hpc.wire.replicas import (
 
 log = logging.getLogger(__name__)
 _BACKOFF = Backoff(0.5, 30.0)
-_PORT_RACES_FORGIVEN = 5
+_MAX_PORT_RACES = 5
 BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 """(incarnation, ports) to the command of that start."""
 
@@ -78,7 +78,7 @@ class Replica:
         self._server: SGLangServer | None = None
         self._state: ReplicaState = "starting"
         self._update_state = WeightUpdateState()
-        self._incarnation = self._last_incarnation()
+        self._incarnation = self._read_last_incarnation()
         self._update_pause: UpdatePause | None = None
         self._generation = 0
         self._probe: HealthProbe | None = None
@@ -102,7 +102,7 @@ class Replica:
                 self._update_pause,
             )
 
-    def _last_incarnation(self) -> int:
+    def _read_last_incarnation(self) -> int:
         """Counted in log files, so that a restarted job goes on where its predecessor stopped.
 
         Under Slurm each restart of a job has a folder of logs of its own, beside the others.
@@ -125,14 +125,14 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start_server()
-        elif death := self._server.describe_exit() or self.nodes.loss(now):
+        elif death := self._server.describe_exit() or self.nodes.describe_loss(now):
             self._on_exit(self._server, death)
         elif self._state == "starting":
-            self._await_ready(self._server, now)
+            self._check_startup(self._server, now)
         elif route := self._update_state.unanswered:
             self._on_exit(self._server, f"did not respond to {route}", is_crash=False)
         elif self._has_lost_sender(now):
-            self._end_update(self._server)
+            self._handle_lost_sender(self._server)
         elif self._probe is not None and self._probe.tick(
             may_ask=not self._update_state.has_sender
         ):
@@ -147,10 +147,10 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.begin(incarnation, get_rendezvous_address(ports))
+        self.nodes.begin_parts(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
-    def _await_ready(self, server: SGLangServer, now: float) -> None:
+    def _check_startup(self, server: SGLangServer, now: float) -> None:
         waited_s, timeout_s = now - server.started_at, self._config.startup_timeout_s
         if server.is_ready():
             with self._lock:
@@ -169,7 +169,7 @@ class Replica:
             self._update_state.is_closing = self._update_state.is_overdue(now)
             return self._update_state.is_closing
 
-    def _end_update(self, server: SGLangServer) -> None:
+    def _handle_lost_sender(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._update_state.is_changed:
             self._on_exit(
@@ -188,19 +188,19 @@ class Replica:
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
-        self.nodes.end()
+        self.nodes.end_parts()
         server.kill()
-        log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.log_tail())
+        log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         self._record_event("replica_died", reason=reason)
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
         if starting and usage_error:
             raise RecipeError(
-                f"SGLang rejected its command line:\n{server.log_tail(3)}",
+                f"SGLang rejected its command line:\n{server.read_log_tail(3)}",
                 key="inference.extra_args",
                 hint=f"read {server.log_path}",
             )
-        if starting and server.lost_port_race() and self._port_races < _PORT_RACES_FORGIVEN:
+        if starting and server.lost_port_race() and self._port_races < _MAX_PORT_RACES:
             self._port_races += 1  # other ports, at once; nobody's fault
             return
         is_healthy = not starting and time.monotonic() - self._ready_at >= self._policy.healthy_s
@@ -214,7 +214,7 @@ class Replica:
                 self._state = "failed"
             raise ClusterError(
                 f"replica {self.index} {reason}, after {self._policy.max_failures} restarts; "
-                f"end of its log:\n{server.log_tail()}",
+                f"end of its log:\n{server.read_log_tail()}",
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
@@ -227,7 +227,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self.nodes.end()
+        self.nodes.end_parts()
         if self._server is not None:
             self._server.kill(grace_s)
 
@@ -252,7 +252,7 @@ class Replica:
             self._update_state.serve(request.version)
             return self.view()
 
-    def called(self, caller: ControlCaller, route: str) -> str:
+    def begin_control_call(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be forwarded."""
         with self._lock:
             self._check_caller(caller)
@@ -260,8 +260,8 @@ class Replica:
             assert self._server is not None
             return self._server.url
 
-    def answered(self, caller: ControlCaller, route: str, accepted: bool | None) -> None:
-        """A control call that `called` let through is over; None: SGLang never answered."""
+    def finish_control_call(self, caller: ControlCaller, route: str, accepted: bool | None) -> None:
+        """A call that `begin_control_call` let through is over; None: SGLang never answered."""
         with self._lock:
             if caller.incarnation != self._incarnation:
                 return

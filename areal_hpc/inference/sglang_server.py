@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.inference.command import ServerCommand, ServerPorts
-from areal_hpc.jobs.topology import LOOPBACK
+from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.wire.http import responds_ok
 
@@ -24,13 +24,13 @@ STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
 _PROBE_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
-_TITLE = "sglang::"
+_PROCESS_TITLE_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
-_PORT_TAKEN = ("address already in use", "Port is already in use")
+_PORT_TAKEN_MESSAGES = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
-_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOCAL_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_PORT = 10000
-_ENOUGH_PORTS = 1000
+_MIN_PORT_COUNT = 1000
 """Fewer, and cells that start together would choose alike."""
 _LOG_PERIOD_S = 2.0
 _PROBES_PER_TIMEOUT = 6
@@ -51,10 +51,10 @@ def _find_free_port() -> int:
     SGLang binds it ten seconds or more after it was chosen. In that time any connection, of any
     process on the node, might be given a port of the other kind.
     """
-    first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    first_outgoing = int(_LOCAL_PORT_RANGE_FILE.read_text().split()[0])
     candidates = range(_MIN_PORT, first_outgoing)
     while True:
-        port = secrets.choice(candidates) if len(candidates) >= _ENOUGH_PORTS else 0
+        port = secrets.choice(candidates) if len(candidates) >= _MIN_PORT_COUNT else 0
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return int(probe.getsockname()[1])
@@ -68,7 +68,7 @@ class SGLangServer:
     """
 
     def __init__(self, command: ServerCommand, ports: ServerPorts, log_path: Path) -> None:
-        self.url = f"http://{LOOPBACK}:{ports.http}"
+        self.url = f"http://{LOOPBACK_ADDRESS}:{ports.http}"
         self.log_path = log_path
         self.started_at = time.monotonic()
         self._http_port = ports.http
@@ -146,9 +146,9 @@ class SGLangServer:
 
     def lost_port_race(self) -> bool:
         """True when its log says that another process had taken one of its ports."""
-        return any(sign in self.log_tail() for sign in _PORT_TAKEN)
+        return any(sign in self.read_log_tail() for sign in _PORT_TAKEN_MESSAGES)
 
-    def log_tail(self, lines: int = 25) -> str:
+    def read_log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
         text = read_tail(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
@@ -185,7 +185,7 @@ def _find_engine_processes(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with suppress(psutil.NoSuchProcess):
-                if "".join(child.cmdline()[:1]).startswith(_TITLE):
+                if "".join(child.cmdline()[:1]).startswith(_PROCESS_TITLE_PREFIX):
                     engine.append(child)
     return engine
 

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.update_state import CHANGING_ROUTES
+from areal_hpc.inference.update_state import WEIGHT_CHANGING_ROUTES
 from areal_hpc.wire.replicas import UpdatePause
 
 log = logging.getLogger(__name__)
@@ -52,17 +52,17 @@ class UpdatePauseTimer:
         self._before: _SchedulerLoad | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
+    def on_call_accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
         """SGLang accepted a control call that was made at `asked_at` (`time.time`)."""
         if route == "pause_generation":
             self._mode = str(msgspec.json.decode(body, type=dict[str, object]).get("mode"))
             self._paused_at, self._before = asked_at, None
-        elif route in CHANGING_ROUTES and self._paused_at:
+        elif route in WEIGHT_CHANGING_ROUTES and self._paused_at:
             # It takes its orders one after the other: now it is paused.
             self._start_task(self._read_load_before(url))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
-            self._start_task(self._await_token(url, self._before, paused_s, asked_at))
+            self._start_task(self._await_first_token(url, self._before, paused_s, asked_at))
             self._before, self._paused_at = None, 0.0
 
     def _start_task(self, look: Awaitable[None]) -> None:
@@ -80,7 +80,7 @@ class UpdatePauseTimer:
     async def _read_load_before(self, url: str) -> None:
         self._before = await self._read_newest_load(url)
 
-    async def _await_token(
+    async def _await_first_token(
         self, url: str, before: _SchedulerLoad, paused_s: float, continued_at: float
     ) -> None:
         token_at = continued_at

@@ -9,7 +9,7 @@ the sender. From there on nobody can vouch for them but by verifying them anew.
 
 import math
 
-CHANGING_ROUTES = ("begin_weight_update", "update_weights_from_disk")
+WEIGHT_CHANGING_ROUTES = ("begin_weight_update", "update_weights_from_disk")
 """Control calls with which a change of the weights begins."""
 
 
@@ -49,14 +49,14 @@ class WeightUpdateState:
         """Take the replica out of service. A second fence does not put off the deadline."""
         self._is_fenced = True
         self._fence_stays = stays
-        self._await_sender(now + deadline_s)
+        self._extend_sender_deadline(now + deadline_s)
 
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
         self._calls_in_flight += 1
-        if route in CHANGING_ROUTES:
+        if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
-            self._await_sender(now + deadline_s)
+            self._extend_sender_deadline(now + deadline_s)
 
     def on_call_finished(
         self, route: str, now: float, deadline_s: float, *, accepted: bool
@@ -73,7 +73,7 @@ class WeightUpdateState:
             self.is_paused = False
         elif route == "pause_generation":
             self.is_paused = True
-            self._await_sender(now + deadline_s)
+            self._extend_sender_deadline(now + deadline_s)
         elif self.has_sender:
             self._sender_until = now + deadline_s
 
@@ -90,6 +90,6 @@ class WeightUpdateState:
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _await_sender(self, until: float) -> None:
+    def _extend_sender_deadline(self, until: float) -> None:
         if not self.has_sender:
             self._sender_until = until

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-DEV = Path("/dev")
-_NO_GPU = ("", "-1", "NoDevFiles")
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+DEVICES_DIR = Path("/dev")
+_NO_GPU_VALUES = ("", "-1", "NoDevFiles")
 """Names in the variable that hide themselves and all after them; Slurm writes the last."""
 
 
@@ -21,23 +21,25 @@ class VisibleGpus:
     """Source of the list, for a person."""
 
 
-def visible_gpus(environ: Mapping[str, str], dev: Path = DEV) -> VisibleGpus:
+def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> VisibleGpus:
     """The GPUs that the variable names; if it is not set, those with a device file."""
-    named = named_gpus(environ)
+    named = read_named_gpus(environ)
     if named is not None:
-        return VisibleGpus(named, f"{VARIABLE}={environ[VARIABLE]!r}")
+        return VisibleGpus(
+            named, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}"
+        )
     # CUDA numbers the ones that it may open from 0; those of a container need not be named so.
-    return VisibleGpus(tuple(map(str, range(len(device_files(dev))))), f"{dev}/nvidia[0-9]*")
+    return VisibleGpus(tuple(map(str, range(len(list_device_files(dev))))), f"{dev}/nvidia[0-9]*")
 
 
-def named_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+def read_named_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs that the variable names, each once; None if it is not set, which hides none."""
-    if VARIABLE not in environ:
+    if VISIBLE_DEVICES_VARIABLE not in environ:
         return None
-    names = (name.strip() for name in environ[VARIABLE].split(","))
-    return tuple(dict.fromkeys(takewhile(lambda name: name not in _NO_GPU, names)))
+    names = (name.strip() for name in environ[VISIBLE_DEVICES_VARIABLE].split(","))
+    return tuple(dict.fromkeys(takewhile(lambda name: name not in _NO_GPU_VALUES, names)))
 
 
-def device_files(dev: Path = DEV) -> list[Path]:
+def list_device_files(dev: Path = DEVICES_DIR) -> list[Path]:
     """NVIDIA's device files, one per GPU."""
     return sorted(dev.glob("nvidia[0-9]*"))

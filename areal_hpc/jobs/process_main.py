@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
-from areal_hpc.rundir.paths import get_process_error
+from areal_hpc.rundir.paths import get_process_error_path
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         if not isinstance(error, (ArealError, ValidationError)):
             raise
         log.error("%s", error, exc_info=True)
-        get_process_error(Path(config_path)).write_text(str(error))
+        get_process_error_path(Path(config_path)).write_text(str(error))
         # A configuration that does not validate will not validate at the next start either.
         sys.exit(getattr(error, "exit_code", RecipeError.exit_code))
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
-_ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
+_STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
 
 RequeueResult = Literal[
     "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "not requeued"
@@ -88,7 +88,7 @@ def requeue_or_resubmit(
     """Have this job, which runs, started once more, by Slurm or by submitting its script again.
 
     A slurmctld that does not answer is asked again until `give_up_at` (monotonic). With `hold` the
-    job is not started before `release_held` is called for its run.
+    job is not started before `release_held_jobs` is called for its run.
 
     Returns:
         What was done; "ended by Slurm" where it already ends or requeues the job, "not requeued"
@@ -98,7 +98,7 @@ def requeue_or_resubmit(
     job_id = scontrol.get_own_job_id(os.environ)
     while not Path(launch.slurm.cancelled).exists():
         try:
-            return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
+            return _request_restart(launch, launch.slurm, job_id, hold=hold)
         except SlurmTimeoutError as silence:
             log.warning("slurmctld did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
@@ -110,11 +110,11 @@ def requeue_or_resubmit(
     return "cancelled"
 
 
-def _ask_slurm(
+def _request_restart(
     launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool
 ) -> RequeueResult:
     facts = scontrol.show_job(job_id)
-    if facts.state != scontrol.RUNNING:
+    if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
     faulty = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
@@ -123,7 +123,7 @@ def _ask_slurm(
         if hold:
             _hold_job(launch.paths, job_id)
             return "held"
-        scontrol.control("requeue", job_id)
+        scontrol.control_job("requeue", job_id)
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         number = resubmit(slurm, launch.job.name, job_id, excluded)
@@ -132,7 +132,7 @@ def _ask_slurm(
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        _retry(lambda: scontrol.update_waiting(job_id, "ExcNodeList", excluded))
+        _retry(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 
@@ -142,13 +142,13 @@ def _hold_job(job: JobPaths, job_id: str) -> None:
     note.parent.mkdir(exist_ok=True)
     note.write_text(job_id)
     try:
-        scontrol.control("requeuehold", job_id)
+        scontrol.control_job("requeuehold", job_id)
     except ClusterError:
         note.unlink()
         raise
 
 
-def release_held(jobs_dir: Path) -> list[str]:
+def release_held_jobs(jobs_dir: Path) -> list[str]:
     """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
 
     One that Slurm does not release yet stays on the list, for the next call.
@@ -157,9 +157,9 @@ def release_held(jobs_dir: Path) -> list[str]:
     for note in (job.hold_note for job in list_held_jobs(jobs_dir)):
         try:
             job_id = note.read_text()
-            if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
+            if scontrol.show_job(job_id).state in _STATES_BEFORE_HOLD:
                 continue
-            scontrol.control("release", job_id)
+            scontrol.control_job("release", job_id)
             released.append(note.name)
             note.unlink(missing_ok=True)
         except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's

@@ -49,7 +49,7 @@ DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 LEAVE_TIMEOUT_S = 60.0
 """Longest that the tasks of a job wait for one another at its end."""
-PREEMPTED = "preempted by a job of higher priority"
+PREEMPTED_REASON = "preempted by a job of higher priority"
 WAIT_FOR_KILL_S = 300.0
 """Longest that a task stays to be killed, where only that makes Slurm start the job again."""
 
@@ -88,7 +88,7 @@ class SlurmTask:
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
             if position.is_first:
-                self._start = self._open_start(environ, nodes)
+                self._start = self._join_start(environ, nodes)
             else:
                 self._start = starts.wait_for_start(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
@@ -107,10 +107,12 @@ class SlurmTask:
         if findings:
             return self._exclude_node(self._node, findings)
         if position.is_first and nodes > 1:
-            return self._blame_absent(self._start, expand_node_list(environ["SLURM_JOB_NODELIST"]))
+            return self._report_absent_nodes(
+                self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
+            )
         return None
 
-    def _open_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
+    def _join_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
         address = ""
         if nodes > 1:
             greeter = ReachabilityServer(find_reachable_host(self._slurm.interface, environ))
@@ -121,7 +123,7 @@ class SlurmTask:
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
-    def _blame_absent(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
+    def _report_absent_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
@@ -171,7 +173,7 @@ class SlurmTask:
     @property
     def _stop_note_path(self) -> Path:
         assert self._start is not None
-        return starts.stop_note_path(self._starts_dir, self._start)
+        return starts.get_stop_note_path(self._starts_dir, self._start)
 
     def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
@@ -243,7 +245,7 @@ class SlurmTask:
         except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
-        if facts.state != scontrol.RUNNING or facts.ends_at is None:
+        if facts.state != scontrol.RUNNING_STATE or facts.ends_at is None:
             return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
 
@@ -277,7 +279,7 @@ class SlurmTask:
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
         if self._is_preempted and not crashes:
-            decisive = msgspec.structs.replace(decisive, reason=PREEMPTED)
+            decisive = msgspec.structs.replace(decisive, reason=PREEMPTED_REASON)
         if decision == "done":
             return own
         if decision == "fail":

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.generations import claim_next_number, number_path, read_newest_number
+from areal_hpc.rundir.generations import claim_next_number, get_number_path, read_newest_number
 
 _POLL_S = 0.25
 STOP_NOTICE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
@@ -48,7 +48,7 @@ def take_next_start(folder: Path, incarnation: str, node: str, address: str) -> 
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
     start = JobStart(number, incarnation, node, address)
-    write_atomic(number_path(folder, number), msgspec.json.encode(start))
+    write_atomic(get_number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
@@ -61,7 +61,7 @@ def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) 
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         number = read_newest_number(folder)
-        content = number_path(folder, number).read_bytes() if number else b""
+        content = get_number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
             start = msgspec.json.decode(content, type=JobStart)
             if start.incarnation == incarnation:
@@ -76,12 +76,12 @@ def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) 
 
 def report_node(folder: Path, start: JobStart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
-    number_path(folder, start.number, f".node{node_rank}").touch()
+    get_number_path(folder, start.number, f".node{node_rank}").touch()
 
 
 def await_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> list[int]:
     """Wait for the other nodes; places in the job's list of those without report. For the first."""
-    reports = {one: number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
+    reports = {one: get_number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s
     while absent := [one for one, report in reports.items() if not report.exists()]:
         if time.monotonic() >= give_up_at:
@@ -94,12 +94,12 @@ def await_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> 
 
 def is_superseded(folder: Path, start: JobStart) -> bool:
     """True once a later start of the job has begun. One look at one name."""
-    return number_path(folder, start.number + 1).exists()
+    return get_number_path(folder, start.number + 1).exists()
 
 
-def stop_note_path(folder: Path, start: JobStart) -> Path:
+def get_stop_note_path(folder: Path, start: JobStart) -> Path:
     """File by which the tasks of a start tell one another to stop."""
-    return number_path(folder, start.number, ".stop")
+    return get_number_path(folder, start.number, ".stop")
 
 
 def write_stop_note(path: Path, note: StopNotice) -> None:

@@ -36,7 +36,7 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.lock import is_lock_held
-from areal_hpc.rundir.paths import format_restart_dir, get_process_error
+from areal_hpc.rundir.paths import format_restart_dir, get_process_error_path
 from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
@@ -69,14 +69,14 @@ def run_job(launch_path: str) -> None:
         sys.exit(outcome.exit_code)
 
 
-def visible_gpus_of(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
+def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
     """The variable that shows a process its task's GPUs and no others; nothing under Slurm.
 
     submitit's local executor hides every GPU of the machine from the jobs that it starts.
     """
     if launch.gpus is None:
         return {}
-    return {gpus.VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
+    return {gpus.VISIBLE_DEVICES_VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
 
 
 class LocalTask:
@@ -127,7 +127,7 @@ class _ManagedProcess:
     def start(self, python: str, environ: Mapping[str, str]) -> None:
         self.starts += 1
         self.started_at = time.monotonic()
-        get_process_error(self.config_path).unlink(missing_ok=True)
+        get_process_error_path(self.config_path).unlink(missing_ok=True)
         with self.log_path.open("ab") as log_file:
             self.process = subprocess.Popen(
                 [python, "-m", PROCESS_MAIN, self.spec.entry, str(self.config_path)],
@@ -149,7 +149,7 @@ class _ManagedProcess:
 
     def reason(self) -> str:
         """The error the process left, or the end of its log."""
-        left = get_process_error(self.config_path)
+        left = get_process_error_path(self.config_path)
         if left.exists():
             return left.read_text()
         lines = self.log_path.read_text(errors="replace").splitlines()
@@ -227,7 +227,7 @@ class _Supervisor:
         environ = {
             **os.environ,
             **self._surroundings,
-            **visible_gpus_of(spec, self._launch, position.rank),
+            **build_visible_gpus_variable(spec, self._launch, position.rank),
             **self._launch.variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),

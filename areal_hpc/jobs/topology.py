@@ -13,7 +13,7 @@ import psutil
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.commands import run_slurm_command
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def _read_position(environ: Mapping[str, str], prefix: str, names: Sequence[str]
 
 def get_advertised_host() -> str:
     """The address other nodes reach this one by, as the supervisor found it; else loopback."""
-    return os.environ.get("AREAL_HPC_HOST", LOOPBACK)
+    return os.environ.get("AREAL_HPC_HOST", LOOPBACK_ADDRESS)
 
 
 def get_task_log_dir(otherwise: Path) -> Path:
@@ -87,7 +87,7 @@ def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:
         _resolve_unless_loopback(socket.gethostname())
         or _find_slurm_address(environ.get("SLURMD_NODENAME", ""))
         or _find_address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-        or LOOPBACK
+        or LOOPBACK_ADDRESS
     )
 
 

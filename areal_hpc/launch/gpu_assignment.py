@@ -12,11 +12,11 @@ from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
-Assignment = Mapping[str, list[list[str]]]
+GpuAssignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
 
 
-def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
+def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> GpuAssignment:
     """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
 
     A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
@@ -47,7 +47,7 @@ def find_gpu_shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
     return problems
 
 
-def format_assignment(assignment: Assignment) -> Iterator[str]:
+def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
     """A line for each job that has GPUs, as in `trainer: 0 | 1`: those of its tasks."""
     for job, tasks in assignment.items():
         if any(tasks):

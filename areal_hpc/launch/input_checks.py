@@ -21,7 +21,7 @@ MIN_FREE_BYTES = 256 * 1024 * 1024
 MAX_LOAD_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
-_LOAD = """
+_LOAD_AGENT_SCRIPT = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.recipe.user_functions import load_user_function
@@ -172,7 +172,7 @@ def _check_loading(
     """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(
-            [python, "-c", _LOAD],
+            [python, "-c", _LOAD_AGENT_SCRIPT],
             input=json.dumps(request),
             capture_output=True,
             text=True,

@@ -9,18 +9,18 @@ from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
 from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.jobs.gpus import visible_gpus
+from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch import setup
 from areal_hpc.launch.gpu_assignment import (
-    Assignment,
+    GpuAssignment,
     assign_gpus,
     find_gpu_shortages,
     format_assignment,
 )
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
+from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
@@ -32,7 +32,7 @@ from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
-POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
+LOCAL_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `made_progress`."""
 
 
@@ -42,7 +42,7 @@ class ProgressReporter(Protocol):
     def say(self, message: str) -> None:
         """One line that stays."""
 
-    def watch(self, stage: str) -> None:
+    def show_news(self, stage: str) -> None:
         """Refresh what changes. Called several times a second."""
 
 
@@ -62,12 +62,12 @@ def run(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    with prepare_run(
+    with hold_prepared_run(
         recipe,
         say=reporter.say,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=find_gpu_shortages(recipe, visible_gpus(os.environ)),
+        known_problems=find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
     ) as ready:
         for stage in ready.stages:
             if stop.is_set():
@@ -105,7 +105,7 @@ def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up
     is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
-    return steps_taken > 0 or (is_cell and lived_s >= POLICY.healthy_s)
+    return steps_taken > 0 or (is_cell and lived_s >= LOCAL_POLICY.healthy_s)
 
 
 def count_other_cells(job: str, jobs: Sequence[str]) -> int:
@@ -144,12 +144,12 @@ class LocalLauncher:
         self._stop = stop
         self._events = EventLog(ready.paths.events, "launcher")
         self._jobs: list[_Job] = []
-        self._gpus: Assignment = {}
+        self._gpus: GpuAssignment = {}
 
     def run(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        self._gpus = assign_gpus(stage, visible_gpus(os.environ), self._recipe)
+        self._gpus = assign_gpus(stage, find_visible_gpus(os.environ), self._recipe)
         for line in format_assignment(self._gpus):
             self._reporter.say(f"GPUs     {line}")
         try:
@@ -188,13 +188,13 @@ class LocalLauncher:
         while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise RunInterruptedError
-            self._reporter.watch(stage.name)
+            self._reporter.show_news(stage.name)
             for job in list(self._jobs):
                 failure = self._find_failure(job)
                 if failure is not None and not stage.done_marker.exists():
                     self._submit_again(job, failure)
             time.sleep(0.2)
-        self._reporter.watch(stage.name)
+        self._reporter.show_news(stage.name)
 
     def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
@@ -205,9 +205,9 @@ class LocalLauncher:
             steps_left=self._recipe.trainer.total_steps - step,
             lived_s=now - job.submitted_at,
         )
-        job.failures = POLICY.count_failures(job.failures, made_progress=progress)
+        job.failures = LOCAL_POLICY.count_failures(job.failures, made_progress=progress)
         others = count_other_cells(job.spec.name, [other.spec.name for other in self._jobs])
-        decision = POLICY.decide([failure.code], job.failures, is_dispensable=others > 0)
+        decision = LOCAL_POLICY.decide([failure.code], job.failures, is_dispensable=others > 0)
         if decision == "fail":
             raise failure
         what = failure.problems[0].message.splitlines()[0].rstrip(":")

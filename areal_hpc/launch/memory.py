@@ -30,7 +30,7 @@ from areal_hpc.trainer.model.families.architecture import (
 GIB = 2**30
 RESERVE_BYTES = 2 * GIB
 """CUDA's context, NCCL's channels, workspace of matrix products. An assumption, not measured."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,13 @@ def count_model_parameters(arch: Architecture) -> int:
 def estimate_trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
     """Memory of the trainer's fullest GPU during a step."""
     stages = {0, config.parallel.pp - 1}
-    return max((_stage_memory(arch, config, stage) for stage in stages), key=lambda m: m.total)
+    return max(
+        (_estimate_stage_memory(arch, config, stage) for stage in stages), key=lambda m: m.total
+    )
 
 
-def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
-    parallel, element = config.parallel, ELEMENT_BYTES[config.dtype]
+def _estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
+    parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
     dense, experts = count_stage_parameters(arch, parallel, stage)
     # Moments in float32; in bfloat16 also a float32 copy of the parameters.
     state = 8 if config.dtype == "float32" else 12
@@ -161,7 +163,7 @@ def estimate_serving_memory(
     arch: Architecture, config: InferenceConfig, gpu_bytes: int | None
 ) -> ServingMemory:
     """Memory of each GPU of a replica: its part of the weights, and the KV cache."""
-    element = ELEMENT_BYTES[config.dtype]
+    element = BYTES_BY_DTYPE[config.dtype]
     dense = arch.layers * count_layer_parameters(arch, config.tp) + arch.hidden
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
     # SGLang cuts every expert over the tensor-parallel ranks.
@@ -228,8 +230,8 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
     serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
-    yield from _trainer_lines(trainer, recipe.trainer.parallel, of)
-    yield from _serving_lines(serving, recipe, of)
+    yield from _format_trainer_lines(trainer, recipe.trainer.parallel, of)
+    yield from _format_serving_lines(serving, recipe, of)
     if gpu_bytes is None:
         yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
         return
@@ -237,7 +239,7 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
         yield f"warning: {problem}"
 
 
-def _trainer_lines(memory: TrainerMemory, split: ParallelConfig, of: str) -> Iterator[str]:
+def _format_trainer_lines(memory: TrainerMemory, split: ParallelConfig, of: str) -> Iterator[str]:
     sizes = " ".join(f"{name}={getattr(split, name)}" for name in ("tp", "pp", "cp", "dp", "ep"))
     stage = f"highest use on pipeline stage {memory.stage}"
     yield f"  trainer  {split.world_size} ranks, {sizes}; {stage}"
@@ -247,7 +249,7 @@ def _trainer_lines(memory: TrainerMemory, split: ParallelConfig, of: str) -> Ite
     yield f"    {'total':<12} {memory.total / GIB:8.2f}{of}"
 
 
-def _serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
+def _format_serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
     config = recipe.inference
     cells = config.cells + recipe.evaluation.separate_cell
     replicas = cells * config.replicas_per_cell

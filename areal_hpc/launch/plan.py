@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_hpc.inference.config import FOLLOWER_ENTRY, InferenceJobConfig
+from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
@@ -17,7 +17,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE, format_cell_name
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import TaskSplit
 
@@ -142,7 +142,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         "trainer",
         recipe,
         [
-            ledger.build_process(LEDGER, tasks="first", restarts=MAX_RESTARTS),
+            ledger.build_process(LEDGER_SERVICE, tasks="first", restarts=MAX_RESTARTS),
             trainer.build_process("trainer", ends_job=True, uses_gpus=True),
         ],
     )
@@ -172,7 +172,7 @@ def _plan_cell_job(
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
     ).build_process("inference", tasks="first", restarts=MAX_RESTARTS, uses_gpus=True)
-    follower = replace(server, name="follower", entry=FOLLOWER_ENTRY, tasks="others")
+    follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=paths.root,
         cell=name,

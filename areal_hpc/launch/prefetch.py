@@ -18,7 +18,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
 
 
@@ -41,7 +41,9 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     model = recipe.model
     found = []
     if model.hub is not None:
-        found.append(PrefetchItem("model.hub", model.hub, "model", model.revision, MODEL_FILES))
+        found.append(
+            PrefetchItem("model.hub", model.hub, "model", model.revision, MODEL_FILE_PATTERNS)
+        )
     if model.path is not None:
         found.append(PrefetchItem("model.path", str(model.path), "model"))
     for part, key in recipe.task_sets:
@@ -65,7 +67,7 @@ def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> Non
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
         try:
-            folder = _put_in_place(want)
+            folder = _download_if_missing(want)
             files = [_describe_file(path, folder, before) for path in _list_files(folder, want)]
         except RecipeError as error:
             problems += error.problems
@@ -82,7 +84,7 @@ def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> Non
     write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())
 
 
-def _put_in_place(want: PrefetchItem) -> Path:
+def _download_if_missing(want: PrefetchItem) -> Path:
     """The folder of the thing (or the file, for a path), downloaded if need be."""
     if not want.patterns:
         path = Path(want.name).resolve()

@@ -31,7 +31,7 @@ class PreparedRun:
 
 
 @contextmanager
-def prepare_run(
+def hold_prepared_run(
     recipe: Recipe,
     *,
     say: Callable[[str], None],

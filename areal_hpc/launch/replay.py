@@ -19,7 +19,7 @@ from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_poli
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
+from areal_hpc.rundir.checkpoints import MARKER_FILE, list_checkpoints, list_leftovers
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
@@ -81,7 +81,7 @@ class ReplayRun:
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
-        _check_place(out, run, self._request)
+        _check_output_dir(out, run, self._request)
         self.start = find_start(run, first_step)
         check_recorded(run, self.start.step + 1, last_step)
 
@@ -94,20 +94,20 @@ class ReplayRun:
         """
         start, first = self.start, self._first_step
         reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")
-        self._put_in_place()
+        self._prepare_output_dir()
         if self._is_changed and start.step + 1 < first:
             steps = f"steps {start.step + 1} to {first - 1}"
             reporter.say(f"lead-in  training {steps} with the recorded settings")
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
-        for link, _ in list_hidden(self._out.checkpoints_dir):
+        for link, _ in list_leftovers(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
         for line in compare_metrics(self._run, self._out, range(start.step + 1, last_same + 1)):
             reporter.say(line)
 
-    def _put_in_place(self) -> None:
+    def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
@@ -143,7 +143,7 @@ class ReplayRun:
         )
         process = config.build_process(name, ends_job=True, uses_gpus=True)
         job = build_training_job(name, recipe, [process])
-        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
+        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER_FILE
         stage = JobStage(name, job, (), done_marker)
         local_launcher.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
@@ -174,9 +174,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     computed, learnt, problems = [], [], []
     for item in overrides:
         key, _, value = item.partition("=")
-        if setup.is_one_of(key, COMPUTE_KEYS):
+        if setup.is_key_among(key, COMPUTE_KEYS):
             computed.append(item)
-        elif setup.is_one_of(key, LEARNING_KEYS):
+        elif setup.is_key_among(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
@@ -259,7 +259,7 @@ def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]
         yield f"         {count} of {len(known)} steps differ{largest}"
 
 
-def _check_place(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
+def _check_output_dir(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
     if out.root.is_relative_to(run.root):
         raise RecipeError(
             f"{out.root} is inside the recorded run, which is read-only",

@@ -22,10 +22,10 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.run_state import read_run_state
-from areal_hpc.view.summary import summarize
+from areal_hpc.view.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
-STOPPING = "\nstopping; jobs have a moment to save a checkpoint"
+STOPPING_MESSAGE = "\nstopping; jobs have a moment to save a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,10 @@ def run(
     if not fresh and is_already_finished(recipe, paths, new_run_hint):
         return _read_result(paths, "finished")
     try:
-        with stop_on_signals(STOPPING) as stop, show_progress(recipe, paths) as reporter:
+        with (
+            catch_stop_signals(STOPPING_MESSAGE) as stop,
+            open_progress_reporter(recipe, paths) as reporter,
+        ):
             for note in (*notes, f"run      {paths.root}"):
                 reporter.say(note)
             local_launcher.run(
@@ -130,7 +133,7 @@ def submit(
         say(f"next     {get_program_name()} status {paths.root}\n         squeue --me")
         return _read_result(paths, "submitted")
     try:
-        with stop_on_signals() as stop, show_progress(recipe, paths) as reporter:
+        with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
             slurm_launcher.watch(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {get_program_name()} status {paths.root}")
@@ -150,7 +153,7 @@ def is_already_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRE
 
 
 @contextmanager
-def stop_on_signals(message: str = "") -> Iterator[threading.Event]:
+def catch_stop_signals(message: str = "") -> Iterator[threading.Event]:
     """An event that SIGINT and SIGTERM set within the context, and a message for the first.
 
     Outside the main thread, where Python handles no signals, nothing sets it.
@@ -174,7 +177,9 @@ def stop_on_signals(message: str = "") -> Iterator[threading.Event]:
 
 
 @contextmanager
-def show_progress(recipe: Recipe, paths: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
+def open_progress_reporter(
+    recipe: Recipe, paths: RunPaths
+) -> Iterator[PlainReporter | LiveReporter]:
     """Show how a run goes until the context ends."""
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     sft_steps = recipe.sft.total_steps if recipe.sft else 0
@@ -187,7 +192,7 @@ def show_progress(recipe: Recipe, paths: RunPaths) -> Iterator[PlainReporter | L
 
 def format_summary(paths: RunPaths) -> str:
     """The summary of a run so far. Writes nothing."""
-    return summarize(paths, read_run_state(paths), get_program_name())
+    return summarize_run(paths, read_run_state(paths), get_program_name())
 
 
 def draw_learning_curve(paths: RunPaths) -> None:

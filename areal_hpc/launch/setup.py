@@ -66,7 +66,7 @@ def set_up_run_dir(
     if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
-        make_tiny_model(paths.tiny_model_dir, _read_texts(sft), seed=recipe.seed, **sizes)
+        make_tiny_model(paths.tiny_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes)
     if recipe.model.hub is not None and not paths.tiny_model_dir.exists():
         paths.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
@@ -81,7 +81,7 @@ def set_up_run_dir(
     )
 
 
-def _read_texts(demonstrations: Path) -> Iterator[str]:
+def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
     """Text that the tokenizer of a tiny model is trained on."""
     with demonstrations.open() as stream:
         for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
@@ -117,7 +117,7 @@ def report_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if is_one_of(key, IMMUTABLE_KEYS)
+        if is_key_among(key, IMMUTABLE_KEYS)
     ]
     if problems:
         raise RecipeError.of(problems)
@@ -125,7 +125,7 @@ def report_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
 
 
-def is_one_of(key: str, known: Sequence[str]) -> bool:
+def is_key_among(key: str, known: Sequence[str]) -> bool:
     """True if a key of a recipe is one of those known, or below one of them."""
     return any(key == one or key.startswith(f"{one}.") for one in known)
 

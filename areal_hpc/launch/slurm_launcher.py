@@ -16,7 +16,7 @@ from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.local_launcher import ProgressReporter
 from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
+from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
@@ -41,7 +41,7 @@ POLL_S = 0.5
 QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
-ENDS_WITHIN_S = 120.0
+JOBS_END_TIMEOUT_S = 120.0
 """Time that jobs get to end after the run's last step."""
 
 
@@ -61,8 +61,8 @@ def submit(
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
     with (
-        prepare_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
-        all_or_none() as job_ids,
+        hold_prepared_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
+        cancel_all_on_failure() as job_ids,
     ):
         dependency = build_dependency(after)
         for stage in ready.stages:
@@ -82,7 +82,7 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
         ClusterError: Jobs of the run wait or run.
     """
     build_requests(recipe, Path.cwd())
-    with prepare_run(recipe, say=say, fresh=fresh) as ready:
+    with hold_prepared_run(recipe, say=say, fresh=fresh) as ready:
         return [
             write_job_files(request, launch, run_job).script
             for stage in ready.stages
@@ -91,7 +91,7 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
 
 
 @contextlib.contextmanager
-def all_or_none() -> Iterator[list[str]]:
+def cancel_all_on_failure() -> Iterator[list[str]]:
     """List for the numbers of submitted jobs: all are cancelled if the context fails."""
     job_ids: list[str] = []
     try:
@@ -209,19 +209,19 @@ def watch(
         left = (one for one in plan_run(recipe, paths) if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
-        reporter.watch(stage.name)
+        reporter.show_news(stage.name)
         if stop.wait(POLL_S):
             raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
             continue
         is_gone = _is_gone(paths, stage.leader.name)
         if is_gone and was_gone and not paths.finished_marker.exists():
-            raise _why_gone(paths, stage.leader.name)
+            raise _build_gone_job_error(paths, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
         poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
-    reporter.watch("train")
-    _see_jobs_off(paths, reporter, stop)
+    reporter.show_news("train")
+    _wait_for_jobs_to_end(paths, reporter, stop)
 
 
 def _is_gone(paths: RunPaths, job: str) -> bool:
@@ -233,7 +233,7 @@ def _is_gone(paths: RunPaths, job: str) -> bool:
         return False  # slurmctld may be away for a while
 
 
-def _why_gone(paths: RunPaths, leader: str) -> JobFailedError:
+def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
     for job in (leader, *latest_by_name(read_submissions(paths.submissions))):
         if (crash := find_crash(job, list(read_task_exits(paths.job(job)).values()))) is not None:
             return crash
@@ -245,9 +245,11 @@ def _why_gone(paths: RunPaths, leader: str) -> JobFailedError:
     )
 
 
-def _see_jobs_off(paths: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
+def _wait_for_jobs_to_end(
+    paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
+) -> None:
     live = [one.job_id for one in latest_by_name(read_submissions(paths.submissions)).values()]
-    give_up_at = time.monotonic() + ENDS_WITHIN_S
+    give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
             live = filter_live_jobs(live)

@@ -10,13 +10,13 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
+from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
 from areal_hpc.launch.slurm_launcher import (
-    all_or_none,
     build_dependency,
     build_launch_file,
     build_requests,
     build_run_context,
+    cancel_all_on_failure,
     record_job,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -109,8 +109,10 @@ def submit_sweep(
         ClusterError: There is no Slurm here, or jobs of a run wait or run.
     """
     with ExitStack() as stack:
-        ready = [stack.enter_context(prepare_run(run, say=say, fresh=fresh)) for run in sweep.runs]
-        submitted = stack.enter_context(all_or_none())
+        ready = [
+            stack.enter_context(hold_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
+        ]
+        submitted = stack.enter_context(cancel_all_on_failure())
         dependency = build_dependency(after)
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""

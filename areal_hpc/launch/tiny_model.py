@@ -18,7 +18,7 @@ from areal_hpc.recipe.recipe import TinyModelConfig
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
-ROLE_NAMES = ("system\n", "user\n", "assistant\n")
+ROLE_HEADERS = ("system\n", "user\n", "assistant\n")
 INITIALIZER_STD = 0.05
 VOCABULARY_MULTIPLE = 64
 """So that the vocabulary can be split over tensor-parallel ranks."""
@@ -165,7 +165,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     # Role names as often as texts: the chat template puts them around each.
-    tokenizer.train_from_iterator((one for text in texts for one in (text, *ROLE_NAMES)), trainer)
+    tokenizer.train_from_iterator((one for text in texts for one in (text, *ROLE_HEADERS)), trainer)
     missing = -tokenizer.get_vocab_size() % VOCABULARY_MULTIPLE
     tokenizer.add_special_tokens(
         [AddedToken(f"<|reserved_{number}|>", special=True) for number in range(missing)]

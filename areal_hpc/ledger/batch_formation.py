@@ -34,9 +34,11 @@ def form_next_batch(
     policy, size = tickets.policy, tickets.policy.batch_size
     if tickets.n_settled < size or tickets.formed_steps >= policy.total_steps:
         return None
-    taken = tickets.settled_first(size)
+    taken = tickets.list_first_settled(size)
     current = WeightVersion(generation, tickets.formed_steps)
-    stale = sum(_age_of(one, current, forks) > policy.max_head_offpolicyness for one in taken)
+    stale = sum(
+        _compute_ticket_age(one, current, forks) > policy.max_head_offpolicyness for one in taken
+    )
     return BatchManifest(
         tickets.formed_steps + 1, generation, taken, tickets.drop_stats.counts(stale)
     )
@@ -53,7 +55,7 @@ class StalenessCheck:
         self._passed = 0
         """Tickets that settled first and are young enough for a step from `_version`."""
 
-    def too_old(
+    def find_too_old(
         self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """Settled tickets to drop, and nothing else, before `generation` trains its next batch.
@@ -68,14 +70,16 @@ class StalenessCheck:
         limit = policy.max_head_offpolicyness
         found = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
-            for ticket in tickets.settled_first(tickets.n_settled)[known_young:]
-            if (age := _age_of(ticket, current, forks)) > limit
+            for ticket in tickets.list_first_settled(tickets.n_settled)[known_young:]
+            if (age := _compute_ticket_age(ticket, current, forks)) > limit
         ]
         self._version, self._passed = (None, 0) if found else (current, tickets.n_settled)
         return found
 
 
-def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:
+def _compute_ticket_age(
+    ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]
+) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0

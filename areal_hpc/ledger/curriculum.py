@@ -18,7 +18,7 @@ from areal_hpc.rundir.jsonl import append_line, read_lines
 
 log = logging.getLogger(__name__)
 
-KEY = "rollout.curriculum"
+RECIPE_KEY = "rollout.curriculum"
 
 WeighTasks = Callable[[dict[str, Any]], Any]
 """Given what `Curriculum` says of the tasks, a weight for each; see docs/admission.md."""
@@ -109,8 +109,8 @@ class Curriculum:
         try:
             return validate_weights(self._weigh(known), len(self._groups))
         except Exception as error:  # boundary: the function is the user's code
-            log.exception("%s failed at ticket %d", KEY, first_ticket)
-            self.trouble = f"{KEY}: {type(error).__name__}: {error}"
+            log.exception("%s failed at ticket %d", RECIPE_KEY, first_ticket)
+            self.trouble = f"{RECIPE_KEY}: {type(error).__name__}: {error}"
             raise AgentError(self.trouble) from error
 
 

@@ -13,7 +13,7 @@ MAX_REJECTED_BATCHES = 20
 MIN_REJECTED_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
 
-_WHAT: dict[DropKind, str] = {
+_DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
     "failed": "tickets in a row failed",
     "filtered": "groups in a row were filtered out: the tasks are too hard or "
     "too easy for the model, or rollout.should_accept rejects everything",
@@ -27,7 +27,7 @@ class DropStats:
 
     def __init__(self, batch_size: int) -> None:
         max_rejected = max(MIN_REJECTED_TICKETS, MAX_REJECTED_BATCHES * batch_size)
-        self._most: dict[DropKind, int] = dict.fromkeys(_WHAT, max_rejected)
+        self._most: dict[DropKind, int] = dict.fromkeys(_DROP_PHRASE_BY_KIND, max_rejected)
         self._most["failed"] = MAX_FAILED_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
         self._too_old: set[TicketRef] = set()
@@ -48,7 +48,7 @@ class DropStats:
         """True if this attempt's rows are never trained although the ticket may be."""
         return ref in self._too_old
 
-    def not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
+    def filter_not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
         """Without those whose rows were too old: their drivers never hear of it."""
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
@@ -80,7 +80,7 @@ class DropStats:
             failed=counts.failed,
         )
 
-    def begin_anew(self) -> None:
+    def reset_streaks(self) -> None:
         """Only what fails from here on is trouble."""
         self._in_a_row.clear()
 
@@ -99,5 +99,7 @@ class DropStats:
         """Why no batch will form, when tickets do nothing but come to nothing; else empty."""
         for kind, count in self._in_a_row.items():
             if count >= self._most[kind]:
-                return f"{count} {_WHAT[kind]}; the last reason: {self._reasons[kind]}"
+                return (
+                    f"{count} {_DROP_PHRASE_BY_KIND[kind]}; the last reason: {self._reasons[kind]}"
+                )
         return ""

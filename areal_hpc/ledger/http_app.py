@@ -16,7 +16,7 @@ from starlette.requests import Request
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.rundir.paths import ADMIN_KEY
+from areal_hpc.rundir.paths import ADMIN_KEY_FILE
 from areal_hpc.wire import ledger as wire
 from areal_hpc.wire.asgi import JsonApp, is_authorized, read_body
 
@@ -57,7 +57,7 @@ class LedgerApp(JsonApp):
         """Check the key, decode, let the service answer, encode."""
         path = request.scope["path"]
         if not is_authorized(request, self._admin_key):
-            hint = f"read {ADMIN_KEY}"
+            hint = f"read {ADMIN_KEY_FILE}"
             raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")

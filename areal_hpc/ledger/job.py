@@ -10,12 +10,12 @@ from typing import Any
 import uvloop
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.requeue import release_held
+from areal_hpc.jobs.requeue import release_held_jobs
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.ledger.batch_formation import read_settled
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.curriculum import KEY, Curriculum
+from areal_hpc.ledger.curriculum import RECIPE_KEY, Curriculum
 from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.task_stream import TaskSource, TaskStream
@@ -75,7 +75,9 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    rendezvous.publish_endpoint(paths.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
+    rendezvous.publish_endpoint(
+        paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"http://{host}:{port}"
+    )
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = time.monotonic()
@@ -94,7 +96,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
 async def _release_cells(paths: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
-        released = await asyncio.to_thread(release_held, paths.jobs_dir)
+        released = await asyncio.to_thread(release_held_jobs, paths.jobs_dir)
         if released:
             log.info("released held jobs: %s", ", ".join(released))
         await asyncio.sleep(RELEASE_PERIOD_S)
@@ -105,7 +107,7 @@ def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         paths.curriculum,
-        load_user_function(config.curriculum, KEY),
+        load_user_function(config.curriculum, RECIPE_KEY),
         n_tasks=config.n_train_tasks,
         batch_size=config.batch_size,
         seed=config.seed,

@@ -13,9 +13,9 @@ class Notifier:
 
     def __init__(self) -> None:
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved by the next `spread`."""
+        """Resolved by the next `notify_all`."""
 
-    def spread(self) -> None:
+    def notify_all(self) -> None:
         """Wake all who wait now."""
         self.news.set_result(None)
         self.news = asyncio.get_running_loop().create_future()

@@ -156,14 +156,14 @@ class LedgerService:
         until_s = self._clock() + request.wait_s
         while True:
             self._check_generation(request.generation)
-            manifest = self._manifest_of(request)
+            manifest = self._form_manifest(request)
             trouble = (
                 "" if manifest else self._stream.trouble or self._tickets.drop_stats.find_problem()
             )
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
-                    self._work.spread()
+                    self._work.notify_all()
                 if await patience.wait_for(self._progress, until_s):
                     continue
             return wire.BatchReply(manifest, self._tickets.n_settled, trouble)
@@ -243,22 +243,22 @@ class LedgerService:
         )
 
     def _notify_waiting(self) -> None:
-        self._progress.spread()
+        self._progress.notify_all()
         if (
             self._stopped
             or (self._evaluation is not None and self._evaluation.pending)
             or self._tickets.capacity() > 0
             or self._is_sealing_urgent()
         ):
-            self._work.spread()
+            self._work.notify_all()
 
-    def _manifest_of(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
+    def _form_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._paths, step)
         request_checks.require_next_step(step, tickets.formed_steps, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
-        for drop in self._ages.too_old(tickets, generation, forks):
+        for drop in self._ages.find_too_old(tickets, generation, forks):
             self._check_newest_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.drop_settled(drop)

@@ -28,7 +28,7 @@ class TaskSource:
 
 
 @lru_cache(maxsize=64)
-def _order_of_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int, ...]:
+def _shuffle_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int, ...]:
     """The tasks of one pass, shuffled. Cached: re-issued tickets may still need the last pass."""
     order = list(range(n_tasks))
     random.Random(f"{seed}/{pass_number}").shuffle(order)
@@ -42,7 +42,7 @@ def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
     own seeded order.
     """
     pass_number, position = divmod(ticket_id, n_tasks)
-    return _order_of_pass(pass_number, n_tasks, seed)[position]
+    return _shuffle_pass(pass_number, n_tasks, seed)[position]
 
 
 @lru_cache(maxsize=8)
@@ -61,7 +61,7 @@ def compute_block_counts(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _order_of_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
+def _shuffle_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """Which source each ticket of a block takes its task from, shuffled."""
     order = [source for source, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/sources/{block}").shuffle(order)
@@ -76,7 +76,7 @@ def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -
     """
     shares = compute_block_counts(sources)
     block, place = divmod(ticket_id, sum(shares))
-    order = _order_of_block(block, shares, seed)
+    order = _shuffle_block(block, shares, seed)
     source = order[place]
     number = block * shares[source] + order[:place].count(source)
     first_task = sum(one.n_tasks for one in sources[:source])

@@ -38,7 +38,7 @@ written to disk; a restarted ledger must still never issue the same (ticket, att
 
 TerminalState = Literal["settled", "batched", "trained", "dropped", "filtered"]
 """Nothing more is expected of the cells."""
-OVER = get_args(TerminalState)
+TERMINAL_STATES = get_args(TerminalState)
 TicketState = Literal["unissued", "waiting", "leased", "finished"] | TerminalState
 
 
@@ -93,7 +93,7 @@ class TicketTable:
                 tickets.drop_stats.note(drop)
             else:
                 tickets.drop(drop)
-        tickets.drop_stats.begin_anew()
+        tickets.drop_stats.reset_streaks()
         for ticket in settled:
             tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.settle(ticket)
@@ -149,7 +149,11 @@ class TicketTable:
     def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
         is_too_old = self.drop_stats.is_too_old
-        return [ref for ref in refs if self.state_of(ref.ticket_id) in OVER or is_too_old(ref)]
+        return [
+            ref
+            for ref in refs
+            if self.state_of(ref.ticket_id) in TERMINAL_STATES or is_too_old(ref)
+        ]
 
     def capacity(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
@@ -177,7 +181,7 @@ class TicketTable:
         A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
         and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
-        held, finished = map(self.drop_stats.not_too_old, (held, finished))
+        held, finished = map(self.drop_stats.filter_not_too_old, (held, finished))
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 self._take_back(cell, ref, self._leased, now_s)
@@ -254,7 +258,7 @@ class TicketTable:
 
     # What the trainer does -------------------------------------------------------------------
 
-    def settled_first(self, count: int) -> list[SettledTicket]:
+    def list_first_settled(self, count: int) -> list[SettledTicket]:
         """The tickets in no batch yet that settled first, in that order."""
         return list(islice(self._settled.values(), count))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.rundir.jsonl import read_lines
 
-EVAL_REWARD = "eval/reward"
+EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.metrics.step_metrics import EVAL_REWARD, read_metrics
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.wire.replicas import UpdatePause
 from areal_hpc.wire.weight_version import WeightVersion
@@ -53,7 +53,9 @@ class MetricsWriter:
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
         self._path = path
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= resume_step}
-        self.judged_step = max((step for step in kept if EVAL_REWARD in kept[step]), default=-1)
+        self.judged_step = max(
+            (step for step in kept if EVAL_REWARD_METRIC in kept[step]), default=-1
+        )
         """The newest step with an evaluation's reward; -1 when there is none."""
         self.reopened: FlatRow = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""

@@ -39,7 +39,7 @@ class ProxyMetrics:
     def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
 
-    def watch(self, store: SessionStore) -> None:
+    def register_gauges(self, store: SessionStore) -> None:
         """Add gauges of what a book holds; they are read when somebody asks for them."""
 
         def gauge(name: str, text: str, count: Callable[[], int]) -> None:

@@ -44,7 +44,7 @@ class StandaloneProxyConfig(BaseConfig):
 
     @field_validator("upstreams")
     @classmethod
-    def _are_urls(cls, upstreams: list[str]) -> list[str]:
+    def _check_urls(cls, upstreams: list[str]) -> list[str]:
         for url in upstreams:
             parts = urlsplit(url)
             if "@" in parts.netloc:

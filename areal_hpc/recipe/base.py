@@ -26,7 +26,7 @@ def explain_validation_error(
     """
     key = prefix + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _known_keys(root, item["loc"][:-1])
+        known = _list_known_keys(root, item["loc"][:-1])
         name = str(item["loc"][-1])
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
@@ -36,7 +36,7 @@ def explain_validation_error(
     return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for this key")
 
 
-def _known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:
+def _list_known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:
     """The fields of the configuration class at a place of the tree."""
     model = root
     for part in location:

@@ -27,19 +27,19 @@ def render_key_table() -> str:
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
-    return "\n".join([*lines, *_key_rows(Recipe, "")]) + "\n"
+    return "\n".join([*lines, *_iterate_key_rows(Recipe, "")]) + "\n"
 
 
-def _key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
+def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         section = get_section_class(field.annotation)
         if section is not None:
             yield f"| **`{key}`** | | | {field.description} |"
-            yield from _key_rows(section, f"{key}.")
+            yield from _iterate_key_rows(section, f"{key}.")
             continue
         kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
-        yield f"| `{key}` | {kind} | {_default_of(field)} | {field.description} |"
+        yield f"| `{key}` | {kind} | {_format_default(field)} | {field.description} |"
 
 
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
@@ -77,7 +77,7 @@ def _format_bounds(bounds: Iterable[Any]) -> Iterator[str]:
             yield f"like `{one.pattern}`"
 
 
-def _default_of(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     """The default as a recipe would state it."""
     if field.is_required():
         return "required"

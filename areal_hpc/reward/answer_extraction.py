@@ -3,8 +3,8 @@
 import re
 
 _TAG, _TAG_END = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
-_FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
-_FENCE_END = re.compile("```")
+_FENCE_PATTERN = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
+_FENCE_END_PATTERN = re.compile("```")
 
 
 def extract_boxed(text: str) -> str | None:
@@ -23,16 +23,18 @@ def extract_boxed(text: str) -> str | None:
 
 def extract_tagged(text: str) -> str | None:
     """What the last `<answer>...</answer>` holds; None without one."""
-    found = _last_between(_TAG, _TAG_END, text)
+    found = _extract_last_between(_TAG, _TAG_END, text)
     return None if found is None else found.strip()
 
 
 def extract_code(text: str) -> str | None:
     """The last fenced block of Python; None without one."""
-    return _last_between(_FENCE, _FENCE_END, text)
+    return _extract_last_between(_FENCE_PATTERN, _FENCE_END_PATTERN, text)
 
 
-def _last_between(opening: re.Pattern[str], closing: re.Pattern[str], text: str) -> str | None:
+def _extract_last_between(
+    opening: re.Pattern[str], closing: re.Pattern[str], text: str
+) -> str | None:
     """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
 
     Two searches, because one expression for the pair looks for its end anew from every opening.

@@ -10,7 +10,7 @@ from areal_hpc.errors import InvalidExpressionError
 from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
 
 MAX_EXPRESSION_CHARS = 300
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+_OPERATOR_BY_NODE_TYPE: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -36,13 +36,13 @@ def countdown_reward(
     if text is None:
         return 0.0
     try:
-        worth, used = evaluate(text.partition("=")[0])
+        worth, used = evaluate_expression(text.partition("=")[0])
     except (InvalidExpressionError, ZeroDivisionError):
         return 0.0
     return float(worth == target and sorted(used) == sorted(numbers))
 
 
-def evaluate(text: str) -> tuple[Fraction, list[int]]:
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """What an expression is worth, and the numbers in it.
 
     Raises:
@@ -64,7 +64,7 @@ def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATOR_BY_NODE_TYPE:
         left, right = _evaluate_node(node.left, used), _evaluate_node(node.right, used)
-        return _OPERATORS[type(node.op)](left, right)
+        return _OPERATOR_BY_NODE_TYPE[type(node.op)](left, right)
     raise InvalidExpressionError(ast.dump(node)[:80])

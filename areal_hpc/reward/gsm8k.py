@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_boxed
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def gsm8k_reward_fn(
@@ -17,16 +17,16 @@ def gsm8k_reward_fn(
     It is the last number of the last `\boxed{...}`, else of what follows the last `####`, else of
     the whole reply. `answer` is the right number, or GSM8K's solution, which ends in `#### 1,234`.
     """
-    right = _last_number(answer.rpartition("####")[2])
+    right = _extract_last_number(answer.rpartition("####")[2])
     if right is None:
         raise ValueError(f"the reference answer contains no number: {answer!r:.200}")
     in_box = extract_boxed(completions)
-    given = _last_number(completions.rpartition("####")[2] if in_box is None else in_box)
+    given = _extract_last_number(completions.rpartition("####")[2] if in_box is None else in_box)
     return float(given == right)
 
 
-def _last_number(text: str) -> Fraction | None:
-    found = _NUMBER.findall(text)
+def _extract_last_number(text: str) -> Fraction | None:
+    found = _NUMBER_PATTERN.findall(text)
     try:
         return Fraction(found[-1].replace(",", "")) if found else None
     except (ZeroDivisionError, ValueError):  # 1/0; 1.5/2, or more digits than Python reads

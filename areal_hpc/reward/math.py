@@ -19,10 +19,10 @@ MATH_TIMEOUT_S = 5.0
 """Time for one comparison; an ordinary one takes a hundredth of a second."""
 MATH_MEMORY_BYTES = 1024**3
 """Memory that the process of comparisons may take beside its packages."""
-DEEPEST_NESTING = 100
+MAX_NESTING = 100
 """Of brackets within a box. The parser of math-verify gives up not far above this."""
 
-_COMPARISONS = VerifierPool(
+_VERIFIER_POOL = VerifierPool(
     Path(math_process.__file__),
     str(MATH_TIMEOUT_S + 1.0),
     str(MATH_MEMORY_BYTES),
@@ -48,10 +48,10 @@ def math_reward(
     """
     said = completions[-MAX_ANSWER_CHARS:]
     in_box = extract_boxed(said)
-    if in_box is not None and _count_nesting(in_box) > DEEPEST_NESTING:
+    if in_box is not None and _count_nesting(in_box) > MAX_NESTING:
         return 0.0
     try:
-        verdict = _COMPARISONS.ask(json.dumps([answer, said]).encode() + b"\n")
+        verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode() + b"\n")
     except (TimeoutError, VerifierLostError) as error:
         how = "ended its process" if isinstance(error, VerifierLostError) else "took too long"
         log.warning(
@@ -63,7 +63,7 @@ def math_reward(
             in_box or said[-80:],
         )
         return 0.0
-    if verdict == math_process.NO_MATHEMATICS:
+    if verdict == math_process.UNPARSABLE:
         raise RecipeError(
             f"the reference answer cannot be parsed as mathematics: {answer!r:.200}",
             key="answer",

@@ -19,9 +19,9 @@ from typing import Any
 READY = b"."
 EQUAL = b"1"
 DIFFERENT = b"0"
-NO_MATHEMATICS = b"?"
+UNPARSABLE = b"?"
 """The right answer cannot be parsed."""
-HUGE_LOG2 = 2.0**20
+MAX_LOG2 = 2.0**20
 """Whole numbers of this many bits are computed in an instant; twenty times as many take long."""
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own limits are off
-    verdict("1", "1")  # imports, and compiles its expressions
+    judge_reply("1", "1")  # imports, and compiles its expressions
     limit_memory(memory_bytes)
     with (
         contextlib.suppress(ConnectionError),  # the parent is gone
@@ -46,7 +46,7 @@ def main() -> None:
         for line in questions:
             answer, said = json.loads(line)
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
-            found = verdict(answer, said)
+            found = judge_reply(answer, said)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             channel.sendall(found)
 
@@ -63,7 +63,7 @@ def limit_memory(more_bytes: int) -> None:
         resource.setrlimit(which, (most, most))
 
 
-def verdict(answer: str, said: str) -> bytes:
+def judge_reply(answer: str, said: str) -> bytes:
     """Whether what was said ends in the right answer."""
     from math_verify import verify
 
@@ -72,7 +72,7 @@ def verdict(answer: str, said: str) -> bytes:
         return DIFFERENT
     right = _parse_right_answer(answer)
     if not right:
-        return NO_MATHEMATICS
+        return UNPARSABLE
     if _is_out_of_reach(given[0], right[0]) or _is_out_of_reach(right[0], given[0]):
         return DIFFERENT
     return EQUAL if verify(right, given, timeout_seconds=None) else DIFFERENT
@@ -97,21 +97,23 @@ def _is_out_of_reach(huge: Any, number: Any) -> bool:
     from sympy import Number
 
     return (
-        isinstance(number, Number) and log2_of(huge) > HUGE_LOG2 and not log2_of(number) > HUGE_LOG2
+        isinstance(number, Number)
+        and bound_log2(huge) > MAX_LOG2
+        and not bound_log2(number) > MAX_LOG2
     )
 
 
-def log2_of(value: Any) -> float:
+def bound_log2(value: Any) -> float:
     """At most the binary logarithm of an uncomputed positive integer; NaN for anything else."""
     from sympy import Integer, Pow, factorial
 
     if isinstance(value, Integer):
         return math.log2(int(value)) if value > 0 else math.nan
     if isinstance(value, Pow):
-        base, exponent = (log2_of(part) for part in value.args)
+        base, exponent = (bound_log2(part) for part in value.args)
         return base * _power_of_2(exponent)
     if isinstance(value, factorial):
-        number = _power_of_2(log2_of(value.args[0]))
+        number = _power_of_2(bound_log2(value.args[0]))
         return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
     return math.nan
 

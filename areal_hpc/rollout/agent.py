@@ -15,7 +15,9 @@ from areal_hpc.errors import RecipeError
 EXTRA_KWARGS = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""
 
-_SHAPE = "a class with `async def run(self, data, **extra_kwargs) -> float | dict[str, float]`"
+_AGENT_SHAPE_HINT = (
+    "a class with `async def run(self, data, **extra_kwargs) -> float | dict[str, float]`"
+)
 
 
 class Agent(Protocol):
@@ -120,10 +122,12 @@ def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -
     run = getattr(agent, "run", None)
     if run is None and not is_class:
         kind = type(agent).__name__
-        raise _agent_error(f"{dotted_path!r} is a {kind}, expected a class", f"make it {_SHAPE}")
+        raise _agent_error(
+            f"{dotted_path!r} is a {kind}, expected a class", f"make it {_AGENT_SHAPE_HINT}"
+        )
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
-        raise _agent_error(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
+        raise _agent_error(f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}")
     given: list[Any] = [None, {}] if is_class else [{}]
     try:
         inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
@@ -131,7 +135,7 @@ def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -
         raise _agent_error(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
             f"keywords {', '.join(extra_kwargs)} ({error})",
-            f"make it {_SHAPE}, or set rollout.agent.mode=subproc",
+            f"make it {_AGENT_SHAPE_HINT}, or set rollout.agent.mode=subproc",
         ) from error
 
 

@@ -22,7 +22,7 @@ from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import LEDGER, ensure_admin_key, format_proxy_name
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_admin_key, format_proxy_name
 from areal_hpc.wire.ledger import TaskSplit
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
             await agent.check()
     key = ensure_admin_key(paths.admin_key)
     services = Services(
-        ledger=ServiceClient(paths.rendezvous_dir, LEDGER, key),
+        ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
         proxy=ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
     )
     http_client = make_http_client(job.rollout.episode_timeout_s)
@@ -90,13 +90,15 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start() else float("inf")
-        await _run_unless_stopped(loop, stop, idle_timeout_s)
+        await _run_until_stopped_or_idle(loop, stop, idle_timeout_s)
     finally:
         await http_client.aclose()
         await services.close()
 
 
-async def _run_unless_stopped(loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float) -> None:
+async def _run_until_stopped_or_idle(
+    loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float
+) -> None:
     running = asyncio.create_task(loop.run())
     is_idle = False
     while not (running.done() or stop.requested or is_idle):

@@ -64,7 +64,7 @@ class LeaseLoop:
                     if self._tickets.accept(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
-                if reply.seal_now and not self._sealing:
+                if reply.seal_now and not self._is_sealing:
                     self._seal = group.create_task(self._seal_now())
                 await self._wait_for_news(reply.pause_s if self._is_busy else MIN_PAUSE_S)
             for task in (*under_way, *([self._seal] if self._seal else [])):
@@ -75,12 +75,12 @@ class LeaseLoop:
         return self._tickets.is_at_rest and self._ledger.silent_s >= for_s
 
     @property
-    def _sealing(self) -> bool:
+    def _is_sealing(self) -> bool:
         return self._seal is not None and not self._seal.done()
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._tickets.held) or self._sealing
+        return bool(self._tickets.held) or self._is_sealing
 
     async def _request_lease(self) -> LeaseReply:
         self._tickets.changed.clear()

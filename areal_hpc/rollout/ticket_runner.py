@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, encodable
+from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import (
@@ -124,7 +124,7 @@ class TicketRunner:
             return not rejection_reason
 
     async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
-        reason = encodable(str(error))
+        reason = escape_surrogates(str(error))
         self._record_failure("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report_evaluation("/drop", DropRequest(self._cell, grant.ref, reason))

@@ -11,7 +11,7 @@ from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
-MARKER = "COMPLETE"
+MARKER_FILE = "COMPLETE"
 STATE_FILE = "trainer.json"
 
 
@@ -61,20 +61,20 @@ class Checkpoint:
         Raises:
             FileNotFoundError: A trainer at work has removed it.
         """
-        return (self.path / MARKER).stat().st_mtime
+        return (self.path / MARKER_FILE).stat().st_mtime
 
 
 def is_complete(path: Path) -> bool:
     """True if this is the directory of a checkpoint whose every byte is on disk."""
-    return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER).exists()
+    return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER_FILE).exists()
 
 
-def unfinished_path(directory: Path, step: int, generation: int) -> Path:
+def get_unfinished_path(directory: Path, step: int, generation: int) -> Path:
     """Where the trainer of `generation` puts the parts of a checkpoint together."""
     return directory / f".{format_step_dir(step)}.generation_{generation}"
 
 
-def list_hidden(directory: Path) -> list[tuple[Path, int | None]]:
+def list_leftovers(directory: Path) -> list[tuple[Path, int | None]]:
     """What interrupted trainers left behind, with the generation that may still write it."""
     found = [
         (path, re.search(r"\.generation_(\d+)$", path.name)) for path in directory.glob(".step_*")

@@ -17,7 +17,7 @@ def claim_next_number(directory: Path) -> int:
     while True:
         try:
             descriptor = os.open(
-                number_path(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
+                get_number_path(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
             )
         except FileExistsError:
             number += 1
@@ -35,7 +35,7 @@ def read_newest_number(directory: Path) -> int:
     )
 
 
-def number_path(directory: Path, number: int, suffix: str = "") -> Path:
+def get_number_path(directory: Path, number: int, suffix: str = "") -> Path:
     """The file of one start, or one beside it: `0003`, `0003.stop`."""
     return directory / f"{number:04d}{suffix}"
 

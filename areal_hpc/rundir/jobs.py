@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
-from areal_hpc.rundir.paths import HELD, JobPaths
+from areal_hpc.rundir.paths import HELD_FILE, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -184,4 +184,4 @@ def latest_by_name(submissions: list[Submission]) -> dict[str, Submission]:
 
 def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
-    return [JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD).glob("*"))]
+    return [JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD_FILE).glob("*"))]

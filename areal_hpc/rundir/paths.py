@@ -9,9 +9,9 @@ from pathlib import Path
 
 ROLES = ("serve", "train", "agents")
 """The three environments a process can run in."""
-RECIPE = "recipe.yaml"
-ADMIN_KEY = "rendezvous/admin.key"
-HELD = "held"
+RECIPE_FILE = "recipe.yaml"
+ADMIN_KEY_FILE = "rendezvous/admin.key"
+HELD_FILE = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
 
@@ -33,7 +33,7 @@ class _Folder:
 class RunPaths(_Folder):
     """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
 
-    recipe = _Name(RECIPE)
+    recipe = _Name(RECIPE_FILE)
     """The resolved recipe, written before the first job starts. Resume reads this one."""
     provenance = _Name("provenance.json")
     """Versions, git commit and command line of every launch."""
@@ -61,7 +61,7 @@ class RunPaths(_Folder):
     """One empty file per start of the trainer, created exclusively."""
     rendezvous_dir = _Name("rendezvous")
     """One file per live role, mode 0600."""
-    admin_key = _Name(ADMIN_KEY)
+    admin_key = _Name(ADMIN_KEY_FILE)
     """The run's secret for control routes, mode 0600. Agents never see it."""
     shards_dir = _Name("shards")
     """Sealed trajectories."""
@@ -163,7 +163,7 @@ class JobPaths(_Folder):
     @property
     def hold_note(self) -> Path:
         """Exists while the job has given its nodes back; holds its id."""
-        return self.root.parent / HELD / self.root.name
+        return self.root.parent / HELD_FILE / self.root.name
 
     def process_config(self, process: str) -> Path:
         """The configuration of one process of the job."""
@@ -179,7 +179,7 @@ class JobPaths(_Folder):
         return dict(sorted(found.items()))
 
 
-def get_process_error(config: Path) -> Path:
+def get_process_error_path(config: Path) -> Path:
     """Where a process leaves the error that it ends with: beside its configuration."""
     return config.with_suffix(".error")
 
@@ -187,7 +187,7 @@ def get_process_error(config: Path) -> Path:
 def find_runs(place: Path) -> list[RunPaths]:
     """The runs of a file root, of an experiment's directory, or the one at `place`."""
     for levels in ("", "*/", "*/*/"):
-        if found := sorted(place.glob(f"{levels}{RECIPE}")):
+        if found := sorted(place.glob(f"{levels}{RECIPE_FILE}")):
             return [RunPaths(path.parent.resolve()) for path in found]
     return []
 

@@ -12,9 +12,9 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic_private
 
-LEDGER = "ledger"
+LEDGER_SERVICE = "ledger"
 """The service that every driver, proxy and trainer asks."""
-RANK_STORE = "trainer-store"
+RANK_STORE_SERVICE = "trainer-store"
 """The store through which the ranks of a trainer find one another."""
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""

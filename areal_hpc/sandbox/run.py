@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 
-STARTUP_S = 5.0
+STARTUP_ALLOWANCE_S = 5.0
 """Time on top of the program's own for a loaded machine to start two interpreters."""
 
 
@@ -26,7 +26,7 @@ class ProgramLimits:
     """Resource limits of a program."""
 
     time_s: float = 5.0
-    """Of a processor; a program that sleeps is stopped `STARTUP_S` later."""
+    """Of a processor; a program that sleeps is stopped `STARTUP_ALLOWANCE_S` later."""
     memory_bytes: int = 512 * 1024 * 1024
     """Address space of each of its processes."""
     output_bytes: int = 1024 * 1024
@@ -93,7 +93,7 @@ def _run_child(folder: Path, own: Path, program: Path, limits: ProgramLimits) ->
         finally:
             os.close(writing)
         with process, os.fdopen(reading, "rb") as report:
-            timed_out = _wait_and_kill(process, limits.time_s + STARTUP_S)
+            timed_out = _wait_and_kill(process, limits.time_s + STARTUP_ALLOWANCE_S)
             answer = report.read(1)
     if not answer and not timed_out:
         raise ClusterError(

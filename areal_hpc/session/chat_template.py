@@ -23,8 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
 
-QUICK_CHARS = 8192
-QUICK_WORD_CHARS = 32768
+MAX_QUICK_CHARS = 8192
+MAX_QUICK_WORD_CHARS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
@@ -177,7 +177,7 @@ class TokenEncoder:
     def takes_long(self, text: str) -> bool:
         """Whether encoding it would keep others waiting for more than about 2 ms."""
         by_words = self._words is not None and text.isascii()
-        return len(text) > (QUICK_WORD_CHARS if by_words else QUICK_CHARS)
+        return len(text) > (MAX_QUICK_WORD_CHARS if by_words else MAX_QUICK_CHARS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`."""

@@ -23,7 +23,9 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
     """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
-    parent, known = _find_longest_match(tree, prompt, lambda one: _texts_of(one, lead, encoder))
+    parent, known = _find_longest_match(
+        tree, prompt, lambda one: _list_possible_texts(one, lead, encoder)
+    )
     return _build_turn(parent, prompt[known:])
 
 
@@ -42,7 +44,7 @@ def _build_turn(parent: Interaction | None, tail: str) -> TreeTurn:
     return TreeTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
 
 
-def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:
+def _list_possible_texts(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:
     """How the interaction's own tokens may be written: with or without what leads all texts."""
     ids = unpack_ids(one.new_ids + one.output_ids).tolist()
     texts = [encoder.decode(ids)]

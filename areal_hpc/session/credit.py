@@ -58,7 +58,7 @@ def assign_credit(
         order = sorted(kept, key=lambda one: one.asked_at)
         followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
     else:
-        order, followers = _by_tree(kept)
+        order, followers = _order_by_tree(kept)
     earned: dict[str, InteractionReward] = {}
     for one in reversed(order):
         totals = [
@@ -80,7 +80,7 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _by_tree(
+def _order_by_tree(
     interactions: Sequence[Interaction],
 ) -> tuple[list[Interaction], dict[str, list[Interaction]]]:
     """Interactions in an order in which followers come later, and who follows whom."""
@@ -106,15 +106,15 @@ def _group_by_time(conversations: list[list[Interaction]]) -> list[list[list[Int
     """Conversations in order of time; those that overlap, even through others, share a phase."""
     phases: list[list[list[Interaction]]] = []
     busy_until = -math.inf
-    for conversation in sorted(conversations, key=_begins_at):
-        if not phases or _begins_at(conversation) >= busy_until:
+    for conversation in sorted(conversations, key=_get_begin_time):
+        if not phases or _get_begin_time(conversation) >= busy_until:
             phases.append([])
         phases[-1].append(conversation)
         busy_until = max(busy_until, *(one.answered_at for one in conversation))
     return phases
 
 
-def _begins_at(conversation: list[Interaction]) -> float:
+def _get_begin_time(conversation: list[Interaction]) -> float:
     return min(one.asked_at for one in conversation)
 
 

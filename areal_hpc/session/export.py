@@ -31,7 +31,7 @@ from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import Trajectory
 
 ExportStyle = Literal["concat", "individual"]
-DEFAULT_RULE = ExportSettings()
+DEFAULT_EXPORT_SETTINGS = ExportSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class RowPlan:
     reward: float
 
 
-def plan_rows(tree: InteractionTree, rule: ExportSettings = DEFAULT_RULE) -> list[RowPlan]:
+def plan_rows(
+    tree: InteractionTree, rule: ExportSettings = DEFAULT_EXPORT_SETTINGS
+) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
@@ -147,7 +149,7 @@ def export_rows(
     tree: InteractionTree,
     key: EpisodeKey,
     meta: dict[str, Any] | None = None,
-    rule: ExportSettings = DEFAULT_RULE,
+    rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[Trajectory]:
     """The training rows of a session, with `meta` in each; ValueError if nothing has a reward."""
     if len(tree) and get_final_reward(tree) is None:

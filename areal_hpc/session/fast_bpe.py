@@ -20,18 +20,20 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-LEARNT_TOKENS = 1 << 15
+MAX_LEARNT_TOKENS = 1 << 15
 """Looked at in advance; takes about 0.1 s."""
 MAX_WORDS = 1 << 16
 """Remembered at once; about 20 MB."""
 MAX_WORD_CHARS = 64
 """Longer ones are rarely seen again."""
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What the pre-tokenizer `ByteLevel` uses by itself."""
-LETTERS = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
-NOT_IN_ASCII = frozenset({"Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "Nl", "No", "Han", "Hiragana"})
-NOTHING = r"[^\s\S]"
-TRIALS = 256
+ASCII_RANGES_BY_CLASS = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
+CLASSES_NOT_IN_ASCII = frozenset(
+    {"Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "Nl", "No", "Han", "Hiragana"}
+)
+NEVER_PATTERN = r"[^\s\S]"
+RANDOM_TRIALS_COUNT = 256
 TRIAL_ALPHABET = "aZtsSd09'-_/.,:;!?(){}[]<>|@#$%&*+=~`^\"\\ \n\r\t\x0b\x0c\x1c\x1f\x7f\x00"
 
 
@@ -69,13 +71,13 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         self._find_words = split.findall
         self._added = {text: (number,) for text, number in added.items()}
         longest_first = map(re.escape, sorted(added, key=len, reverse=True))
-        self._split_added = re.compile(f"({'|'.join(longest_first) or NOTHING})").split
+        self._split_added = re.compile(f"({'|'.join(longest_first) or NEVER_PATTERN})").split
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
         """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
         parts = msgspec.json.decode(tokenizer.to_str(), type=_Parts)
-        model, added, pattern = parts.model, parts.added_tokens, _split_of(parts)
+        model, added, pattern = parts.model, parts.added_tokens, _build_split_pattern(parts)
         odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
         if pattern is None or model.type != "BPE" or any(odd):
             return None
@@ -90,7 +92,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         return encoder
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        spelled = "".join(map(_BYTE_LETTERS.__getitem__, word.encode()))
+        spelled = "".join(map(_BYTE_ENCODER.__getitem__, word.encode()))
         ids = tuple(token.id for token in self._model.tokenize(spelled))
         if len(word) <= MAX_WORD_CHARS:
             if len(self) >= MAX_WORDS:
@@ -114,10 +116,10 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         A word that is met for the first time costs as much as twenty that are known.
         """
         by_rank = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=itemgetter(1))
-        for token, _ in by_rank[:LEARNT_TOKENS]:
-            if not _LETTER_BYTES.keys() >= set(token):
+        for token, _ in by_rank[:MAX_LEARNT_TOKENS]:
+            if not _BYTE_DECODER.keys() >= set(token):
                 continue
-            word = bytes(map(_LETTER_BYTES.__getitem__, token))
+            word = bytes(map(_BYTE_DECODER.__getitem__, token))
             if word.isascii() and self._find_words(text := word.decode()) == [text]:
                 self[text]
 
@@ -126,12 +128,12 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         rng = random.Random(0)
         trials = [chr(number) for number in range(128)] + ["".join(map(chr, range(128)))]
         pieces = [*TRIAL_ALPHABET, *self._added]
-        trials += ["".join(rng.choices(pieces, k=40)) for _ in range(TRIALS)]
+        trials += ["".join(rng.choices(pieces, k=40)) for _ in range(RANDOM_TRIALS_COUNT)]
         encoded = tokenizer.encode_batch_fast(trials, add_special_tokens=False)
         return all(self.encode(text) == one.ids for text, one in zip(trials, encoded, strict=True))
 
 
-def _split_of(parts: _Parts) -> re.Pattern[str] | None:
+def _build_split_pattern(parts: _Parts) -> re.Pattern[str] | None:
     """The regular expression that finds words, restricted to ASCII."""
     if parts.normalizer not in (None, {"type": "NFC"}):
         return None
@@ -141,25 +143,25 @@ def _split_of(parts: _Parts) -> re.Pattern[str] | None:
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None
     if last["use_regex"]:
-        return _in_ascii(GPT2_SPLIT) if not splits else None
+        return _restrict_to_ascii(GPT2_SPLIT_PATTERN) if not splits else None
     if len(splits) != 1 or splits[0]["type"] != "Split":
         return None
     (split,) = splits
     if split["behavior"] != "Isolated" or split["invert"] or "Regex" not in split["pattern"]:
         return None
-    return _in_ascii(split["pattern"]["Regex"])
+    return _restrict_to_ascii(split["pattern"]["Regex"])
 
 
-def _in_ascii(pattern: str) -> re.Pattern[str] | None:
+def _restrict_to_ascii(pattern: str) -> re.Pattern[str] | None:
     """The pattern with classes of Unicode as ranges of ASCII; None if that is not enough."""
     written, in_class = "", False
     for item in re.findall(r"\\[pP]\{[^}]*\}|\\.|.", pattern, re.DOTALL):
         if item[:3] == r"\p{":
             name = item[3:-1]
-            if name not in LETTERS and name not in NOT_IN_ASCII:
+            if name not in ASCII_RANGES_BY_CLASS and name not in CLASSES_NOT_IN_ASCII:
                 return None
-            letters = LETTERS.get(name, "")
-            written += letters if in_class else f"[{letters}]" if letters else NOTHING
+            letters = ASCII_RANGES_BY_CLASS.get(name, "")
+            written += letters if in_class else f"[{letters}]" if letters else NEVER_PATTERN
             continue
         if item[:2] == r"\P" or (item in "^$" and not in_class):
             return None
@@ -177,12 +179,12 @@ def _in_ascii(pattern: str) -> re.Pattern[str] | None:
     return compiled if not compiled.groups else None
 
 
-def _byte_letters() -> list[str]:
+def _build_byte_encoder() -> list[str]:
     """The printable letter by which a byte-level vocabulary writes each byte (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-_BYTE_LETTERS = _byte_letters()
-_LETTER_BYTES = {letter: byte for byte, letter in enumerate(_BYTE_LETTERS)}
+_BYTE_ENCODER = _build_byte_encoder()
+_BYTE_DECODER = {letter: byte for byte, letter in enumerate(_BYTE_ENCODER)}

@@ -12,7 +12,7 @@ from areal_hpc.session.chat_template import Message
 NormalizeMessage = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
 
-_WIDE_NUMBER = re.compile(r"\d{19}")
+_WIDE_NUMBER_PATTERN = re.compile(r"\d{19}")
 """Text that may hold an integer of more than 64 bits."""
 
 
@@ -44,7 +44,7 @@ def _normalize_call(call: Mapping[str, Any]) -> dict[str, Any]:
         # A malformed call stays the text it is, and so does one that no journal could hold.
         with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
             value = msgspec.json.decode(arguments)
-            if _WIDE_NUMBER.search(arguments):
+            if _WIDE_NUMBER_PATTERN.search(arguments):
                 msgspec.msgpack.encode(value)
             arguments = value
     normal = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -53,18 +53,18 @@ def _normalize_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return normal
 
 
-FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
+COMPARED_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
 """What two messages are compared by, in the order in which a difference is named."""
 
 
 def find_difference(ours: Message, theirs: Message) -> str | None:
-    """The first of `FIELDS` in which a message that came back is not the one we know.
+    """The first of `COMPARED_FIELDS` in which a message that came back is not the one we know.
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
     anew and no call is told from another by its id alone; nor does reasoning that is missing,
     because most SDKs drop it, nor white space around text beside tool calls.
     """
-    for field in FIELDS:
+    for field in COMPARED_FIELDS:
         if _normalize_for_comparison(ours, field) != _normalize_for_comparison(
             theirs, field
         ) and not (field == "reasoning_content" and field not in theirs):
@@ -81,7 +81,7 @@ def _normalize_for_comparison(message: Message, field: str) -> Any:
     return value
 
 
-VOLATILE_LINES = ("x-anthropic-billing-header:",)
+VOLATILE_LINE_PREFIXES = ("x-anthropic-billing-header:",)
 """How lines begin that a client writes anew into each request, and no model is meant to read."""
 
 
@@ -90,7 +90,7 @@ def strip_volatile_lines(text: str) -> str:
 
     Claude Code puts a line with a hash of the whole request in front of it.
     """
-    if not any(mark in text for mark in VOLATILE_LINES):
+    if not any(mark in text for mark in VOLATILE_LINE_PREFIXES):
         return text
     lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.lstrip().startswith(VOLATILE_LINES))
+    return "".join(line for line in lines if not line.lstrip().startswith(VOLATILE_LINE_PREFIXES))

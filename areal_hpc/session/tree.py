@@ -26,7 +26,7 @@ PromptReuse = Literal["reused", "retokenized", "none"]
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""
-ABORTED = "abort"
+ABORT_FINISH_REASON = "abort"
 """How an interaction ends that its client left while the model spoke."""
 
 
@@ -71,7 +71,7 @@ class Interaction(msgspec.Struct, kw_only=True):
     @property
     def completed(self) -> bool:
         """The client saw its end. One that the client left is kept, but counts for nothing."""
-        return self.finish_reason != ABORTED
+        return self.finish_reason != ABORT_FINISH_REASON
 
     @property
     def output_tokens(self) -> int:
@@ -132,7 +132,7 @@ class _MessageNode:
         return "role" if self.children else None
 
 
-class _Entry(msgspec.Struct):
+class _TreeEntry(msgspec.Struct):
     interaction: Interaction
     node: _MessageNode
     own_json: bytes | None = None
@@ -144,7 +144,7 @@ class InteractionTree:
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TreeEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -198,13 +198,13 @@ class InteractionTree:
         node = self._roots.get(_sort_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
-            is_known = _claims_replies(messages) and any(root.child(messages[0]) for root in others)
+            is_known = _has_replies(messages) and any(root.child(messages[0]) for root in others)
             return None, 0, "tools" if is_known else None
         for depth, message in enumerate(messages):
             child = node.child(message)
             if child is None:
                 rest = messages[depth:]
-                return found, known, node.departure(message) if _claims_replies(rest) else None
+                return found, known, node.departure(message) if _has_replies(rest) else None
             node = child
             if node.interaction is not None:
                 found, known = node.interaction, depth + 1
@@ -223,7 +223,7 @@ class InteractionTree:
                 node.children.append(child)
             node = child
         node.interaction = interaction
-        self._entries[interaction.interaction_id] = _Entry(interaction, node)
+        self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
     def cache_json(self, interaction_id: str, own_json: bytes) -> None:
         """Spare `sequence_json` the packed ids of an interaction (new prompt, reply)."""
@@ -256,7 +256,7 @@ class InteractionTree:
         return [one for one in self if one.completed and one.interaction_id not in parents]
 
 
-def _claims_replies(messages: Sequence[Message]) -> bool:
+def _has_replies(messages: Sequence[Message]) -> bool:
     return any(one["role"] == "assistant" for one in messages)
 
 

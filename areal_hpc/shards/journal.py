@@ -32,8 +32,8 @@ from areal_hpc.shards.disk_io import write_all
 from areal_hpc.wire.fault_points import fault_point
 
 _MAGIC = b"AHJ1"
-_HEADER = struct.Struct("<4sIII")
-_CHECKED = struct.Struct("<II")
+_HEADER_STRUCT = struct.Struct("<4sIII")
+_CHECKED_STRUCT = struct.Struct("<II")
 _MAX_PAYLOAD_BYTES = 1 << 30
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class JournalRecord:
     @property
     def size_bytes(self) -> int:
         """What it takes in the file."""
-        return _HEADER.size + len(self.payload)
+        return _HEADER_STRUCT.size + len(self.payload)
 
 
 def encode_header(kind: int, payload: bytes) -> bytes:
@@ -58,8 +58,8 @@ def encode_header(kind: int, payload: bytes) -> bytes:
             f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
             f"got kind {kind} and {len(payload)} bytes"
         )
-    crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, len(payload))))
-    return _HEADER.pack(_MAGIC, kind, len(payload), crc)
+    crc = zlib.crc32(payload, zlib.crc32(_CHECKED_STRUCT.pack(kind, len(payload))))
+    return _HEADER_STRUCT.pack(_MAGIC, kind, len(payload), crc)
 
 
 def read_journal(path: Path) -> Iterator[JournalRecord]:
@@ -70,20 +70,20 @@ def read_journal(path: Path) -> Iterator[JournalRecord]:
             return
         offset = 0
         with mmap.mmap(stream.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
-            while (record := _record_at(mapped, offset)) is not None:
+            while (record := _read_record_at(mapped, offset)) is not None:
                 yield record
                 offset += record.size_bytes
 
 
-def _record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
-    begin = offset + _HEADER.size
+def _read_record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
+    begin = offset + _HEADER_STRUCT.size
     if begin > len(data):
         return None
-    magic, kind, length, crc = _HEADER.unpack_from(data, offset)
+    magic, kind, length, crc = _HEADER_STRUCT.unpack_from(data, offset)
     if magic != _MAGIC or length > _MAX_PAYLOAD_BYTES or begin + length > len(data):
         return None
     payload = data[begin : begin + length]
-    if zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, length))) != crc:
+    if zlib.crc32(payload, zlib.crc32(_CHECKED_STRUCT.pack(kind, length))) != crc:
         return None
     return JournalRecord(kind, payload)
 
@@ -113,7 +113,7 @@ class JournalWriter:
             self._size_bytes = _cut_torn_tail(self._descriptor, path)
             fsync_path(path.parent)
         except OSError as error:
-            raise _disk_trouble(path, error) from error
+            raise _build_disk_error(path, error) from error
         self._thread = threading.Thread(target=self._sync_loop, name="journal-sync", daemon=True)
         self._thread.start()
 
@@ -130,13 +130,13 @@ class JournalWriter:
         header = encode_header(kind, payload)
         with self._appending:
             if self._sync_error is not None:
-                raise _disk_trouble(self.path, self._sync_error) from self._sync_error
+                raise _build_disk_error(self.path, self._sync_error) from self._sync_error
             fault_point("journal.before_append")
             try:
                 record_bytes = write_all(self._descriptor, (header, payload))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
-                raise _disk_trouble(self.path, error) from error
+                raise _build_disk_error(self.path, error) from error
             self._size_bytes += record_bytes
         if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
             self._dirty.set()
@@ -147,7 +147,7 @@ class JournalWriter:
             with self._syncing:
                 os.fdatasync(self._descriptor)
         except OSError as error:
-            raise _disk_trouble(self.path, error) from error
+            raise _build_disk_error(self.path, error) from error
 
     def rotate(self, is_needed: Callable[[JournalRecord], bool]) -> None:
         """Replace the journal by one that holds only the records still needed.
@@ -172,7 +172,7 @@ class JournalWriter:
                 self._size_bytes = size_bytes
             fsync_path(self.path.parent)
         except OSError as error:
-            raise _disk_trouble(self.path, error) from error
+            raise _build_disk_error(self.path, error) from error
         finally:
             if fresh >= 0:
                 os.close(fresh)
@@ -243,7 +243,7 @@ def _copy_range(source: int, offset: int, target: int) -> None:
         offset += len(block)
 
 
-def _disk_trouble(path: Path, error: OSError) -> ClusterError:
+def _build_disk_error(path: Path, error: OSError) -> ClusterError:
     return ClusterError(
         f"cannot write the journal: {error}",
         key=str(path),

@@ -18,7 +18,7 @@ from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import read_exact
-from areal_hpc.shards.schema import DATASETS, FORMAT, FORMAT_VERSION, Axis, DatasetSpec
+from areal_hpc.shards.schema import DATASETS, FORMAT_NAME, FORMAT_VERSION, Axis, DatasetSpec
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory
 
@@ -26,13 +26,13 @@ NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
 """First element and the one behind the last, of pieces of a column."""
 
-_HINT = "run areal-hpc shards verify"
+_VERIFY_HINT = "run areal-hpc shards verify"
 _TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DatasetPlace:
     """Location of a dataset in the file."""
 
     dtype: np.dtype[Any]
@@ -57,9 +57,11 @@ class ShardReader:
             self._places = _read_headers(path)
             size_bytes = path.stat().st_size
         except FileNotFoundError as error:
-            raise ShardError("there is no such shard", key=str(path), hint=_HINT) from error
+            raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ShardError(f"incomplete shard: {error}", key=str(path), hint=_HINT) from error
+            raise ShardError(
+                f"incomplete shard: {error}", key=str(path), hint=_VERIFY_HINT
+            ) from error
         end = max(place.end for place in self._places.values())
         if end > size_bytes:
             raise ShardError(
@@ -134,7 +136,9 @@ class ShardReader:
             with self.path.open("rb", buffering=0) as stream:
                 return [_read_spans(stream.fileno(), self._places[name], spans) for name in names]
         except OSError as error:
-            raise ShardError(f"cannot be read: {error}", key=str(self.path), hint=_HINT) from error
+            raise ShardError(
+                f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
+            ) from error
 
     def _check_lengths(self) -> None:
         sizes = {
@@ -175,7 +179,7 @@ def _locate_pieces(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
 
 
-def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> NumpyArray:
+def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> NumpyArray:
     spans = [(0, place.length)] if spans is None else spans
     array = np.empty(sum(end - begin for begin, end in spans), place.dtype)
     at = 0
@@ -186,7 +190,7 @@ def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> NumpyArr
     return array
 
 
-def _read_headers(path: Path) -> dict[str, _Place]:
+def _read_headers(path: Path) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
@@ -194,8 +198,8 @@ def _read_headers(path: Path) -> dict[str, _Place]:
     file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, fapl=access)
     try:
         found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
-        if found != FORMAT.encode():
-            raise ValueError(f"expected format {FORMAT!r}, got {found!r}")
+        if found != FORMAT_NAME.encode():
+            raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
         return {expected.name: _locate_dataset(file, expected) for expected in DATASETS}
@@ -213,7 +217,7 @@ def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
     return value.item()
 
 
-def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _Place:
+def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     """The place of a dataset, which must be as the schema says."""
     dataset = h5d.open(file, expected.name.encode())
     shape = dataset.shape
@@ -224,4 +228,4 @@ def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _Place:
             f"{len(shape)}-D {dataset.dtype.str}, contiguous: {contiguous}"
         )
     # HDF5 knows no place for an empty dataset.
-    return _Place(expected.dtype, dataset.get_offset() or 0, shape[0])
+    return _DatasetPlace(expected.dtype, dataset.get_offset() or 0, shape[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = "areal-hpc-shard"
+FORMAT_NAME = "areal-hpc-shard"
 FORMAT_VERSION = 1
 SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
@@ -55,18 +55,18 @@ DATASETS = (
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
 
-_NAME = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
+_SHARD_NAME_PATTERN = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 
 
 def format_shard_name(writer: str, sequence: int) -> str:
     """The file name of a writer's n-th shard: `cell-0-000012.h5`; ValueError for an odd writer."""
     name = f"{writer}-{sequence:06d}{SHARD_SUFFIX}"
-    if not _NAME.fullmatch(name):
+    if not _SHARD_NAME_PATTERN.fullmatch(name):
         raise ValueError(f"a writer is named by letters, digits, '_', '.' and '-', got {writer!r}")
     return name
 
 
 def parse_shard_name(name: str) -> tuple[str, int] | None:
     """Writer and sequence of a shard or of a shard under construction; None for other files."""
-    match = _NAME.fullmatch(name)
+    match = _SHARD_NAME_PATTERN.fullmatch(name)
     return (match[1], int(match[2])) if match else None

@@ -20,7 +20,7 @@ from areal_hpc.shards.writer import format_digest
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
-_READERS = 4
+_MAX_PARALLEL_READS = 4
 """Shards checked at a time: shared storage gives one reader a part of its speed alone."""
 
 ProgressCallback = Callable[[int, int], None]
@@ -43,12 +43,12 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
     burst of up to 32 bits with certainty, and any other damage but for one in 4 billion.
     """
     # Files first: a shard sealed in between is then in the index, and no false orphan.
-    files = _shard_files(paths.shards_dir)
+    files = _list_shard_files(paths.shards_dir)
     shards = read_index(paths.index_dir)
     report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
     shard_paths = [paths.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
-    with ThreadPoolExecutor(_READERS) as pool:
+    with ThreadPoolExecutor(_MAX_PARALLEL_READS) as pool:
         # Reading and CRC release the interpreter lock.
         checked = pool.map(check_shard, shard_paths, shards)
         for path, shard, complaints in zip(shard_paths, shards, checked, strict=True):
@@ -128,25 +128,25 @@ def _describe_row(path: Path, size_bytes: int, digest: str) -> SealedShard:
     )
 
 
-def repair(paths: RunPaths, writer: str | None = None) -> None:
+def repair_index(paths: RunPaths, writer: str | None = None) -> None:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next
     incarnation, for all of them when the run has stopped. Repairing again changes nothing.
     """
     known = {shard.file for shard in read_index(paths.index_dir, writer)}
-    for path in _shard_files(paths.shards_dir, writer):
+    for path in _list_shard_files(paths.shards_dir, writer):
         if path.name in known:
             continue
         try:
             append_to_index(paths.index_dir, describe_shard(path))
         except ShardError as error:
             log.warning("left without an index line: %s", error)
-    for path in _shard_files(paths.shards_dir, writer, PARTIAL_SUFFIX):
+    for path in _list_shard_files(paths.shards_dir, writer, PARTIAL_SUFFIX):
         path.unlink()
 
 
-def _shard_files(
+def _list_shard_files(
     shards_dir: Path, writer: str | None = None, suffix: str = SHARD_SUFFIX
 ) -> list[Path]:
     if not shards_dir.is_dir():

@@ -49,7 +49,7 @@ def seal_shard(
     for number, trajectory in enumerate(trajectories):
         if defect := find_defect(trajectory):
             raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
-    pieces = _split_file(trajectories)
+    pieces = _collect_column_pieces(trajectories)
     try:
         partial = _claim_file(shards_dir, index_dir, writer_name)
         try:
@@ -90,7 +90,7 @@ def format_digest(crc: int) -> str:
     return f"crc32:{crc:08x}"
 
 
-def _split_file(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
+def _collect_column_pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
     metas = [
         np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
     ]
@@ -158,7 +158,7 @@ def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     with h5py.File(
         path, "w", alignment_threshold=1, alignment_interval=schema.ALIGNMENT_BYTES, locking=False
     ) as file:
-        file.attrs["format"] = schema.FORMAT
+        file.attrs["format"] = schema.FORMAT_NAME
         file.attrs["version"] = schema.FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,7 +10,7 @@ from areal_hpc.errors import SlurmCommandError, SlurmNotFoundError, SlurmTimeout
 
 ANSWER_TIMEOUT_S = 15.0
 """Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
-_SILENCE = (
+_NO_ANSWER_MESSAGES = (
     "socket timed out",
     "unable to contact",
     "connection refused",
@@ -68,7 +68,7 @@ def run_slurm_command(
     if answer.returncode == 0:
         return answer.stdout
     said = answer.stderr.strip() or answer.stdout.strip() or "no output"
-    is_silent = any(silence in said.lower() for silence in _SILENCE)
+    is_silent = any(silence in said.lower() for silence in _NO_ANSWER_MESSAGES)
     kind = SlurmTimeoutError if is_silent else SlurmCommandError
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
 

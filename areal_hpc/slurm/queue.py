@@ -90,13 +90,13 @@ class QueueSnapshot:
 def parse_squeue(text: str) -> list[QueuedJob]:
     """The jobs in the output of squeue with the columns above."""
     return [
-        _from_squeue([cell.strip() for cell in line.split("|")])
+        _parse_squeue_row([cell.strip() for cell in line.split("|")])
         for line in text.splitlines()
         if line.count("|") >= len(SQUEUE_COLUMNS)
     ]
 
 
-def _from_squeue(cells: Sequence[str]) -> QueuedJob:
+def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
     job_id, state, reason, nodes, start, end, restarts, wait_status, *label = cells[:10]
     status = int(wait_status) if wait_status.isdigit() else 0
     return QueuedJob(
@@ -127,13 +127,13 @@ def parse_sacct(text: str) -> list[QueuedJob]:
         name, _, step = cells[0].partition(".")
         state = parse_state(cells[1])
         if not step:
-            jobs.append(_from_sacct(name, state, cells))
+            jobs.append(_parse_sacct_row(name, state, cells))
         elif jobs and state.is_failure and state.name not in jobs[-1].bad_steps:
             jobs[-1] = replace(jobs[-1], bad_steps=(*jobs[-1].bad_steps, state.name))
     return jobs
 
 
-def _from_sacct(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob:
+def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob:
     code, _, signal = cells[2].partition(":")
     return QueuedJob(
         job_id=job_id,

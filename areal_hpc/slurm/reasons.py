@@ -20,47 +20,49 @@ class PendingReason:
     """It will wait for ever unless somebody does something."""
 
 
-_PATIENCE = "wait; `areal-hpc status` shows the start time that Slurm expects"
-_ADMINISTRATOR = "ask the administrators of the cluster"
-_HELD = "scontrol release JOBID, or areal-hpc cancel RUN"
+_WAIT_HINT = "wait; `areal-hpc status` shows the start time that Slurm expects"
+_ADMINISTRATOR_HINT = "ask the administrators of the cluster"
+_RELEASE_HINT = "scontrol release JOBID, or areal-hpc cancel RUN"
 
-HELD_WHILE_IDLE = PendingReason("idle: it released its nodes and is held until the trainer is back")
+HELD_WHILE_IDLE_REASON = PendingReason(
+    "idle: it released its nodes and is held until the trainer is back"
+)
 """Of a job that holds itself until there is work. Slurm only knows that it is held."""
 
-_TRANSIENT = {
+_TRANSIENT_REASONS = {
     "None": ("Slurm has not looked at it yet", "wait a minute"),
-    "Priority": ("jobs of higher priority are ahead", _PATIENCE),
-    "Resources": ("waiting for free nodes", _PATIENCE),
-    "Dependency": ("a job that it depends on has not ended yet", _PATIENCE),
+    "Priority": ("jobs of higher priority are ahead", _WAIT_HINT),
+    "Resources": ("waiting for free nodes", _WAIT_HINT),
+    "Dependency": ("a job that it depends on has not ended yet", _WAIT_HINT),
     "BeginTime": (
         "its earliest start is still to come; after a requeue that is about two minutes",
-        _PATIENCE,
+        _WAIT_HINT,
     ),
-    "JobArrayTaskLimit": ("as many members of its array run as may at once", _PATIENCE),
-    "Licenses": ("its licenses are in use", _PATIENCE),
-    "Reservation": ("its reservation has not begun", _PATIENCE),
+    "JobArrayTaskLimit": ("as many members of its array run as may at once", _WAIT_HINT),
+    "Licenses": ("its licenses are in use", _WAIT_HINT),
+    "Reservation": ("its reservation has not begun", _WAIT_HINT),
     "ReqNodeNotAvail": (
         "nodes that it needs are down, drained or reserved (often for maintenance)",
         "sinfo -R and scontrol show reservation say why; a shorter time limit may fit before it",
     ),
     "NodeDown": ("a node that it needs is down", "sinfo -R says why"),
-    "PartitionDown": ("its partition takes no work now", _ADMINISTRATOR),
-    "PartitionInactive": ("its partition is inactive", _ADMINISTRATOR),
-    "Cleaning": ("its last run is still being cleaned up", _PATIENCE),
+    "PartitionDown": ("its partition takes no work now", _ADMINISTRATOR_HINT),
+    "PartitionInactive": ("its partition is inactive", _ADMINISTRATOR_HINT),
+    "Cleaning": ("its last run is still being cleaned up", _WAIT_HINT),
     "Prolog": ("the prolog runs on its nodes", "wait a minute"),
-    "SystemFailure": ("Slurm or a file system of its failed", _ADMINISTRATOR),
+    "SystemFailure": ("Slurm or a file system of its failed", _ADMINISTRATOR_HINT),
     "JobLaunchFailure": ("its start failed on a node", "sinfo -R may name the node; exclude it"),
-    "FrontEndDown": ("no front-end node is free", _ADMINISTRATOR),
+    "FrontEndDown": ("no front-end node is free", _ADMINISTRATOR_HINT),
     "TimeLimit": ("it used up its time limit", ""),
     "InactiveLimit": ("it was idle for longer than its partition allows", ""),
 }
-_STUCK = {
+_STUCK_REASONS = {
     "DependencyNeverSatisfied": (
         "a job that it depends on failed",
         "areal-hpc why RUN names the failure; fix it and submit again",
     ),
-    "JobHeldUser": ("its user holds it", _HELD),
-    "JobHeldAdmin": ("an administrator holds it", _ADMINISTRATOR),
+    "JobHeldUser": ("its user holds it", _RELEASE_HINT),
+    "JobHeldAdmin": ("an administrator holds it", _ADMINISTRATOR_HINT),
     "ReservationDeleted": ("its reservation was deleted", "submit again without it"),
     "PartitionNodeLimit": (
         "it asks for more nodes than its partition gives, or than are up",
@@ -84,12 +86,12 @@ _STUCK = {
         "its partition or account does not take its QOS",
         "sacctmgr show assoc user=$USER lists yours",
     ),
-    "JobHoldMaxRequeue": ("it was requeued so often that Slurm holds it", _HELD),
+    "JobHoldMaxRequeue": ("it was requeued so often that Slurm holds it", _RELEASE_HINT),
     "launch failed requeued held": (
         "its last start failed on a node, and Slurm holds it",
         "look at that node with sinfo -R, exclude it, then scontrol release JOBID",
     ),
-    "job requeued in held state": ("it was requeued and is held", _HELD),
+    "job requeued in held state": ("it was requeued and is held", _RELEASE_HINT),
 }
 """Reasons that last until somebody does something."""
 
@@ -99,18 +101,18 @@ def _normalize_spelling(text: str) -> str:
     return re.sub(r"[^a-z]", "", text.lower())
 
 
-_BY_SPELLING = {
+_REASON_BY_SPELLING = {
     _normalize_spelling(name): PendingReason(*reason, needs_action)
-    for table, needs_action in ((_TRANSIENT, False), (_STUCK, True))
+    for table, needs_action in ((_TRANSIENT_REASONS, False), (_STUCK_REASONS, True))
     for name, reason in table.items()
 }
 
-_FAMILIES = {
+_REASON_BY_PREFIX = {
     r"nodesrequiredforjobaredown": (
         "nodes that it needs are down, drained or reserved",
         "sinfo -R says why",
     ),
-    r"burstbuffer": ("the burst buffer is not ready", _PATIENCE),
+    r"burstbuffer": ("the burst buffer is not ready", _WAIT_HINT),
     r"(qos|assoc|association).*(grp|group)|^grp": (
         "your group uses all that its account or QOS may",
         "wait for its other jobs, or ask for less",
@@ -132,9 +134,11 @@ def explain_reason(text: str) -> PendingReason:
     name, _, rest = text.strip().strip("()").partition(",")
     spelled = _normalize_spelling(name)
     families = (
-        PendingReason(*reason) for form, reason in _FAMILIES.items() if re.search(form, spelled)
+        PendingReason(*reason)
+        for form, reason in _REASON_BY_PREFIX.items()
+        if re.search(form, spelled)
     )
-    found = _BY_SPELLING.get(spelled) or next(families, None)
+    found = _REASON_BY_SPELLING.get(spelled) or next(families, None)
     if found is None:
         return PendingReason(
             f"Slurm's reason is {text.strip() or 'not given'}", "man squeue explains it"

@@ -20,7 +20,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.slurm import scontrol
 
-_AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
+_AFTER_SUCCESS_PATTERN = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def update_dependents(number: JobIdChange) -> None:
                 dependency, old_id, number.job_id, waiting_id=waiting_id, others=others
             )
             if changed != dependency:
-                scontrol.update_waiting(waiting_id, "Dependency", changed)
+                scontrol.update_waiting_job(waiting_id, "Dependency", changed)
 
 
 def get_array_index(job_id: str) -> str:
@@ -105,4 +105,4 @@ def rewrite_dependency(
         awaited = [*others, new_id] if index == "*" else [new_id]
         return ",".join(f"afterok:{one}" for one in awaited)
 
-    return _AFTER_SUCCESS.sub(renamed, dependency)
+    return _AFTER_SUCCESS_PATTERN.sub(renamed, dependency)

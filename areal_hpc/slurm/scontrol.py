@@ -12,9 +12,9 @@ from typing import Literal
 
 from areal_hpc.slurm.commands import parse_time, run_slurm_command
 
-RUNNING = "RUNNING"
+RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
-_OWN_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
+_OWN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
 """Variables of a running job that would be taken for wishes of the job that it submits."""
 
 
@@ -57,12 +57,14 @@ def show_job(job_id: str) -> JobFacts:
     return read_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
 
 
-def control(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
+def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
     """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
     _call_slurm("scontrol", action, job_id)
 
 
-def update_waiting(job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str) -> None:
+def update_waiting_job(
+    job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
+) -> None:
     """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
     _call_slurm("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
@@ -93,6 +95,6 @@ def _call_slurm(*command: str) -> str:
     environ = {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not name.startswith(_OWN_VARIABLES)
+        if name == "SLURM_CONF" or not name.startswith(_OWN_PREFIXES)
     }
     return run_slurm_command(*command, environ=environ)

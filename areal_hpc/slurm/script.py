@@ -18,7 +18,7 @@ from areal_hpc.slurm.container import build_container_command
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
-_SAME_NAMES = (
+_SHARED_OPTION_NAMES = (
     *("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"),
     *("mail_user", "mail_type"),
 )
@@ -187,7 +187,7 @@ def _build_request(
         "srun_args": srun_args,
         "additional_parameters": _list_further_options(options, slurm, place),
     }
-    asked |= {name: getattr(options, name) for name in _SAME_NAMES}
+    asked |= {name: getattr(options, name) for name in _SHARED_OPTION_NAMES}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})

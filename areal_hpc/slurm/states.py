@@ -37,7 +37,7 @@ class JobState:
         return self.phase is JobPhase.OVER and self.name != "COMPLETED"
 
 
-_MEANINGS = {
+_MEANING_BY_PHASE = {
     JobPhase.WAITING: {
         "PENDING": "waits in the queue",
         "REQUEUED": "was put back into the queue",
@@ -72,9 +72,9 @@ _MEANINGS = {
         "REVOKED": "runs on another cluster of the federation",
     },
 }
-STATES = {
+STATE_BY_NAME = {
     name: JobState(name, phase, meaning)
-    for phase, meanings in _MEANINGS.items()
+    for phase, meanings in _MEANING_BY_PHASE.items()
     for name, meaning in meanings.items()
 }
 """Every state that Slurm documents, by its name."""
@@ -90,11 +90,11 @@ def parse_state(text: str) -> JobState:
     version of Slurm known to us uses keeps its name and is of no known phase.
     """
     word = re.split(r"[\s,]", text.strip(), maxsplit=1)[0].upper()
-    if word in STATES:
-        return STATES[word]
+    if word in STATE_BY_NAME:
+        return STATE_BY_NAME[word]
     if word.endswith("+"):
         stem = word.rstrip("+")
-        found = [state for name, state in STATES.items() if stem and name.startswith(stem)]
+        found = [state for name, state in STATE_BY_NAME.items() if stem and name.startswith(stem)]
         if len(found) == 1:
             return found[0]
     meaning = f"is in a state that is not known here: {text.strip() or 'none'}"

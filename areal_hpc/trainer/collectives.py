@@ -20,9 +20,9 @@ from areal_hpc.trainer.torch_private import get_default_store
 logger = logging.getLogger(__name__)
 LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """Gloo's message on the ranks that outlive one of them."""
-FAILURES = "failures"
+FAILURES_KEY = "failures"
 """Counts failed ranks in the store that the world was opened with."""
-REPORTED = "reported"
+REPORTED_KEY = "reported"
 """Set in that store once a failed rank knows that it is the first, and says why."""
 REPORT_TIMEOUT_S = 10.0
 VISIBLE_TIMEOUT_S = 60.0
@@ -119,7 +119,7 @@ def report_first_failure() -> Iterator[None]:
 def _await_report() -> None:
     """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
-        get_default_store().wait([REPORTED], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+        get_default_store().wait([REPORTED_KEY], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
 
 
 def _is_first_to_fail() -> bool:
@@ -127,11 +127,11 @@ def _is_first_to_fail() -> bool:
         return True
     store = get_default_store()
     try:
-        is_first = store.add(FAILURES, 1) == 1
+        is_first = store.add(FAILURES_KEY, 1) == 1
     except RuntimeError:  # rank 0 kept the store, and is gone
         return False
     # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
     # rank 0, it may take the store away in between.
     with contextlib.suppress(RuntimeError):
-        store.set(REPORTED, "")
+        store.set(REPORTED_KEY, "")
     return bool(is_first)

@@ -30,7 +30,7 @@ from areal_hpc.trainer.batch.training_rows import (
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
-from areal_hpc.trainer.model.policy import DTYPES, build_policy
+from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.objective.policy_loss import (
     LOSS_SUMS,
     compute_policy_loss,
@@ -51,7 +51,7 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-PROXIMAL = "proximal"
+PROXIMAL_CHANNEL = "proximal"
 STEP_SUMS = (*LOSS_SUMS, "tokens", "places", "compared")
 STEP_MAXIMA = ("weight", "mismatch")
 
@@ -74,7 +74,7 @@ class Learner:
         check_generation: Callable[[], None] = lambda: None,
     ) -> None:
         arch = read_architecture(model_path)
-        self.policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
+        self.policy = build_policy(arch, config.parallel, TORCH_DTYPE_BY_NAME[config.dtype], device)
         load_hf(self.policy, HfModelReader(model_path).read)
         self._config = config
         self._paths = paths
@@ -198,7 +198,7 @@ class Learner:
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
-        batch.channels_N[PROXIMAL] = logprobs_N
+        batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
         return logprobs_N.sum(), measure_logprob_drift(batch, logprobs_N)
 
     def _compute_loss(
@@ -217,7 +217,7 @@ class Learner:
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
-        if taken == 0 and PROXIMAL not in batch.channels_N:
+        if taken == 0 and PROXIMAL_CHANNEL not in batch.channels_N:
             stats.add(measure_logprob_drift(batch, held_N))
         return total, stats
 
@@ -232,7 +232,7 @@ class Learner:
                 behavior_N, age_N = batch.channels_N[BEHAVIOR], batch.channels_N[AGE]
                 return interpolate_logprobs(held_N, behavior_N, age_N, taken)
             case "recompute":
-                return batch.channels_N.get(PROXIMAL, held_N)
+                return batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
 
     def _advance_state(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
         self.state = msgspec.structs.replace(

@@ -46,7 +46,7 @@ def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
         ),
         [policy.replica],
     )
-    apply_settings(optimizer, config)
+    apply_optimizer_settings(optimizer, config)
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -58,7 +58,7 @@ def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
     return optimizer
 
 
-def apply_settings(optimizer: Any, config: AdamConfig) -> None:
+def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
     """Give AdamW the recipe's settings: a checkpoint brings those it was written with."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -75,7 +75,7 @@ def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
     changed. Weights, moments and step counts stay the same to the bit when the norm, which is the
-    same on every rank, is not finite or exactly 0 (`untrained.is_taken`). It is 0 when all
+    same on every rank, is not finite or exactly 0 (`untrained.is_step_taken`). It is 0 when all
     advantages are, or every token is clipped or masked: momentum and decay would move the weights
     all the same, by what earlier batches taught. A collective.
     """

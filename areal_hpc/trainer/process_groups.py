@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.gpus import visible_gpus
+from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import TaskPosition, get_advertised_host, get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
@@ -125,7 +125,7 @@ def _choose_device(wanted: str, local_rank: int) -> torch.device:
     if index >= visible:
         raise ClusterError(
             f"local rank {local_rank} of the trainer needs a GPU of its own, and {visible} are "
-            f"visible to it ({visible_gpus(os.environ).source})",
+            f"visible to it ({find_visible_gpus(os.environ).source})",
             key="cluster.slurm.srun_flags",
             hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
         )
@@ -146,7 +146,9 @@ def _join_store(
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        rendezvous.publish_endpoint(rendezvous_dir, rendezvous.RANK_STORE, f"tcp://{host}:{port}")
+        rendezvous.publish_endpoint(
+            rendezvous_dir, rendezvous.RANK_STORE_SERVICE, f"tcp://{host}:{port}"
+        )
         return store
     return _find_store(task, rendezvous_dir, is_cancelled)
 
@@ -165,7 +167,7 @@ def _find_store(
     give_up_at = time.monotonic() + JOIN_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
-        endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE)
+        endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE_SERVICE)
         if endpoint is None or endpoint.url in spent:
             time.sleep(0.1)
             continue
@@ -183,6 +185,7 @@ def _find_store(
             logger.debug("the rendezvous store at %s is gone (%s)", endpoint.url, error)
             time.sleep(0.1)
     raise ClusterError(
-        f"rank {task.rank} found no living {rendezvous.RANK_STORE} within {JOIN_TIMEOUT_S:.0f} s",
+        f"rank {task.rank} found no living {rendezvous.RANK_STORE_SERVICE} "
+        f"within {JOIN_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
     )

@@ -18,7 +18,7 @@ from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
-from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
+from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft_data import (
@@ -27,11 +27,11 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_taken
+from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_step_taken
 
 logger = logging.getLogger(__name__)
 
-KEPT_CHECKPOINTS = 2
+MAX_KEPT_CHECKPOINTS = 2
 SFT_GENERATION = 0
 """SFT samples nothing: its weights need no version, and its starts no generation."""
 
@@ -45,7 +45,7 @@ def run(config: dict[str, Any]) -> None:
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
-    policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
+    policy = build_policy(arch, job.parallel, TORCH_DTYPE_BY_NAME[job.dtype], device)
     trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = trainer.train(stop)
@@ -61,7 +61,7 @@ class SftTrainer:
     def __init__(self, job: SftJobConfig, paths: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self.checkpoints = CheckpointStore(paths.sft_dir, KEPT_CHECKPOINTS)
+        self.checkpoints = CheckpointStore(paths.sft_dir, MAX_KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
@@ -117,7 +117,7 @@ class SftTrainer:
         self.state = msgspec.structs.replace(
             self.state, step=step, untrained=[*self.state.untrained, *untrained]
         )
-        if not is_taken(norm):
+        if not is_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
         if step % sft.log_every_steps and step != sft.total_steps:
             return

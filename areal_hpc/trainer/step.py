@@ -14,7 +14,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, TrainingRow, build_pack, plan_packs
+from areal_hpc.trainer.batch.packing import (
+    TEMPERATURE_CHANNEL,
+    Pack,
+    TrainingRow,
+    build_pack,
+    plan_packs,
+)
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.policy import Policy
@@ -128,7 +134,7 @@ def run_forward_backward(
         logprobs_N = compute_token_logprobs(
             logits_1NV.flatten(0, 1),
             batch.labels_N,
-            batch.channels_N.get(TEMPERATURE),
+            batch.channels_N.get(TEMPERATURE_CHANNEL),
             policy.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
         )

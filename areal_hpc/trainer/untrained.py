@@ -55,7 +55,7 @@ def check_grad_norms(
     return [UntrainedRecord(step, reason)]
 
 
-def is_taken(norm: float) -> bool:
+def is_step_taken(norm: float) -> bool:
     """True if an optimizer step whose gradient has this norm changes anything."""
     return math.isfinite(norm) and norm > 0.0
 
@@ -68,6 +68,6 @@ def describe_norms(norms: Sequence[float]) -> dict[str, float]:
     norms = norms or [0.0]
     return {
         "grad_norm": max(norms) if all(map(math.isfinite, norms)) else math.nan,
-        "step/skipped": sum(not is_taken(norm) for norm in norms),
+        "step/skipped": sum(not is_step_taken(norm) for norm in norms),
         "step/nonfinite": sum(not math.isfinite(norm) for norm in norms),
     }

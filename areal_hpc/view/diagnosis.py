@@ -8,7 +8,7 @@ from datetime import datetime
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
 from areal_hpc.slurm.queue import QueuedJob
-from areal_hpc.slurm.reasons import HELD_WHILE_IDLE, explain_reason
+from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
 from areal_hpc.view.jobs import format_state, get_run_state
@@ -22,7 +22,7 @@ RECOVERED_WINDOW_S = 30.0
 MAX_FRAMES = 12
 """Lines of a traceback that are shown."""
 
-_CODES = {
+_MEANING_BY_EXIT_CODE = {
     RecipeError.exit_code: "the recipe must change",
     ClusterError.exit_code: "a node, file system or service failed; a retry may succeed",
     ShardError.exit_code: "recorded data is damaged",
@@ -101,7 +101,7 @@ def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) 
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
     )
     start = f"; Slurm expects it to start at {format_time(queued.start)}" if queued.start else ""
-    held = reason is not HELD_WHILE_IDLE and queued.state.name in _HELD_STATES
+    held = reason is not HELD_WHILE_IDLE_REASON and queued.state.name in _HELD_STATES
     what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
@@ -125,25 +125,27 @@ def find_last_failure(
 
 
 def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
-    yield from _of_slurm(evidence)
+    yield from _collect_slurm_events(evidence)
     for stack in evidence.stacks[:1]:
-        yield _of_stack(stack, len(evidence.stacks))
+        yield _build_traceback_event(stack, len(evidence.stacks))
     for row in evidence.events:
         if row["event"] == "process_exited":
             text = (
                 f"{row['process']} of {row['role']} ended: {_describe_exit_code(row['exit_code'])}"
             )
             yield FailureEvent(row["time"], text, priority=5)
-        elif row["event"] in _AGAIN:
+        elif row["event"] in _RESTART_PHRASE_BY_EVENT:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
             yield FailureEvent(
-                row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", priority=8
+                row["time"],
+                f"{row['role']} {_RESTART_PHRASE_BY_EVENT[row['event']]}{why}",
+                priority=8,
             )
     told = {stack.lines[-1] for stack in evidence.stacks[:1]}
     for word in evidence.task_exits:
         if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
-            yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
+            yield _build_task_exit_event(word, [] if told.intersection(reason[-1:]) else reason)
             told.update(reason[-1:])  # tasks of a job repeat the one that decided
     for row in evidence.excluded:
         yield FailureEvent(
@@ -154,7 +156,7 @@ def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         )
 
 
-def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
+def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
     names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
     told = {(start.job_id, start.end) for start in evidence.past}
@@ -162,35 +164,35 @@ def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
         if start.state.is_failure:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
-            yield _of_state(names.get(start.job_id, start.job_id), known)
+            yield _build_state_event(names.get(start.job_id, start.job_id), known)
     ends: dict[str, float | None] = {}
     for job in evidence.run.jobs:
         queued = job.queued
         if queued and queued.state.is_failure and (queued.job_id, queued.end) not in told:
-            yield _of_state(job.name, queued)
+            yield _build_state_event(job.name, queued)
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.end
     for name, line in evidence.slurm_lines:
-        written = _WRITTEN.search(line)
+        written = _WRITTEN_AT_PATTERN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if mentions_oom(line):
-            yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY)
+            yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY_HINT)
         else:
             # CANCELLED AT is Slurm's word for every end that it brings.
             priority = 9 if "CANCELLED AT" in line else 6
             yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", priority)
 
 
-_WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-_AGAIN = {
+_WRITTEN_AT_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+_RESTART_PHRASE_BY_EVENT = {
     "job_requeued": "requested another start from Slurm",
     "job_resubmitted": "submitted itself again",
     "job_ended_by_Slurm": "was ended by Slurm",
 }
 """Events that tell how the run went on after a failure."""
-_MEMORY = "request more memory for that job, or reduce its load"
-_STATE_HINTS = {
-    "OUT_OF_MEMORY": _MEMORY,
+_MEMORY_HINT = "request more memory for that job, or reduce its load"
+_HINT_BY_STATE = {
+    "OUT_OF_MEMORY": _MEMORY_HINT,
     "TIMEOUT": "areal-hpc resume RUN continues from the last checkpoint; a longer time limit "
     "avoids this",
     "DEADLINE": "submit again without that deadline",
@@ -201,7 +203,7 @@ _STATE_HINTS = {
 }
 
 
-def _of_state(name: str, start: QueuedJob) -> FailureEvent:
+def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
     """A start of a job that Slurm ended, or saw fail."""
     state = start.state
     out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.bad_steps
@@ -214,11 +216,11 @@ def _of_state(name: str, start: QueuedJob) -> FailureEvent:
         start.end,
         f"{name} (job {start.job_id}){place} {meaning}: {format_state(start)}{reason}",
         priority=priority,
-        hint=_MEMORY if out_of_memory else _STATE_HINTS.get(state.name, ""),
+        hint=_MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )
 
 
-def _of_stack(stack: LogTraceback, others: int) -> FailureEvent:
+def _build_traceback_event(stack: LogTraceback, others: int) -> FailureEvent:
     shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
     if len(shown) > MAX_FRAMES:
         shown = (shown[0], "  ...", *shown[-(MAX_FRAMES - 2) :])
@@ -229,11 +231,11 @@ def _of_stack(stack: LogTraceback, others: int) -> FailureEvent:
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
         priority=0 if is_oom else 3,
         details=(*shown, f"at: {stack.file.path}"),
-        hint=_MEMORY if is_oom else f"read {stack.file.path}",
+        hint=_MEMORY_HINT if is_oom else f"read {stack.file.path}",
     )
 
 
-def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
+def _build_task_exit_event(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
     outcome = word.outcome
     rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
@@ -245,8 +247,8 @@ def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
 
 def _describe_exit_code(code: int) -> str:
     """An exit code in words."""
-    if code in _CODES:
-        return f"exit code {code} ({_CODES[code]})"
+    if code in _MEANING_BY_EXIT_CODE:
+        return f"exit code {code} ({_MEANING_BY_EXIT_CODE[code]})"
     if code - 128 not in list(signal.Signals):
         return f"exit code {code}"
     name = signal.Signals(code - 128).name

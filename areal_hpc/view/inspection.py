@@ -14,14 +14,14 @@ from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import JobQueue, QueuedJob
 from areal_hpc.view.jobs import RunJobs, read_jobs
-from areal_hpc.view.logs import LogFile, log_files, parse_records
+from areal_hpc.view.logs import LogFile, list_log_files, parse_records
 
-TRACEBACK = "Traceback (most recent call last):"
-LOG_BYTES = 64 * 1024
+TRACEBACK_HEADER = "Traceback (most recent call last):"
+LOG_TAIL_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
 
-_MEMORY = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
-_SLURM_LINE = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
+_OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
+_SLURM_LINE_PATTERN = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,21 @@ def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
     """
     run = read_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
-    since = _launched_at(paths)
+    since = _read_launch_time(paths)
     events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
-    task_exits = tuple(word for word in _task_exits(run) if word.at >= since)
+    task_exits = tuple(word for word in _read_exit_records(run) if word.at >= since)
     return RunInspection(
         run=run,
         past=tuple(queue.history(submissions)),
         events=events,
         task_exits=task_exits,
         stacks=tuple(_find_tracebacks(paths, events, task_exits)),
-        slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
+        slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
     )
 
 
-def _launched_at(paths: RunPaths) -> float:
+def _read_launch_time(paths: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
     if not paths.provenance.exists():
         return 0.0
@@ -93,7 +93,7 @@ def _launched_at(paths: RunPaths) -> float:
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _task_exits(run: RunJobs) -> Iterator[TaskExitRecord]:
+def _read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
     for job in run.jobs:
         for rank, outcome in job.task_exits.items():
             path = run.paths.job(job.name).task_exit(rank)
@@ -114,9 +114,9 @@ def _find_tracebacks(
     if not attempts or not died:
         return []
     found = []
-    for file in log_files(paths, attempts[-1]):
+    for file in list_log_files(paths, attempts[-1]):
         if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
-            text = read_tail(file.path, LOG_BYTES).decode(errors="replace")
+            text = read_tail(file.path, LOG_TAIL_BYTES).decode(errors="replace")
             stack = find_last_traceback(file, text)
             found += [stack] if stack else []
     return sorted(found, key=lambda stack: (stack.at is None, stack.at or 0.0, stack.file.path))
@@ -125,15 +125,15 @@ def _find_tracebacks(
 def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     """The last traceback in a piece of a log; of chained ones the first, which is the cause."""
     for record in reversed(parse_records(text)):
-        begins = [number for number, line in enumerate(record.lines) if TRACEBACK in line]
+        begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
-            lines = _one_stack(record.lines[begins[0] :])
+            lines = _cut_traceback(record.lines[begins[0] :])
             at = datetime.fromisoformat(record.time).timestamp() if record.time else None
             return LogTraceback(at, file, lines)
     return None
 
 
-def _one_stack(lines: Sequence[str]) -> tuple[str, ...]:
+def _cut_traceback(lines: Sequence[str]) -> tuple[str, ...]:
     """A traceback's own lines: indented frames, then the exception."""
     taken = [lines[0]]
     for line in lines[1:]:
@@ -143,13 +143,13 @@ def _one_stack(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
+def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
     """What slurmstepd and srun wrote into the output of the jobs: they name OOM kills and nodes."""
     for submission in submissions:
         for path in find_slurm_output_files(submission):
             seen = set()
-            for line in read_tail(path, LOG_BYTES).decode(errors="replace").splitlines():
-                if (_SLURM_LINE.match(line) or "oom-kill" in line) and line not in seen:
+            for line in read_tail(path, LOG_TAIL_BYTES).decode(errors="replace").splitlines():
+                if (_SLURM_LINE_PATTERN.match(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line
 
@@ -173,4 +173,4 @@ def find_slurm_output_files(submission: Submission) -> list[Path]:
 
 def mentions_oom(text: str) -> bool:
     """True if a line says that memory ran out."""
-    return _MEMORY.search(text) is not None
+    return _OOM_PATTERN.search(text) is not None

@@ -16,7 +16,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import JobQueue, QueuedJob, QueueSnapshot, is_alive
-from areal_hpc.slurm.reasons import HELD_WHILE_IDLE, PendingReason, explain_reason
+from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.tables import format_duration, format_table, format_time
 
@@ -53,7 +53,7 @@ class JobView:
         if self.queued is None or self.queued.state.phase is not JobPhase.WAITING:
             return None
         if self.gave_nodes_back:
-            return HELD_WHILE_IDLE
+            return HELD_WHILE_IDLE_REASON
         return explain_reason(self.queued.reason) if self.queued.state.name == "PENDING" else None
 
 
@@ -175,7 +175,7 @@ def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, s
     if queued.restarts:
         attempt += f", restart {queued.restarts}"
     state, nodes = format_state(queued), queued.nodes or "-"
-    return (job.name, job_id, state, nodes, attempt, _time_text(queued))
+    return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
 
 
 def format_state(queued: QueuedJob) -> str:
@@ -199,7 +199,7 @@ def _describe_unknown(job: JobView, snapshot: QueueSnapshot) -> str:
     return "unknown (no longer in Slurm's records)"
 
 
-def _time_text(queued: QueuedJob) -> str:
+def _format_job_times(queued: QueuedJob) -> str:
     now, start, end = time.time(), queued.start, queued.end
     match queued.state.phase:
         case JobPhase.WAITING:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_hpc.metrics.step_metrics import EVAL_REWARD
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.run_state import RunState, read_run_state
 
@@ -31,8 +31,8 @@ class PlainReporter:
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
         before = read_run_state(paths)
-        self._last_step = _last_step(before.steps)
-        self._last_sft = _last_step(before.sft)
+        self._last_step = _get_last_step(before.steps)
+        self._last_sft = _get_last_step(before.sft)
         self._evaluated = {step for step, _ in before.evaluations}
         self._looked_at = 0.0
 
@@ -40,7 +40,7 @@ class PlainReporter:
         """Print a line."""
         self._console.print(message)
 
-    def watch(self, stage: str) -> None:
+    def show_news(self, stage: str) -> None:
         """Show what is new of a stage, about once a second."""
         if time.monotonic() - self._looked_at >= REFRESH_S:
             self._looked_at = time.monotonic()
@@ -53,8 +53,8 @@ class PlainReporter:
         """Print a line for every step that finished since the last look."""
         snapshot = read_run_state(self._paths)
         # Both fall back when a run starts anew or resumes from a checkpoint.
-        self._last_step = min(self._last_step, _last_step(snapshot.steps))
-        self._last_sft = min(self._last_sft, _last_step(snapshot.sft))
+        self._last_step = min(self._last_step, _get_last_step(snapshot.steps))
+        self._last_sft = min(self._last_sft, _get_last_step(snapshot.sft))
         for row in snapshot.sft:
             if row["step"] >= self._last_sft + self._sft_steps / SFT_LINES:
                 self._last_sft = row["step"]
@@ -64,8 +64,8 @@ class PlainReporter:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self.say(format_step_line(row, self._total_steps))
-            elif EVAL_REWARD in row and row["step"] not in self._evaluated:
-                evaluation = {"step": row["step"], EVAL_REWARD: row[EVAL_REWARD]}
+            elif EVAL_REWARD_METRIC in row and row["step"] not in self._evaluated:
+                evaluation = {"step": row["step"], EVAL_REWARD_METRIC: row[EVAL_REWARD_METRIC]}
                 self.say(format_step_line(evaluation, self._total_steps))
         self._evaluated = {step for step, _ in snapshot.evaluations}
 
@@ -105,7 +105,7 @@ class LiveReporter(PlainReporter):
         self._live.stop()
 
 
-def _last_step(rows: Sequence[dict[str, Any]]) -> int:
+def _get_last_step(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1]["step"]) if rows else -1
 
 
@@ -116,7 +116,11 @@ def format_metric(number: float | None, form: str) -> str:
 
 def format_step_line(row: dict[str, Any], total: int) -> str:
     """One trained step, for people."""
-    evaluated = f"  held-out {format_metric(row[EVAL_REWARD], '.3f')}" if EVAL_REWARD in row else ""
+    evaluated = (
+        f"  held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
+        if EVAL_REWARD_METRIC in row
+        else ""
+    )
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
     gap = "not compared"

@@ -18,8 +18,8 @@ PIECE_BYTES = 1024 * 1024
 POLL_S = 1.0
 """Between two looks at files that are followed. A look is one stat for each file and folder."""
 
-_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[,.](\d{1,6}))?")
-_NODE = re.compile(r"\bnode[ =:]+([\w.-]+)")
+_TIME_PATTERN = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[,.](\d{1,6}))?")
+_NODE_PATTERN = re.compile(r"\bnode[ =:]+([\w.-]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LogRecord:
     lines: tuple[str, ...]
 
 
-def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+def list_log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
     `wanted` are jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
@@ -59,7 +59,7 @@ def log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
-                    found.append(LogFile(path, job_dir.name, path.stem, _node_of(path)))
+                    found.append(LogFile(path, job_dir.name, path.stem, _find_node(path)))
     return found
 
 
@@ -68,10 +68,10 @@ def _is_wanted(wanted: Sequence[str], job: str, process: str) -> bool:
     return not wanted or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(wanted)
 
 
-def _node_of(path: Path) -> str:
+def _find_node(path: Path) -> str:
     """The node that the first line names."""
     with path.open("rb") as stream:
-        found = _NODE.search(stream.readline(1000).decode(errors="replace"))
+        found = _NODE_PATTERN.search(stream.readline(1000).decode(errors="replace"))
     return found[1] if found else ""
 
 
@@ -96,7 +96,7 @@ def parse_records(text: str) -> list[LogRecord]:
     records: list[LogRecord] = []
     now, lines = "", list[str]()
     for line in text.splitlines():
-        found = _TIME.match(line)
+        found = _TIME_PATTERN.match(line)
         if found:
             if lines:
                 records.append(LogRecord(now, tuple(lines)))
@@ -141,7 +141,7 @@ class LogFollower:
         """Those that are followed now."""
         return list(self._files.values())
 
-    def look(self) -> list[tuple[LogFile, str]]:
+    def read_new_lines(self) -> list[tuple[LogFile, str]]:
         """The whole lines that came since the last look, in the order of time."""
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
@@ -178,7 +178,7 @@ class LogFollower:
         jobs = [path for path in root.glob("*") if path.is_dir()]
         restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
         self._stamps |= {folder: _read_change_time(folder) for folder in [root, *jobs, *restarts]}
-        for file in log_files(self._paths, attempts[-1], self._wanted):
+        for file in list_log_files(self._paths, attempts[-1], self._wanted):
             known = self._files.get(file.path)
             if known is None or not known.node:  # the first line may have come since
                 self._files[file.path] = file

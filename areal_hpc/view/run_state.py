@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.metrics.step_metrics import EVAL_REWARD, read_metrics
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -26,7 +26,7 @@ class RunState:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
-        rows = [(row["step"], row.get(EVAL_REWARD)) for row in self.steps]
+        rows = [(row["step"], row.get(EVAL_REWARD_METRIC)) for row in self.steps]
         return [(step, reward) for step, reward in rows if reward is not None]
 
 
@@ -35,12 +35,12 @@ def read_run_state(paths: RunPaths, *, ask_ledger: bool = False) -> RunState:
     return RunState(
         tuple(read_metrics(paths.metrics)),
         tuple(read_lines(paths.sft_metrics)),
-        _ledger_status(paths) if ask_ledger else None,
+        _fetch_ledger_status(paths) if ask_ledger else None,
     )
 
 
-def _ledger_status(paths: RunPaths) -> LedgerStatus | None:
-    endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER)
+def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
+    endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
     if endpoint is None:
         return None
     client = WireClient(endpoint.url, paths.admin_key.read_text(), timeout_s=0.5)

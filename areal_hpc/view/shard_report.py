@@ -22,7 +22,7 @@ def list_shards(paths: RunPaths) -> str:
     if not shards:
         return f"no sealed shards in {paths.index_dir}"
     head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
-    rows = [_shard_line(paths.shards_dir / shard.file, shard) for shard in shards]
+    rows = [_format_shard_line(paths.shards_dir / shard.file, shard) for shard in shards]
     total = (
         f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
         f"{sum(shard.tokens for shard in shards)} tokens, "
@@ -35,7 +35,7 @@ def format_shards_json(paths: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     lines = []
     for shard in read_index(paths.index_dir):
-        versions = _version_range(paths.shards_dir / shard.file)
+        versions = _format_version_range(paths.shards_dir / shard.file)
         line = {**msgspec.to_builtins(shard), "versions": versions}
         lines.append(msgspec.json.encode(line).decode())
     return "\n".join(lines)
@@ -86,7 +86,7 @@ def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) ->
         f"{trajectory.num_tokens} tokens, {sampled} sampled"
     )
     head: tuple[str, ...] = ("position", "id", "mask", "logprob", "version")
-    lines = [_token_line(trajectory, position) for position in range(trajectory.num_tokens)]
+    lines = [_format_token_line(trajectory, position) for position in range(trajectory.num_tokens)]
     if tokenizer is not None:
         texts = [
             tokenizer.decode([token], skip_special_tokens=False)
@@ -106,7 +106,7 @@ def format_verification(report: VerifyReport) -> str:
     return "\n".join(lines)
 
 
-def _shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
+def _format_shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     return (
         shard.file,
@@ -114,12 +114,12 @@ def _shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
         str(shard.tokens),
         str(len(shard.tickets)),
         f"{shard.bytes / 2**20:.2f}",
-        _version_range(path),
+        _format_version_range(path),
         f"{np.mean(rewards):.3f}",
     )
 
 
-def _version_range(path: Path) -> str:
+def _format_version_range(path: Path) -> str:
     try:
         versions = ShardReader(path).column("versions")
     except ShardError:
@@ -157,7 +157,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _token_line(trajectory: Trajectory, position: int) -> tuple[str, ...]:
+def _format_token_line(trajectory: Trajectory, position: int) -> tuple[str, ...]:
     version = int(trajectory.versions_T[position])
     sampled = bool(trajectory.loss_mask_T[position])
     return (

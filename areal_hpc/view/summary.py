@@ -77,7 +77,7 @@ def format_run_progress(advance: RunProgress) -> list[str]:
     return lines
 
 
-def summarize(paths: RunPaths, snapshot: RunState, program: str) -> str:
+def summarize_run(paths: RunPaths, snapshot: RunState, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     `program` is how the reader calls this command line.

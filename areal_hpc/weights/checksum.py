@@ -19,13 +19,13 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import get_fused_name
 
 _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
-_SHOWN = 4
+_MAX_NAMED = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
-_WORD = (1 << 32) - 1
+_WORD_MASK = (1 << 32) - 1
 _SEED = 0x243F6A88
-_HALVES = (
+_HASH_HALVES = (
     (_SEED, 0x27D4EB2D, 15),
-    (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
+    (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD_MASK, 0x165667B1, 13),
 )
 """(seed, factor, turn) of the high and the low 32 bits of the hash on a GPU."""
 _TILE_WORDS = 8192
@@ -48,7 +48,8 @@ def compute_rank_digests(
             fused.setdefault(get_fused_name(name), []).append((name, tensor))
     return {
         name: frozenset(
-            _hash_pieces(pieces, replica_device) for pieces in _held_by(name, parts, tp_rank, tp)
+            _hash_pieces(pieces, replica_device)
+            for pieces in _list_rank_pieces(name, parts, tp_rank, tp)
         )
         for name, parts in fused.items()
     }
@@ -76,14 +77,14 @@ def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) 
     all_differ = len(different) == len(server_names)
     hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
-        f"{who}: expected the sent weights, got {len(different)} different {different[:_SHOWN]}, "
-        f"{len(missing)} unknown to the server {missing[:_SHOWN]}, "
-        f"{len(unsent)} never sent {unsent[:_SHOWN]}",
+        f"{who}: expected the sent weights, got {len(different)} different "
+        f"{different[:_MAX_NAMED]}, {len(missing)} unknown to the server {missing[:_MAX_NAMED]}, "
+        f"{len(unsent)} never sent {unsent[:_MAX_NAMED]}",
         hint=hint if all_differ else "resend all weights",
     )
 
 
-def _held_by(
+def _list_rank_pieces(
     name: str, parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
 ) -> list[list[torch.Tensor]]:
     """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
@@ -152,15 +153,15 @@ def hash_gpu_tensor(flat: torch.Tensor) -> int:
 
 
 def _sum_tiles(words: torch.Tensor, start: int, all_words: int) -> int:
-    value = words.to(torch.int64) & _WORD
-    position = torch.arange(start, start + words.numel(), device=words.device) & _WORD
+    value = words.to(torch.int64) & _WORD_MASK
+    position = torch.arange(start, start + words.numel(), device=words.device) & _WORD_MASK
     halves = []
-    for seed, factor, turn in _HALVES:
-        rotated = ((position << turn) | (position >> (32 - turn))) & _WORD
-        mixed = _fmix32(value ^ ((position * factor + seed) & _WORD) ^ rotated)
+    for seed, factor, turn in _HASH_HALVES:
+        rotated = ((position << turn) | (position >> (32 - turn))) & _WORD_MASK
+        mixed = _fmix32(value ^ ((position * factor + seed) & _WORD_MASK) ^ rotated)
         mixed = torch.nn.functional.pad(mixed, (0, -words.numel() % _TILE_WORDS))
-        sums = mixed.view(-1, _TILE_WORDS).sum(1) & _WORD
-        halves.append(_fmix32(sums ^ (all_words * 4 & _WORD)))
+        sums = mixed.view(-1, _TILE_WORDS).sum(1) & _WORD_MASK
+        halves.append(_fmix32(sums ^ (all_words * 4 & _WORD_MASK)))
     # Summed as two halves: a 64-bit signed sum would overflow into the wrong sign.
     high, low = (int(half.sum().item()) for half in halves)
     return (high << 32) + low
@@ -168,6 +169,6 @@ def _sum_tiles(words: torch.Tensor, start: int, all_words: int) -> int:
 
 def _fmix32(word: torch.Tensor) -> torch.Tensor:
     """MurmurHash3's finalizer on 32-bit words kept in int64."""
-    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
-    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD_MASK
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD_MASK
     return word ^ (word >> 16)

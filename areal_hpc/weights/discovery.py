@@ -17,9 +17,9 @@ from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 1.0
+_DISCOVERY_WAIT_S = 1.0
 """Time limit of a cell that answered last time."""
-_TIMEOUT_S = 3.0
+_CELL_TIMEOUT_S = 3.0
 """Time limit of a cell that has vanished, while nobody waits."""
 _MAX_CONCURRENT_QUERIES = 32
 
@@ -57,7 +57,7 @@ class ReplicaDiscovery:
         self._rendezvous_dir = rendezvous_dir
         self._cells = [format_cell_name(index) for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
-        self._client = WireClient("", admin_key, timeout_s=_TIMEOUT_S)
+        self._client = WireClient("", admin_key, timeout_s=_CELL_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
             min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="discovery"
         )
@@ -74,7 +74,7 @@ class ReplicaDiscovery:
                 self._questions[cell] = self._pool.submit(self._ask_cell, cell)
         wait(
             [asked for cell, asked in self._questions.items() if cell not in self._vanished],
-            timeout=_WAIT_S,
+            timeout=_DISCOVERY_WAIT_S,
         )
         replicas: DiscoveredReplicas = []
         for cell in self._cells:

@@ -152,7 +152,7 @@ class UpdateBackoff:
         `is_urgent`: no replica has the weights, so there is nothing that a try would hold up.
         """
         longest_s = MAX_URGENT_PAUSE_S if is_urgent else MAX_PAUSE_S
-        return [key for key in keys if now >= self._not_before(key, longest_s)]
+        return [key for key in keys if now >= self._get_retry_time(key, longest_s)]
 
     def note(
         self, ok: Iterable[ReplicaKey], failed: Iterable[ReplicaKey], now: float, cost_s: float
@@ -165,7 +165,7 @@ class UpdateBackoff:
             in_a_row = past.in_a_row + 1 if past else 1
             self._failures[key.place] = _Failures(key, in_a_row, cost_s, now)
 
-    def _not_before(self, key: ReplicaKey, longest_s: float) -> float:
+    def _get_retry_time(self, key: ReplicaKey, longest_s: float) -> float:
         past = self._failures.get(key.place)
         if past is None:
             return 0.0

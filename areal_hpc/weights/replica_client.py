@@ -21,9 +21,9 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 ReplyT = TypeVar("ReplyT")
 
-CONNECT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
-GIVE_UP_S = 2.0
+GIVE_UP_TIMEOUT_S = 2.0
 """Replicas that are given up are told so once, and mostly cannot hear it."""
 CONTROL_DEADLINE_S = 30.0
 """At most, for a call that moves no weights."""
@@ -34,7 +34,7 @@ def get_step_deadline_s(update_timeout_s: float) -> float:
 
     Longer than any single wait, so that what is reported is which wait was in vain.
     """
-    return update_timeout_s + CONNECT_S
+    return update_timeout_s + CONNECT_TIMEOUT_S
 
 
 def get_sender_timeout_s(update_timeout_s: float) -> float:
@@ -42,9 +42,10 @@ def get_sender_timeout_s(update_timeout_s: float) -> float:
 
     A replica that is done with a step waits until the slowest group is, or was left out, and until
     those left out have been told: connecting to them and being answered may each take
-    `GIVE_UP_S`. Gathering, packing and hashing the next bucket may take as long as sending one.
+    `GIVE_UP_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
+    sending one.
     """
-    return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_S + update_timeout_s
+    return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_TIMEOUT_S + update_timeout_s
 
 
 class _WeightVersionInfo(msgspec.Struct):
@@ -90,7 +91,7 @@ class ReplicaClient:
 
     def give_up(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self.post("fence", FenceRequest(stays=True), min(GIVE_UP_S, self._control_s))
+        self.post("fence", FenceRequest(stays=True), min(GIVE_UP_TIMEOUT_S, self._control_s))
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
@@ -152,7 +153,7 @@ class ReplicaClient:
         return self.post(route, body, self._update_timeout_s)
 
     def _send_request(self, route: str, body: object, timeout_s: float) -> httpx.Response:
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             return self._client.post(
                 f"/{route}", content=msgspec.json.encode(body or {}), timeout=timeout

@@ -26,11 +26,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-VARIABLE = "AREAL_HPC_FAULTS"
+FAULTS_VARIABLE = "AREAL_HPC_FAULTS"
 MAX_HOLD_S = 300.0
 """A test that died leaves its file behind."""
 _POLL_S = 0.02
-_FAULT = re.compile(r"(?P<point>[a-z_.]+)(@(?P<visit>[1-9]\d*))?=(?P<action>kill|error|hold:.+)")
+_FAULT_PATTERN = re.compile(
+    r"(?P<point>[a-z_.]+)(@(?P<visit>[1-9]\d*))?=(?P<action>kill|error|hold:.+)"
+)
 
 FAULT_POINTS = {
     "train.before_step": "a training step begins",
@@ -73,11 +75,11 @@ def parse_faults(text: str) -> dict[str, list[Fault]]:
     """
     faults: dict[str, list[Fault]] = {}
     for word in text.split():
-        found = _FAULT.fullmatch(word)
+        found = _FAULT_PATTERN.fullmatch(word)
         if found is None or found["point"] not in FAULT_POINTS:
             raise ValueError(
-                f"{VARIABLE} holds {word!r}; expected POINT[@N]=kill, error or hold:FILE, with a "
-                f"point of {', '.join(FAULT_POINTS)}"
+                f"{FAULTS_VARIABLE} holds {word!r}; expected POINT[@N]=kill, error or hold:FILE, "
+                f"with a point of {', '.join(FAULT_POINTS)}"
             )
         visit = int(found["visit"]) if found["visit"] else None
         faults.setdefault(found["point"], []).append(Fault(found["action"], visit))
@@ -101,7 +103,7 @@ class FaultInjector:
             visit = self._visits[point]
         for fault in self._faults[point]:
             if fault.visit in (None, visit):
-                _carry_out(point, fault.action)
+                _carry_out_action(point, fault.action)
 
 
 def fault_point(name: str) -> None:
@@ -118,11 +120,11 @@ def fault_point(name: str) -> None:
 
 @cache
 def _get_injector() -> FaultInjector | None:
-    faults = parse_faults(os.environ.get(VARIABLE, ""))
+    faults = parse_faults(os.environ.get(FAULTS_VARIABLE, ""))
     return FaultInjector(faults) if faults else None
 
 
-def _carry_out(point: str, action: str) -> None:
+def _carry_out_action(point: str, action: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "error":

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, field
 
 
-class Opening(Struct, frozen=True):
+class ReplyOpening(Struct, frozen=True):
     """Facts about a reply that its parser needs first."""
 
     tools: list[dict[str, Any]]
@@ -28,7 +28,7 @@ class ParseRequest(Struct, tag="parse", frozen=True):
     """Numbers the reply to the client whose text this is."""
     text: str
     last: bool
-    opening: Opening | None = None
+    opening: ReplyOpening | None = None
     """Comes with the first text."""
 
 

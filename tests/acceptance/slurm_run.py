@@ -11,7 +11,7 @@ from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.fault_points import VARIABLE
+from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import areal_hpc
 from tests.support.devclusters import Devcluster
@@ -73,7 +73,7 @@ class SlurmRun:
         self, *arguments: str, codes: Container[int] = (0,), timeout_s: float = COMMAND_TIMEOUT_S
     ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
-        faults = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
+        faults = {FAULTS_VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
         environ = {**self.cluster.environ, **faults}
         asked = areal_hpc(*arguments, environ=environ, timeout_s=timeout_s)
         assert asked.returncode in codes, asked.stdout + asked.stderr

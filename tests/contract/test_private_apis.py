@@ -148,7 +148,7 @@ def test_a_jinja_template_renders_from_a_context() -> None:
     assert "".join(template.root_render_func(context)) == "one"
 
 
-TITLE = f'setproctitle.setproctitle(f"{sglang_server._TITLE}'
+TITLE = sglang_server._PROCESS_TITLE_PREFIX
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ TITLE = f'setproctitle.setproctitle(f"{sglang_server._TITLE}'
     [
         ("entrypoints/engine.py", "def _set_envs_and_config(server_args: ServerArgs)"),
         ("entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
-        ("managers/scheduler.py", f"{TITLE}scheduler"),
-        ("managers/detokenizer_manager.py", f'setproctitle("{sglang_server._TITLE}detokenizer'),
-        ("server_args.py", sglang_server._PORT_TAKEN[1]),
+        ("managers/scheduler.py", f'setproctitle.setproctitle(f"{TITLE}scheduler'),
+        ("managers/detokenizer_manager.py", f'setproctitle("{TITLE}detokenizer'),
+        ("server_args.py", sglang_server._PORT_TAKEN_MESSAGES[1]),
     ],
 )
 def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir import checkpoints, rendezvous
-from areal_hpc.rundir.paths import HELD, JobPaths, RunPaths, format_restart_dir, format_step_dir
+from areal_hpc.rundir.paths import (
+    HELD_FILE,
+    JobPaths,
+    RunPaths,
+    format_restart_dir,
+    format_step_dir,
+)
 from tests.support.package_sources import sources
 
 RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
@@ -16,8 +22,8 @@ RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
          type(one).__name__ == "_Name"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
-    HELD, checkpoints.MARKER, checkpoints.STATE_FILE, RUN.export("x").parent.name,
-    rendezvous.LEDGER, rendezvous.RANK_STORE, rendezvous.EVALUATION_CELL,
+    HELD_FILE, checkpoints.MARKER_FILE, checkpoints.STATE_FILE, RUN.export("x").parent.name,
+    rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE, rendezvous.EVALUATION_CELL,
 }  # fmt: skip
 """Every name of a file, a folder or a service: `manifests`, `COMPLETE`, `launch.json`..."""
 UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}

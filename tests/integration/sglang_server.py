@@ -31,11 +31,11 @@ def serving(
     server = SGLangServer(command, ports, log_path)
 
     def is_ready() -> bool:
-        assert not server.describe_exit(), server.log_tail()
+        assert not server.describe_exit(), server.read_log_tail()
         return server.is_ready()
 
     try:
-        wait_for(is_ready, START_TIMEOUT_S, server.log_tail)
+        wait_for(is_ready, START_TIMEOUT_S, server.read_log_tail)
         yield server.url
     finally:
         server.kill()

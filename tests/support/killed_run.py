@@ -13,7 +13,7 @@ import psutil
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
-from areal_hpc.wire.fault_points import FAULT_POINTS, VARIABLE
+from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, started_from
 
@@ -120,7 +120,7 @@ class KilledRun(SmallRun):
         folder = root / "faults"
         folder.mkdir(parents=True)
         self._gates = {point: Gate(folder, point) for point in {k.where.fault_point for k in kills}}
-        self.environ = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
+        self.environ = {FAULTS_VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
         self._struck: dict[str, float] = {}
         self._killer = threading.Thread(target=self._kill_all, daemon=True)
 

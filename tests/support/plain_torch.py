@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_hpc.trainer.batch.packing import zigzag_positions
+from areal_hpc.trainer.batch.packing import get_zigzag_positions
 
 
 def attend_plainly(
@@ -33,12 +33,11 @@ def attend_over_ranks(
     query, key, value = parts
     starts = np.cumsum(lengths) - lengths
     spans = [*zip(starts, map(int, lengths), strict=True)]
-    held = [
-        torch.from_numpy(
-            np.concatenate([start + zigzag_positions(length, cp, rank) for start, length in spans])
-        ).to(query.device)
+    positions = [
+        [start + get_zigzag_positions(length, cp, rank) for start, length in spans]
         for rank in range(cp)
     ]
+    held = [torch.from_numpy(np.concatenate(parts)).to(query.device) for parts in positions]
     gathered = torch.cat(held)
     attended = [
         plan(lengths, cp=cp, cp_rank=rank, device=query.device).attend(

@@ -42,7 +42,7 @@ from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.sft_job import SftTrainer
-from areal_hpc.wire.fault_points import VARIABLE
+from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from tests.support.recorded_run import TRAINER
 
 Scenario = dict[str, Any]
@@ -154,7 +154,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     np.random.seed(int.from_bytes(os.urandom(4)))
     random.seed(os.urandom(4))
     if rank == scenario.get("faulty_rank", 0):
-        os.environ[VARIABLE] = scenario.get("faults", "")
+        os.environ[FAULTS_VARIABLE] = scenario.get("faults", "")
     act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
     report = paths.root / f"report.{rank}.json"
     report.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
 from areal_hpc.view.run_state import read_run_state
-from areal_hpc.view.summary import summarize
+from areal_hpc.view.summary import summarize_run
 
 STEP = {
     "reward/mean": 0.5,
@@ -79,4 +79,4 @@ def test_what_could_not_be_compared_is_said_in_words(
     append_line(paths.metrics, {"step": 2, **STEP, "logprob/engine_trainer_max_abs_diff": None})
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
-    assert "not finite maximum" in summarize(paths, read_run_state(paths), program="areal-hpc")
+    assert "not finite maximum" in summarize_run(paths, read_run_state(paths), program="areal-hpc")

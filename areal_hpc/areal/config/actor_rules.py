@@ -13,14 +13,14 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
-    run_name_rules,
+    repeated_run_key_rules,
     scheduling_rules,
     unsupported_rule,
 )
 
-DECAYS = ("constant", "linear", "cosine")
+SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
 NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
-PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
+PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
 GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
 
 
@@ -46,9 +46,11 @@ def _translate_proximal(value: Any, source: Source) -> dict[str, Any] | Untransl
             "trainer.objective.off_policy_correction": "none",
         }
     method = source("actor.prox_logp_method")
-    if method not in PROXIMAL_MODES:
-        return Untranslatable(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
-    found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODES[method]}
+    if method not in PROXIMAL_MODE_BY_AREAL_NAME:
+        return Untranslatable(
+            f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODE_BY_AREAL_NAME)}"
+        )
+    found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODE_BY_AREAL_NAME[method]}
     weighed = _translate_correction(source) if value else {"off_policy_correction": "none"}
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
@@ -82,9 +84,9 @@ def _translate_betas(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _translate_decay(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
-    if value in DECAYS:
+    if value in SUPPORTED_LR_DECAYS:
         return {"trainer.optimizer.decay": value}
-    return Untranslatable(f"one of {', '.join(DECAYS)}")
+    return Untranslatable(f"one of {', '.join(SUPPORTED_LR_DECAYS)}")
 
 
 def _translate_warmup(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
@@ -128,7 +130,7 @@ ACTOR_RULES = (
         only_if_given=True,
     ),
     Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
-    *run_name_rules("actor", has_fileroot=False),
+    *repeated_run_key_rules("actor", has_fileroot=False),
     Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _translate_dtype),
     fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),

@@ -11,16 +11,16 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
-    run_name_rules,
+    repeated_run_key_rules,
     scheduling_rules,
     unsupported_rule,
 )
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
-TOOL_PARSER_NAMES = {"qwen": "qwen25"}
+TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
-_LEAST = "`inference.context_length`: the least of the bounds given"
+_LEAST_CONTEXT_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
 def _translate_concurrency(value: Any, source: Source) -> dict[str, Any]:
@@ -54,12 +54,14 @@ def _sampling_rules(name: str) -> tuple[Rule, ...]:
     )
 
 
-def _evaluate_greedily(value: Any, source: Source) -> dict[str, Any]:
+def _translate_greedy_evaluation(value: Any, source: Source) -> dict[str, Any]:
     return {"evaluation.sampling.temperature": 0.0} if value else {}
 
 
 def _translate_tool_parser(value: Any, source: Source) -> dict[str, Any]:
-    return {"inference.tool_call_parser": TOOL_PARSER_NAMES.get(value, value)} if value else {}
+    return (
+        {"inference.tool_call_parser": TOOL_PARSER_BY_AREAL_NAME.get(value, value)} if value else {}
+    )
 
 
 def _translate_partial_groups(value: Any, source: Source) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{section}.engine_max_tokens",
-            _LEAST,
+            _LEAST_CONTEXT_NOTE,
             _translate_context,
             only_if_given=True,
         ),
@@ -130,7 +132,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
     )
 
 
-SGLANG_ARGUMENT_KEYS = "sglang.*"
+SGLANG_KEY_PATTERN = "sglang.*"
 """The keys that become arguments of SGLang's command line."""
 CONTEXT_KEYS = (
     "gconfig.max_tokens",
@@ -146,7 +148,7 @@ ROLLOUT_RULES = (
     *_sampling_rules("temperature"),
     *_sampling_rules("top_p"),
     *_sampling_rules("top_k"),
-    Rule("gconfig.max_tokens", _LEAST, _translate_context, only_if_given=True),
+    Rule("gconfig.max_tokens", _LEAST_CONTEXT_NOTE, _translate_context, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_generation_rules("gconfig"),
     Rule(
@@ -156,12 +158,14 @@ ROLLOUT_RULES = (
         only_if_given=True,
     ),
     fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
-    Rule("eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily),
+    Rule(
+        "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _translate_greedy_evaluation
+    ),
     *_generation_rules("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
-    *run_name_rules("rollout"),
+    *repeated_run_key_rules("rollout"),
     alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
     Rule(
         "rollout.max_concurrent_rollouts",
@@ -202,7 +206,7 @@ ROLLOUT_RULES = (
     *scheduling_rules("rollout"),
     *_agent_rules("rollout.agent"),
     *_agent_rules("rollout.openai"),
-    Rule("sglang.context_length", _LEAST, _translate_context, only_if_given=True),
+    Rule("sglang.context_length", _LEAST_CONTEXT_NOTE, _translate_context, only_if_given=True),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
@@ -212,9 +216,7 @@ ROLLOUT_RULES = (
     ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenizes"),
     ignored_rule("sglang.enable_metrics", "the control proxy reads the metrics that it needs"),
     # Whoever translates collects these: what is made of one key adds to what others made.
-    ignored_rule(
-        SGLANG_ARGUMENT_KEYS, "`inference.extra_args`: SGLang's own argument of that name"
-    ),
+    ignored_rule(SGLANG_KEY_PATTERN, "`inference.extra_args`: SGLang's own argument of that name"),
     unsupported_rule("vllm.*", "SGLang serves"),
 )
 """What becomes of each."""

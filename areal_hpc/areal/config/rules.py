@@ -61,7 +61,7 @@ class Rule:
     """AReaL's default is not carried over."""
 
 
-SLURM_REASON = "what a job asks Slurm for is in the section `cluster`"
+SLURM_OPTIONS_REASON = "what a job asks Slurm for is in the section `cluster`"
 
 
 def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
@@ -94,7 +94,7 @@ def alias_rule(key: str, other: str, otherwise: str) -> Rule:
     )
 
 
-def run_name_rules(section: str, *, has_fileroot: bool = True) -> tuple[Rule, ...]:
+def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[Rule, ...]:
     """Keys that sections of AReaL's repeat, so that each can name the run and its files."""
     repeated = {
         "experiment_name": ("experiment_name", "a run has one name"),
@@ -109,7 +109,7 @@ def run_name_rules(section: str, *, has_fileroot: bool = True) -> tuple[Rule, ..
 def scheduling_rules(section: str) -> tuple[Rule, ...]:
     """What AReaL's schedulers are told of `actor` and `rollout`."""
     return (
-        unsupported_rule(f"{section}.scheduling_spec.*", SLURM_REASON),
+        unsupported_rule(f"{section}.scheduling_spec.*", SLURM_OPTIONS_REASON),
         unsupported_rule(
             f"{section}.scheduling_strategy.*", "trainer and replicas never share nodes"
         ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
 from areal_hpc.areal.config.rules import (
-    SLURM_REASON,
+    SLURM_OPTIONS_REASON,
     Rule,
     Source,
     TranslateValue,
@@ -14,7 +14,7 @@ from areal_hpc.areal.config.rules import (
     fixed_rule,
     ignored_rule,
     renamed_rule,
-    run_name_rules,
+    repeated_run_key_rules,
     unsupported_rule,
 )
 
@@ -47,7 +47,7 @@ def _translate_epochs_to(target: str) -> TranslateValue:
 def _timer_rules(section: str, target: str) -> tuple[Rule, ...]:
     """How often something happens; steps win over epochs, so they come last."""
     return (
-        *run_name_rules(section),
+        *repeated_run_key_rules(section),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
         Rule(
             f"{section}.freq_epochs",
@@ -105,9 +105,9 @@ def _check_scheduler(value: Any, source: Source) -> dict[str, Any] | Untranslata
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
-_LOADER = "rows are read once, from the run directory"
-_LOGGED = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
-_SERVICES = ("wandb", "swanlab", "trackio")
+_LOADER_REASON = "rows are read once, from the run directory"
+_LOG_REASON = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+_TRACKERS = ("wandb", "swanlab", "trackio")
 
 RUN_RULES = (
     renamed_rule("experiment_name", "experiment_name"),
@@ -154,20 +154,20 @@ RUN_RULES = (
         _check_scheduler,
     ),
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
-    unsupported_rule("launcher.*", SLURM_REASON),
+    unsupported_rule("launcher.*", SLURM_OPTIONS_REASON),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
     Rule("train_dataset.path", "`train_dataset.path`", _translate_task_file("train_dataset")),
     fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
-    ignored_rule("train_dataset.pin_memory", _LOADER),
-    ignored_rule("train_dataset.num_workers", _LOADER),
+    ignored_rule("train_dataset.pin_memory", _LOADER_REASON),
+    ignored_rule("train_dataset.num_workers", _LOADER_REASON),
     fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
     Rule("valid_dataset.path", "`valid_dataset.path`", _translate_task_file("valid_dataset")),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
-    ignored_rule("valid_dataset.pin_memory", _LOADER),
-    ignored_rule("valid_dataset.num_workers", _LOADER),
+    ignored_rule("valid_dataset.pin_memory", _LOADER_REASON),
+    ignored_rule("valid_dataset.num_workers", _LOADER_REASON),
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
@@ -179,9 +179,9 @@ RUN_RULES = (
     unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
     fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),
     fixed_rule("recover.no_load_optim", False, "a checkpoint always contains the optimizer state"),
-    *run_name_rules("stats_logger"),
-    *(fixed_rule(f"stats_logger.{name}.mode", "disabled", _LOGGED) for name in _SERVICES),
-    *(unsupported_rule(f"stats_logger.{name}.*", _LOGGED) for name in _SERVICES),
+    *repeated_run_key_rules("stats_logger"),
+    *(fixed_rule(f"stats_logger.{name}.mode", "disabled", _LOG_REASON) for name in _TRACKERS),
+    *(unsupported_rule(f"stats_logger.{name}.*", _LOG_REASON) for name in _TRACKERS),
     ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
 )

@@ -12,20 +12,22 @@ from areal_hpc.areal.api.cli_args import (
     RejectionSamplingConfig,
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
-from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
+from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
 from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
-RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}
+RULE_BY_KEY: dict[str, Rule] = {
+    rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)
+}
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
 
 AREAL_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
 
-REJECTION = "actor.rejection_sampling"
+REJECTION_SAMPLING_KEY = "actor.rejection_sampling"
 """An optional section whose keys have defaults that mean something once it is there."""
-EXTRA_ARGS = "inference.extra_args"
+EXTRA_ARGS_KEY = "inference.extra_args"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def translate_to_recipe(
     if isinstance(config, BaseExperimentConfig):
         leaves = flatten(dataclasses.asdict(config))
         given = {
-            key for key, value in leaves.items() if value != defaults.get(_rename_old_section(key))
+            key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
         }
     else:
         if not any(section in config for section in AREAL_SECTIONS):
@@ -73,20 +75,22 @@ def translate_to_recipe(
                 hint="give the file that AReaL's --config names",
             )
         stated = {key: value for key, value in flatten(config).items() if value != {}}
-        if any(key.startswith(f"{REJECTION}.") for key in stated):
+        if any(key.startswith(f"{REJECTION_SAMPLING_KEY}.") for key in stated):
             own = dataclasses.asdict(RejectionSamplingConfig())
-            defaults |= flatten(own, f"{REJECTION}.")
-        absent = {key: value for key, value in defaults.items() if not _is_replaced(key, stated)}
+            defaults |= flatten(own, f"{REJECTION_SAMPLING_KEY}.")
+        absent = {
+            key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
+        }
         leaves, given = absent | stated, set(stated)
     return _apply_rules(Source(leaves, frozenset(given), train_rows))
 
 
-def _rename_old_section(key: str) -> str:
+def _resolve_renamed_key(key: str) -> str:
     """The present name of a key: an older section has the defaults of the one that replaced it."""
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
-def _is_replaced(key: str, stated: Mapping[str, Any]) -> bool:
+def _is_default_replaced(key: str, stated: Mapping[str, Any]) -> bool:
     """Whether a default is replaced: by a value, or by an empty section it would be in."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
@@ -96,15 +100,15 @@ def _apply_rules(source: Source) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
-    places = {name: place for place, name in enumerate(RULES)}
+    places = {name: place for place, name in enumerate(RULE_BY_KEY)}
     found = [(key, find_rule(key)) for key in source.leaves]
     for key, rule in sorted(found, key=lambda one: places[one[1].key] if one[1] else -1):
         value, is_given = source(key), key in source.given
         if rule is None:
             if is_given and value is not None:
                 untranslated.append(UntranslatedKey(key, value, _explain_unknown(key)))
-        elif rule.key == SGLANG_ARGUMENT_KEYS:
-            arguments += _as_arguments(key.removeprefix("sglang."), value)
+        elif rule.key == SGLANG_KEY_PATTERN:
+            arguments += _to_sglang_arguments(key.removeprefix("sglang."), value)
         elif is_given or not rule.only_if_given:
             become = rule.becomes(value, source) if value is not None else {}
             if not isinstance(become, Untranslatable):
@@ -112,9 +116,9 @@ def _apply_rules(source: Source) -> Translation:
             elif is_given:
                 untranslated.append(UntranslatedKey(key, value, become.reason))
     if arguments:
-        recipe[EXTRA_ARGS] = arguments
+        recipe[EXTRA_ARGS_KEY] = arguments
     if source("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
-        become = RULES["rollout.max_concurrent_rollouts"].becomes(None, source)
+        become = RULE_BY_KEY["rollout.max_concurrent_rollouts"].becomes(None, source)
         assert not isinstance(become, Untranslatable)
         recipe |= become
     untranslated.sort(key=lambda one: list(source.leaves).index(one.key))
@@ -123,14 +127,14 @@ def _apply_rules(source: Source) -> Translation:
 
 def find_rule(key: str) -> Rule | None:
     """The rule for a key: its own, or that of a section it is in."""
-    if key in RULES:
-        return RULES[key]
+    if key in RULE_BY_KEY:
+        return RULE_BY_KEY[key]
     parts = key.split(".")
     sections = (".".join(parts[:end]) + ".*" for end in range(len(parts), 0, -1))
-    return next((RULES[section] for section in sections if section in RULES), None)
+    return next((RULE_BY_KEY[section] for section in sections if section in RULE_BY_KEY), None)
 
 
-def _as_arguments(name: str, value: Any) -> Iterator[str]:
+def _to_sglang_arguments(name: str, value: Any) -> Iterator[str]:
     """SGLang's command line has an argument of every field of its server's configuration."""
     if value is None or value is False or value == {} or value == []:
         return
@@ -142,7 +146,7 @@ def _as_arguments(name: str, value: Any) -> Iterator[str]:
 
 
 def _explain_unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, [name for name in RULES if "*" not in name], n=1)
+    near = difflib.get_close_matches(key, [name for name in RULE_BY_KEY if "*" not in name], n=1)
     if near:
         return f"unknown AReaL key; did you mean {near[0]}?"
     return (
@@ -154,4 +158,6 @@ def _explain_unknown(key: str) -> str:
 def render_rule_table() -> str:
     """Every key that is known, with what it becomes, as a Markdown table."""
     lines = ["| AReaL | here |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULES.values())])
+    return "\n".join(
+        [*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULE_BY_KEY.values())]
+    )

@@ -61,14 +61,14 @@ class _StubObject:
     __ror__ = __or__
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+def _make_missing_kernel(name: str) -> Callable[..., Any]:
     def missing(*args: Any, **options: Any) -> Any:
         raise NotImplementedError(f"{name} exists on GPUs only")
 
     return missing
 
 
-def _triton_name(name: str) -> Any:
+def _make_triton_stub(name: str) -> Any:
     # torch asks isinstance(x, triton.runtime.JITFunction): such names must be classes.
     last = name.rpartition(".")[2]
     if not last[:1].isupper():
@@ -116,12 +116,15 @@ class _StandInFinder:
 
 def install_stubs() -> None:
     """Make SGLang importable here."""
-    kernels = _StubModule("sgl_kernel", _kernel)
+    kernels = _StubModule("sgl_kernel", _make_missing_kernel)
     # No finder: SGLang guards imports of submodules (`sgl_kernel.<x>`), and those must fail.
     kernels.__spec__ = ModuleSpec("sgl_kernel", None, is_package=True)
     kernels.__version__ = "0.4.10"  # SGLang refuses to start beside another version
     sys.modules["sgl_kernel"] = kernels
-    makers: dict[str, Callable[[str], Any]] = {"torchvision": _StubObject, "triton": _triton_name}
+    makers: dict[str, Callable[[str], Any]] = {
+        "torchvision": _StubObject,
+        "triton": _make_triton_stub,
+    }
     absent = {name: make for name, make in makers.items() if not PathFinder.find_spec(name)}
     sys.meta_path.insert(0, _StandInFinder(absent))
     if "triton" in absent:
@@ -130,7 +133,7 @@ def install_stubs() -> None:
         triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
 
 
-def _fork_children() -> None:
+def _make_forking_launcher() -> None:
     """Have SGLang fork its children, once it has imported everything and before any thread.
 
     Beside a GPU that would break: CUDA does not survive a fork.
@@ -148,11 +151,11 @@ def _fork_children() -> None:
     os.register_at_fork(
         before=lambda: forking.append(os.getpid()),
         after_in_parent=forking.clear,
-        after_in_child=lambda: _die_with(forking.pop()),
+        after_in_child=lambda: _die_with_parent(forking.pop()),
     )
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """In a child: end when its parent does. SGLang asks for the same, but later."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -165,7 +168,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    _fork_children()
+    _make_forking_launcher()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
 
-PACKAGES = {
+PACKAGES_BY_ROLE = {
     "serve": ("sglang",),
     "train": ("areal-hpc", "torch", "megatron-core"),
     "agents": ("areal-hpc", "openai"),
 }
 """Distributions that a role cannot do without."""
-MAX_START_S = 60.0
+INTERPRETER_TIMEOUT_S = 60.0
 """A cold interpreter on busy shared storage takes that long, no more."""
 
-_VERSIONS = """
+_VERSIONS_SCRIPT = """
 import importlib.metadata, json, platform, sys
 found = {"python": platform.python_version()}
 for name in sys.argv[1:]:
@@ -41,21 +41,21 @@ def _check_interpreter(role: str, python: str) -> CheckResult:
         return fail(name, f"there is no interpreter at {python}", hint)
     try:
         asked = subprocess.run(
-            [python, "-c", _VERSIONS, *PACKAGES[role]],
+            [python, "-c", _VERSIONS_SCRIPT, *PACKAGES_BY_ROLE[role]],
             capture_output=True,
             text=True,
-            timeout=MAX_START_S,
+            timeout=INTERPRETER_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         hint = "put the environment on faster storage"
-        return fail(name, f"{python} did not start within {MAX_START_S:.0f} s", hint)
+        return fail(name, f"{python} did not start within {INTERPRETER_TIMEOUT_S:.0f} s", hint)
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
         hint = f"fix it, or set {key} to another interpreter"
         return fail(name, f"{python} does not start: {last}", hint)
     found = json.loads(asked.stdout)
-    missing = [package for package in PACKAGES[role] if not found[package]]
+    missing = [package for package in PACKAGES_BY_ROLE[role] if not found[package]]
     if missing:
         hint = f"install them there, or set {key} to another interpreter"
         return fail(name, f"{python} lacks {', '.join(missing)}", hint)

@@ -26,7 +26,7 @@ RECOMMENDED_FREE_BYTES = 50 << 30
 MIN_FREE_INODES = 10_000
 MAX_CLOCK_SKEW_S = 2.0
 """Between a file's time and this node's clock."""
-LOCAL_KINDS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
+LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
 """File systems that other nodes see only if this node exports them."""
 POLL_S = 2.0
 JOB_TIMEOUT_S = 300.0
@@ -34,7 +34,7 @@ JOB_TIMEOUT_S = 300.0
 MAX_VISIBILITY_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
-_SCRIPT = """#!/bin/bash
+_VISIBILITY_SCRIPT = """#!/bin/bash
 cd {folder} || exit 1
 for try in $(seq {within_s}); do
   [ -e question ] && break
@@ -59,15 +59,15 @@ def check_storage(fileroot: Path) -> Iterator[CheckResult]:
         return
     try:
         yield ok("file root", f"{fileroot} can be written")
-        yield _check_kind(fileroot)
+        yield _check_file_system(fileroot)
         yield from _check_file_operations(folder)
-        yield _check_room(fileroot)
+        yield _check_free_space(fileroot)
         yield from _check_quota()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_kind(fileroot: Path) -> CheckResult:
+def _check_file_system(fileroot: Path) -> CheckResult:
     """Kind of the file system. Only another node can tell whether it is shared."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],
@@ -77,7 +77,7 @@ def _check_kind(fileroot: Path) -> CheckResult:
     )
     kind = asked.stdout.strip() or "unknown"
     what = "cannot tell from this node whether it is shared"
-    if kind in LOCAL_KINDS:
+    if kind in LOCAL_FILE_SYSTEMS:
         what = "looks like a local file system"
     return warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
 
@@ -137,7 +137,7 @@ def _check_locks(path: Path) -> CheckResult:
     return warn("locks", message, "do not start the same run twice")
 
 
-def _check_room(fileroot: Path) -> CheckResult:
+def _check_free_space(fileroot: Path) -> CheckResult:
     facts = os.statvfs(fileroot)
     free_bytes = facts.f_bavail * facts.f_frsize
     room = f"{free_bytes / (1 << 30):.0f} GiB free"
@@ -178,7 +178,7 @@ def check_storage_from_node(
         (folder / "question").write_text(f"{token}\n")
         script = JobPaths(folder).script
         script.write_text(
-            _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_S)
+            _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_S)
         )
         job_id = run_slurm_command(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),

@@ -22,13 +22,13 @@ from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.tree import ABORTED, encode_ids, join_ids_json
+from areal_hpc.session.tree import ABORT_FINISH_REASON, encode_ids, join_ids_json
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.2
-NO_TOKENS = TokenChunk("", [], [], [])
+EMPTY_CHUNK = TokenChunk("", [], [], [])
 GenerateAttempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
 
@@ -95,12 +95,12 @@ class CompletionService:
             request = failover.request(whole)
             self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
-            if generation.finish_reason == ABORTED:
+            if generation.finish_reason == ABORT_FINISH_REASON:
                 failover.on_aborted(generation, request)
                 if not failover.is_possible:  # nobody has seen any of it
                     failover = ReplyFailover(self._encoder)
                 raise EngineLostError(f"{replica.url} aborted the generation")
-            return failover.whole(generation)
+            return failover.join_replies(generation)
 
         return await self._generate_with_failover(prompt, choice, generate)
 
@@ -147,16 +147,16 @@ class CompletionService:
         ) -> Generation:
             url, request = replica.url, failover.request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.generating(choice, partial(self._upstream.abort, url, request.rid))
+            live.begin_generation(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
             except EngineLostError as lost:
                 failover.on_lost(lost.partial, replica, request)
                 raise
-            if generation.finish_reason == ABORTED and not live.abandoned:
+            if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
                 failover.on_aborted(generation, request)
                 raise EngineLostError(f"{url} aborted the generation")
-            return failover.whole(generation)
+            return failover.join_replies(generation)
 
         try:
             generation = await self._generate_with_failover(
@@ -165,7 +165,7 @@ class CompletionService:
             if reader is not None:
                 rest = await reader.feed("", last=True)
                 said.add(rest)
-                live.put(ReplyChunk(choice, rest, NO_TOKENS))
+                live.put(ReplyChunk(choice, rest, EMPTY_CHUNK))
             if generation.output_ids or not live.abandoned:
                 live.put(self._record_reply(prompt, choice, generation, said))
         except Exception as error:  # boundary: raised again where the stream is read
@@ -173,7 +173,7 @@ class CompletionService:
                 log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
-            live.generated(choice)
+            live.end_generation(choice)
             self._count_call_end(prompt.session, 1)
 
     async def _generate_with_failover(

@@ -75,12 +75,12 @@ class ReplyStream:
         for stop in self._stops.values():
             stop()
 
-    def generating(self, choice: int, stop: Callable[[], None]) -> None:
+    def begin_generation(self, choice: int, stop: Callable[[], None]) -> None:
         """A choice is being generated; `stop` ends that early."""
         self._stops[choice] = stop
         if self.abandoned:
             stop()
 
-    def generated(self, choice: int) -> None:
+    def end_generation(self, choice: int) -> None:
         """Nothing is left to stop."""
         self._stops.pop(choice, None)

@@ -29,15 +29,15 @@ class Exchange(ABC):
         self.created_at = int(time.time())
 
     @abstractmethod
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         """The reply's body."""
 
     @abstractmethod
-    def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Server-sent events of the reply. What tells an end comes after its journal record."""
 
     @abstractmethod
-    def broken(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: RequestError) -> bytes:
         """The event that ends a stream early."""
 
 

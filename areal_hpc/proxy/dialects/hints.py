@@ -17,33 +17,33 @@ Hint = Annotated[Any, Meta(description="Accepted without effect.")]
 _type_info = cache(inspect.type_info)
 
 
-def hints_in(request: Struct, inside: str = "") -> Iterator[str]:
+def list_hints(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for name in _hints_of(type(request)):
+    for name in _list_declared_hints(type(request)):
         if getattr(request, name) is not None:
             yield inside + name
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, Struct):
-            yield from hints_in(value, f"{inside}{name}.")
+            yield from list_hints(value, f"{inside}{name}.")
 
 
 @cache
-def _hints_of(form: type[Struct]) -> tuple[str, ...]:
+def _list_declared_hints(form: type[Struct]) -> tuple[str, ...]:
     declared = get_type_hints(form, include_extras=True)
     return tuple(name for name, kind in declared.items() if kind == Hint)
 
 
-def without_nulls(body: bytes, form: Any) -> bytes:
+def drop_nulls(body: bytes, form: Any) -> bytes:
     """A request without the members that are null, down to where a client's own data begins.
 
     SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas
     and the arguments of tools are data: null means something there.
     """
-    return _without_nulls(body.lstrip(), (_type_info(form),))
+    return _drop_nulls(body.lstrip(), (_type_info(form),))
 
 
-def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
+def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
     plain = [*_unwrap_types(forms)]
     structs = [one for one in plain if isinstance(one, inspect.StructType)]
     items = tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
@@ -54,14 +54,14 @@ def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
                 members[field.encode_name] = (*members.get(field.encode_name, ()), field.type)
         found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         kept = {
-            name: msgspec.Raw(_without_nulls(bytes(value), members.get(name, ())))
+            name: msgspec.Raw(_drop_nulls(bytes(value), members.get(name, ())))
             for name, value in found.items()
             if bytes(value) != b"null"
         }
         return msgspec.json.encode(kept)
     if items and raw[:1] == b"[":
         listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        return msgspec.json.encode([msgspec.Raw(_without_nulls(bytes(r), items)) for r in listed])
+        return msgspec.json.encode([msgspec.Raw(_drop_nulls(bytes(r), items)) for r in listed])
     return raw
 
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.hints import without_nulls
+from areal_hpc.proxy.dialects.hints import drop_nulls
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
@@ -24,8 +24,8 @@ Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 TopK = Annotated[int, Meta(ge=-1)]
 ToolName = Annotated[str, Meta(min_length=1)]
 
-_AT_PARAMETER = re.compile(r" - at `\$\.?([^`]*)`$")
-_FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
+_PARAMETER_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
+_FIELD_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
@@ -41,7 +41,7 @@ def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-            return decoder.decode(without_nulls(bytes(body), form))
+            return decoder.decode(drop_nulls(bytes(body), form))
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -55,9 +55,9 @@ def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
 
 def _to_request_error(complaint: str, inside: str) -> RequestError:
     """The text of a `ValidationError` about what stands under `inside`, as a refusal by name."""
-    where = _AT_PARAMETER.search(complaint)
+    where = _PARAMETER_PATTERN.search(complaint)
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
-    named = _FIELD.search(complaint)
+    named = _FIELD_PATTERN.search(complaint)
     if named and named[1] == "unknown" and not key:
         return RequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
     if named:
@@ -137,7 +137,7 @@ def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> 
     return msgspec.json.encode(schema).decode()
 
 
-def effort_variables(
+def build_effort_variables(
     effort: object, model: ServedModel, key: str, ignored: list[str]
 ) -> dict[str, Any]:
     """Chat-template variables for a reasoning effort; one that has none is added to `ignored`."""

@@ -8,7 +8,7 @@ recorded is exactly what was sampled: every token with its log-probability and i
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_chars
-from areal_hpc.proxy.engine.router import packed_version
+from areal_hpc.proxy.engine.router import pack_engine_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, encode_ids, join_ids_json
@@ -47,7 +47,7 @@ class ReplyFailover:
         if partial is None:
             self.is_possible = False
         elif partial.output_ids:
-            known = replica.version and packed_version(replica.version)
+            known = replica.version and pack_engine_version(replica.version)
             self.on_aborted(partial, request)
             self.is_possible &= partial.spans[0].version == known
 
@@ -77,9 +77,9 @@ class ReplyFailover:
             and not sampling.grammars
             and penalties == (0.0, 0.0, 1.0)
         )
-        self._said = self.whole(generation)
+        self._said = self.join_replies(generation)
 
-    def whole(self, generation: Generation) -> Generation:
+    def join_replies(self, generation: Generation) -> Generation:
         """All that was said, when the last replica has said the rest."""
         said = self._said
         if said is None:

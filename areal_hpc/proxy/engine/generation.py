@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct, field
 
 from areal_hpc.errors import RequestError
-from areal_hpc.session.tree import ABORTED, VersionSpan
+from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
 from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_SPACE = b" \t\r\n"
@@ -184,7 +184,7 @@ class ChunkReader:
             output_ids=self._output_ids,
             logprobs=[entry[0] for entry in self._logprobs],
             spans=spans,
-            finish_reason=ABORTED,
+            finish_reason=ABORT_FINISH_REASON,
             closed=False,
             stop_text=None,
             cached_tokens=self._cached_tokens,
@@ -259,7 +259,7 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _Meta) -> Ge
     reason = meta.finish_reason
     if reason is None:
         raise EngineLostError(f"{where} ended the reply without a finish reason")
-    if reason.type == ABORTED and reason.status_code is not None:
+    if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
             raise RequestError(400, f"SGLang rejected the request: {reason.message}")
         raise EngineLostError(f"{where} aborted the generation: {reason.message}")

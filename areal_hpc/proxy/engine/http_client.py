@@ -97,7 +97,7 @@ class ConnectionPool:
         self._limits.add(connection, give_up_at)
         try:
             connection.send(self._build_request(path, body))
-            answer = await connection.whole()
+            answer = await connection.read_body()
         except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
             raise
@@ -117,7 +117,7 @@ class ConnectionPool:
         connection = await self._take_connection()
         try:
             connection.send(self._build_request(path, body), reads_parts=True)
-            await connection.head()
+            await connection.read_head()
         except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
             raise

@@ -37,12 +37,12 @@ class Connection(asyncio.Protocol):
         return self._is_whole and self._is_reusable and not self._transport.is_closing()
 
     def send(self, request: bytes, *, reads_parts: bool = False) -> None:
-        """Begin a call. Its answer is read by `whole`, or by `head` and `part`."""
+        """Begin a call. Its answer is read by `read_body`, or by `read_head` and `read_part`."""
         self.status, self._is_whole, self._reads_parts = 0, False, reads_parts
         self._blocks, self._unread_bytes = [], 0
         self._transport.write(request)
 
-    async def whole(self) -> bytes:
+    async def read_body(self) -> bytes:
         """The answer's body.
 
         Raises:
@@ -55,13 +55,13 @@ class Connection(asyncio.Protocol):
             await self._wait_for_change()
         return self._take_blocks()
 
-    async def head(self) -> None:
-        """Wait until the status is known. Raises as `whole` does."""
+    async def read_head(self) -> None:
+        """Wait until the status is known. Raises as `read_body` does."""
         while not self.status:
             await self._wait_for_change()
 
-    async def part(self) -> bytes:
-        """More of the body, nothing at its end. Raises as `whole` does."""
+    async def read_part(self) -> bytes:
+        """More of the body, nothing at its end. Raises as `read_body` does."""
         while not self._blocks and not self._is_whole:
             await self._wait_for_change()
         return self._take_blocks()

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
-IDLE_SERVER_S = 60.0
+IDLE_POOL_LIFETIME_S = 60.0
 """A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
@@ -103,7 +103,7 @@ class SGLangClient:
             server, body = self._get_pool(base_url), request.body(stream=True)
             async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
                 if answer.status != 200:
-                    _check_status(base_url, answer.status, await answer.whole())
+                    _check_status(base_url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
                     piece, whole = reader.read(data)
                     if piece.output_ids or piece.text:
@@ -152,7 +152,7 @@ class SGLangClient:
             server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
             # A replica that starts anew has another address: the old one is not called again.
             for url, other in [*self._servers.items()]:
-                if server.used_at - other.used_at > IDLE_SERVER_S:
+                if server.used_at - other.used_at > IDLE_POOL_LIFETIME_S:
                     other.close()
                     del self._servers[url]
             self._servers[base_url] = server
@@ -189,7 +189,7 @@ def _check_status(base_url: str, status: int, answer: bytes) -> None:
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
     """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
-    while block := await answer.part():
+    while block := await answer.read_part():
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":

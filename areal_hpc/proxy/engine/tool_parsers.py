@@ -18,10 +18,10 @@ import msgspec
 from areal_hpc.errors import ClusterError, ParserLostError, RequestError
 from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
-from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParseRequest, ParserReply
+from areal_hpc.wire.parsers import ConstrainRequest, ParseRequest, ParserReply, ReplyOpening
 
 log = logging.getLogger(__name__)
-MODULE = "areal_hpc.inference.parser_process"
+PARSER_MODULE = "areal_hpc.inference.parser_process"
 MAX_LINE_BYTES = 1 << 28
 START_TIMEOUT_S = 180.0
 RESTART_PAUSE_S = 0.5
@@ -36,7 +36,7 @@ class ToolParsers:
     """
 
     def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
-        self._argv = (python, "-m", MODULE, tool_parser or "", reasoning_parser or "")
+        self._argv = (python, "-m", PARSER_MODULE, tool_parser or "", reasoning_parser or "")
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -146,7 +146,7 @@ class ToolParsers:
 
     def reply(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyReader:
         """A reader for one reply to a prompt that ends with `prompt`."""
-        return ReplyReader(self, Opening([*tools], prompt[-PROMPT_END_CHARS:]))
+        return ReplyReader(self, ReplyOpening([*tools], prompt[-PROMPT_END_CHARS:]))
 
     async def close(self) -> None:
         """End the process."""
@@ -160,9 +160,9 @@ class ToolParsers:
 class ReplyReader:
     """Takes the text of one reply, gives what can be shown of it."""
 
-    def __init__(self, parsers: ToolParsers, opening: Opening) -> None:
+    def __init__(self, parsers: ToolParsers, opening: ReplyOpening) -> None:
         self._parsers = parsers
-        self._opening: Opening | None = opening
+        self._opening: ReplyOpening | None = opening
         self._number = parsers.next_number()
 
     async def feed(self, text: str, *, last: bool = False) -> ReplyDelta:

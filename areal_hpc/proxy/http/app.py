@@ -49,7 +49,7 @@ DIALECT_BY_ROUTE = {
     "/responses": responses.RESPONSES,
 }
 JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
-_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class ProxyApp:
@@ -72,11 +72,11 @@ class ProxyApp:
         self._store = store
         self._completions = completions
         self._passthrough = passthrough
-        completions.metrics.watch(store)
+        completions.metrics.register_gauges(store)
         self._routes = Routes(
             (
                 *_list_driver_routes(driver_api),
-                Route("POST", "/generate", "session", self._pass_generate_on, bytes),
+                Route("POST", "/generate", "session", self._forward_generate, bytes),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
                     for route in self._list_agent_routes()
@@ -128,7 +128,7 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large_error()
-            session = self._open_session(route, key)  # without a key no memory for a body
+            session = self._authenticate_session(route, key)  # without a key no memory for a body
             body = await self._read_body(receive)
             result = route.answer(*self._list_arguments(route, session, named, body, scope))
             if inspect.iscoroutine(result):
@@ -172,7 +172,7 @@ class ProxyApp:
             if not message.get("more_body"):
                 return body
 
-    def _open_session(self, route: Route, key: str) -> Session | None:
+    def _authenticate_session(self, route: Route, key: str) -> Session | None:
         """The session that a key opens, if the route is one of sessions."""
         if route.opened_by == "admin" and not hmac.compare_digest(
             key.encode("latin-1"), self._admin_key
@@ -180,7 +180,7 @@ class ProxyApp:
             raise RequestError(401, "this route requires the admin key")
         if route.opened_by != "session":
             return None
-        session = self._store.session_of_key(key)
+        session = self._store.find_session_by_key(key)
         if session is None:
             raise RequestError(401, "invalid session key")
         session.touch()
@@ -208,7 +208,7 @@ class ProxyApp:
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _pass_generate_on(self, session: Session, body: bytes) -> bytes:
+    async def _forward_generate(self, session: Session, body: bytes) -> bytes:
         if self._passthrough is None:
             raise RequestError(404, "there is no route /generate")
         return await self._passthrough.generate(session, body)
@@ -235,7 +235,7 @@ class ProxyApp:
             self._completions.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
                 return exchange, await self._completions.stream(session, call, answer_id)
-            return exchange.whole(await self._completions.answer(session, call, answer_id))
+            return exchange.format_reply(await self._completions.answer(session, call, answer_id))
 
         return answer
 
@@ -295,16 +295,16 @@ def _asks_for_websocket(scope: Scope) -> bool:
 
 async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> None:
     """Send events until they end. A first one that fails is raised."""
-    events = exchange.events(live)
+    events = exchange.stream_events(live)
     try:
         block: bytes | None = await anext(events)
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
         while block is not None:
             await send({"type": "http.response.body", "body": block, "more_body": True})
             try:
                 block = await anext(events, None)
             except Exception as caught:  # boundary: told to the client within the stream
-                block = exchange.broken(_to_request_error(caught))
+                block = exchange.format_error_event(_to_request_error(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 break
         await send({"type": "http.response.body", "body": b""})

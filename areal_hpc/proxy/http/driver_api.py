@@ -21,7 +21,7 @@ from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
 
 MIN_KEY_CHARS = 16
-ENDED_POLL_S = 0.05
+SESSION_END_POLL_S = 0.05
 MAX_WAIT_S = 60.0
 
 
@@ -72,7 +72,7 @@ class DriverApi:
         if len(key) < MIN_KEY_CHARS:
             problem = f"session keys need at least {MIN_KEY_CHARS} characters"
             raise RequestError(400, problem, key="api_key")
-        known = self._store.session_of_key(key)
+        known = self._store.find_session_by_key(key)
         if known is not None and not known.ended:
             problem = f"this key already opens session {known.session_id!r}"
             raise RequestError(409, problem, key="api_key")
@@ -118,7 +118,7 @@ class DriverApi:
             session = self._find_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
                 return wire.AwaitSessionReply(session.ended, get_final_reward(session.tree))
-            await asyncio.sleep(ENDED_POLL_S)
+            await asyncio.sleep(SESSION_END_POLL_S)
 
     def grant_capacity(self) -> wire.GrantCapacityReply:
         """Let one more session be open at once."""
@@ -134,7 +134,7 @@ class DriverApi:
                 raise RequestError(409, f"{problem} and cannot be exported", key="session_id")
             if session.ended:
                 break
-            await asyncio.sleep(ENDED_POLL_S)
+            await asyncio.sleep(SESSION_END_POLL_S)
         reply = wire.ExportReply(export_interactions(session.tree, request))
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
@@ -198,7 +198,7 @@ class DriverApi:
     def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._require_sealer()
-        ref, rows = request.ref, self._store.rows_of(request.ref)
+        ref, rows = request.ref, self._store.count_rows_of_ticket(request.ref)
         if request.discard:
             if rows is not None:
                 problem = f"{ref} is finished; its rows cannot be discarded"

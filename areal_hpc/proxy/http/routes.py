@@ -79,12 +79,12 @@ class Routes:
         return self._named[head], name
 
 
-REFERENCE = "#/components/schemas/{name}"
-_KEYS: dict[str, dict[str, Any]] = {
+SCHEMA_REFERENCE = "#/components/schemas/{name}"
+_SECURITY_SCHEMES: dict[str, dict[str, Any]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_ERROR = {
+_ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -102,7 +102,7 @@ def render_openapi(routes: Routes) -> bytes:
     """The routes as an OpenAPI document, JSON."""
     structs = {one.request for one in routes if one.request} - {bytes}
     ordered = sorted(structs, key=lambda one: one.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REFERENCE)
     bodies = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -114,8 +114,8 @@ def render_openapi(routes: Routes) -> bytes:
             "info": {"title": "areal_hpc agent proxy", "version": __version__},
             "paths": paths,
             "components": {
-                "schemas": {**components, "Refusal": _ERROR},
-                "securitySchemes": _KEYS,
+                "schemas": {**components, "Refusal": _ERROR_SCHEMA},
+                "securitySchemes": _SECURITY_SCHEMES,
             },
         }
     )
@@ -126,7 +126,7 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
-    refusal = {"application/json": {"schema": {"$ref": REFERENCE.format(name="Refusal")}}}
+    refusal = {"application/json": {"schema": {"$ref": SCHEMA_REFERENCE.format(name="Refusal")}}}
     operation: dict[str, Any] = {
         "x-opened-by": route.opened_by,
         "responses": {
@@ -136,7 +136,7 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
         },
     }
     if route.opened_by != "anyone":
-        operation["security"] = [{name: []} for name in _KEYS]
+        operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
     if name := route.path_parameter:
         place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]

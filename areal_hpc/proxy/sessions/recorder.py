@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EVENT_KIND = 1
 MIN_ROTATION_BYTES = 1 << 20
-_REMOVING = (
+_REMOVING_EVENTS = (
     events.SessionDropped,
     events.TicketDropped,
     events.TicketFinished,
@@ -102,7 +102,7 @@ class JournaledRecorder:
             ClusterError: The journal refused; the event has not happened.
             UnsoundCallError: It is a model call that cannot be trained on; it has not happened.
         """
-        if isinstance(event, events.InteractionAdded) and (defect := self._defect_of(event)):
+        if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
             raise UnsoundCallError(defect)
         if self._is_durable(event):
             try:
@@ -116,7 +116,7 @@ class JournaledRecorder:
         """False once the session has been dropped or sealed."""
         return self.store.sessions.get(session.session_id) is session
 
-    def _defect_of(self, event: events.InteractionAdded) -> str | None:
+    def _find_defect(self, event: events.InteractionAdded) -> str | None:
         tree = self.store.sessions[event.session_id].tree
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
@@ -126,7 +126,7 @@ class JournaledRecorder:
         Journals of earlier versions may hold unsound calls. Such a call is left out, and its
         session marked: the session's ticket is then dropped where it would be sealed.
         """
-        if isinstance(event, events.InteractionAdded) and (defect := self._defect_of(event)):
+        if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
             self._mark_unsound(event.session_id, defect)
         elif isinstance(event, events.InteractionAdded):
             try:
@@ -163,7 +163,7 @@ class JournaledRecorder:
                 return True
 
     def _apply_event(self, event: Event) -> None:
-        known = set(self.store.sessions) if isinstance(event, _REMOVING) else set()
+        known = set(self.store.sessions) if isinstance(event, _REMOVING_EVENTS) else set()
         self.store.apply(event)
         self._gone_sessions |= known - self.store.sessions.keys()
         if isinstance(event, events.TicketDropped):

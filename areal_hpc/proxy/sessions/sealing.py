@@ -22,7 +22,7 @@ from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
-from areal_hpc.shards.verify import repair
+from areal_hpc.shards.verify import repair_index
 from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
@@ -37,7 +37,7 @@ from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 log = logging.getLogger(__name__)
 
-CHECK_S = 0.2
+CHECK_PERIOD_S = 0.2
 BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
 
@@ -66,7 +66,7 @@ class TicketSealer:
 
     def recover(self) -> None:
         """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
-        repair(self._paths, self._cell)
+        repair_index(self._paths, self._cell)
         indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
         found = [
             _build_settled(ref, *indexed[ref.ticket_id, ref.attempt])
@@ -86,7 +86,7 @@ class TicketSealer:
         pauses = iter(BACKOFF)
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_up.wait(), CHECK_S)
+                await asyncio.wait_for(self._wake_up.wait(), CHECK_PERIOD_S)
             self._wake_up.clear()
             if time.monotonic() < self._not_before:
                 continue
@@ -164,7 +164,7 @@ class TicketSealer:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
                 return
-            ledger = rendezvous.find_endpoint(self._paths.rendezvous_dir, rendezvous.LEDGER)
+            ledger = rendezvous.find_endpoint(self._paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
             if ledger is None:
                 raise ClusterError("the ledger has no endpoint file yet")
             if tickets:

@@ -102,11 +102,11 @@ class SessionStore:
         self.settled_rows: dict[TicketRef, int] = {}
         self._by_key: dict[bytes, Session] = {}
 
-    def session_of_key(self, key: str) -> Session | None:
+    def find_session_by_key(self, key: str) -> Session | None:
         """The session that `key` opens."""
         return self._by_key.get(hash_key(key))
 
-    def rows_of(self, ref: TicketRef) -> int | None:
+    def count_rows_of_ticket(self, ref: TicketRef) -> int | None:
         """Number of rows that a finished ticket contributes; None if it is not finished."""
         if ref in self.finished:
             return self.finished[ref].row_count

@@ -11,8 +11,8 @@ from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
 
 PositiveInt = Annotated[int, Field(ge=1)]
-FLAG = r"^--[a-z][a-z0-9-]*(=.*)?$"
-Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
+FLAG_PATTERN = r"^--[a-z][a-z0-9-]*(=.*)?$"
+Flags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
 
 
 class JobOptions(BaseConfig):
@@ -88,7 +88,7 @@ class ContainerConfig(BaseConfig):
     """`HOST_PATH` or `HOST_PATH:CONTAINER_PATH[:ro]`, beside run, model and working folder."""
 
     @model_validator(mode="after")
-    def _images(self) -> ContainerConfig:
+    def _check_images(self) -> ContainerConfig:
         if self.kind != "none" and not (self.train and self.serve):
             raise ValueError(f"kind={self.kind} needs an image for `train` and one for `serve`")
         return self
@@ -106,7 +106,7 @@ class NetworkConfig(BaseConfig):
 
     @field_validator("nccl")
     @classmethod
-    def _only_nccl(cls, variables: dict[str, str]) -> dict[str, str]:
+    def _check_nccl_names(cls, variables: dict[str, str]) -> dict[str, str]:
         others = [name for name in variables if not name.startswith("NCCL_")]
         if others:
             raise ValueError(f"{', '.join(others)}: set these in variables of a role")

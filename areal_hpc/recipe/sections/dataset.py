@@ -33,7 +33,7 @@ class TaskSetConfig(BaseConfig):
     """Keys of which a source has exactly one."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if sum(bool(getattr(self, name)) for name in self.choices) != 1:
             raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.choices)}")
         if bool(self.hub) != bool(self.files):

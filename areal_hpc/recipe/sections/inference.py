@@ -44,7 +44,7 @@ class InferenceConfig(BaseConfig):
     """Crashes of one replica before its cell fails; reset after ten minutes without a crash."""
 
     @model_validator(mode="after")
-    def _ranks_fill_nodes(self) -> Self:
+    def _check_ranks_fill_nodes(self) -> Self:
         nodes = self.nodes_per_replica
         if self.tp % nodes:
             raise ValueError(

@@ -75,7 +75,7 @@ class ObjectiveConfig(BaseConfig):
     """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ObjectiveConfig:
+    def _check_correction_keys(self) -> ObjectiveConfig:
         if self.off_policy_correction == "none":
             return self
         low, high = self.off_policy_correction_low, self.off_policy_correction_high

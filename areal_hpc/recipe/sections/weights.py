@@ -27,7 +27,7 @@ class WeightsConfig(BaseConfig):
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
 
     @model_validator(mode="after")
-    def _groups_need_broadcast(self) -> Self:
+    def _check_groups_need_broadcast(self) -> Self:
         if self.replicas_per_group > 1 and self.transport == "disk":
             raise ValueError(
                 "weights.replicas_per_group is for weights.transport=broadcast: from disk every "

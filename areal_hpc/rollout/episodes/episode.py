@@ -5,9 +5,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, encodable
+from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import describe_failure, in_worker_process
+from areal_hpc.rollout.execution.subprocess_agent import describe_failure, hold_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.ledger import Empty
@@ -73,7 +73,7 @@ async def run_episode(
     Raises:
         HttpStatusError: The proxy refused to open a session.
     """
-    async with in_worker_process(agent) as one:
+    async with hold_worker_process(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.instance
         try:
@@ -82,7 +82,11 @@ async def run_episode(
         except (AgentError, TimeoutError) as error:
             is_served = await _close_session(session, proxy)
             is_late = isinstance(error, TimeoutError)
-            reason = f"took longer than {spec.timeout_s:g} s" if is_late else encodable(str(error))
+            reason = (
+                f"took longer than {spec.timeout_s:g} s"
+                if is_late
+                else escape_surrogates(str(error))
+            )
         else:
             return EpisodeOutcome("ok", session.session_id, reward=reward)
         status: EpisodeStatus = "timed_out" if is_late else "failed"

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import LimitsConfig, RolloutConfig
 
-TASK_KEY = "limits"
+TASK_LIMITS_KEY = "limits"
 """Where the row of a task has limits of its own."""
 
 
@@ -25,7 +25,7 @@ def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimit
         RecipeError: The task's limits are none.
     """
     recipe = {**rollout.limits.model_dump(), "timeout_s": rollout.episode_timeout_s}
-    own = task.get(TASK_KEY, {})
+    own = task.get(TASK_LIMITS_KEY, {})
     try:
         if not isinstance(own, dict):
             raise TypeError(f"got {own!r:.100}")
@@ -33,7 +33,7 @@ def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimit
     except (TypeError, ValidationError) as error:
         raise RecipeError(
             f"the task's limits cannot be read: {error}",
-            key=TASK_KEY,
+            key=TASK_LIMITS_KEY,
             hint=f"give any of {', '.join(recipe)}, or rename that key of the task",
         ) from error
 
@@ -49,13 +49,13 @@ def check_task_limits(
     Raises:
         RecipeError: They cannot.
     """
-    if TASK_KEY not in task:
+    if TASK_LIMITS_KEY not in task:
         return
     tries, timeout_s = rollout.max_episode_tries, resolve_limits(rollout, task).timeout_s
     if session_timeout_s < timeout_s * tries:
         raise RecipeError(
             f"proxy.session_timeout_s={session_timeout_s:.0f} is less than the "
             f"{timeout_s * tries:.0f} s that {tries} tries of {timeout_s:g} s take",
-            key=TASK_KEY,
+            key=TASK_LIMITS_KEY,
             hint=f"use proxy.session_timeout_s={timeout_s * tries:.0f} or more",
         )

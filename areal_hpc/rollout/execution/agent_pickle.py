@@ -20,7 +20,7 @@ from areal_hpc.rundir.atomic import write_atomic_private
 PICKLE_MODULE = "handed_over"
 """Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
 
-_SOURCE = '''"""The agent as a script handed it over."""
+_MODULE_SOURCE = '''"""The agent as a script handed it over."""
 
 import sys
 
@@ -60,7 +60,7 @@ def save_agent(
         RecipeError: It cannot be pickled.
     """
     data = pickle_agent((workflow, dict(kwargs)))
-    source = _SOURCE.format(
+    source = _MODULE_SOURCE.format(
         folders=list(sys_path),
         alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
     )
@@ -93,7 +93,7 @@ def load_agent_pickle(module_file: str) -> Agent:
     return load_agent(workflow, kwargs, extra_kwargs=())
 
 
-def is_json(kwargs: Mapping[str, Any]) -> bool:
+def is_json_serializable(kwargs: Mapping[str, Any]) -> bool:
     """Whether a recipe can hold these arguments as they are."""
     try:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)

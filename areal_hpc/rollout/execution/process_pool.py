@@ -17,7 +17,7 @@ from typing import Any
 from areal_hpc.errors import AgentError, WorkerLostError
 from areal_hpc.jobs.die_with_parent import die_with_parent
 
-_SPAWN = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
+_SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
 
 
 class ProcessPool:
@@ -64,8 +64,10 @@ class _Process:
     """One child and the pipe to it."""
 
     def __init__(self) -> None:
-        self._pipe, end = _SPAWN.Pipe()
-        self._child = _SPAWN.Process(target=_serve_calls, args=(end, os.getpid()), daemon=True)
+        self._pipe, end = _SPAWN_CONTEXT.Pipe()
+        self._child = _SPAWN_CONTEXT.Process(
+            target=_serve_calls, args=(end, os.getpid()), daemon=True
+        )
         self._child.start()
         end.close()
         self._answering = False

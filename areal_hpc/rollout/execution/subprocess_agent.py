@@ -70,7 +70,7 @@ class _WorkerAgent:
 
 
 @asynccontextmanager
-async def in_worker_process(agent: Agent) -> AsyncIterator[Agent]:
+async def hold_worker_process(agent: Agent) -> AsyncIterator[Agent]:
     """The agent, with a process for one episode if it needs one."""
     if isinstance(agent, SubprocessAgent):
         async with agent.place() as one:
@@ -88,7 +88,7 @@ def describe_failure(error: BaseException, trace: TracebackType | None) -> Agent
 
 # In the process ---------------------------------------------------------------------------
 
-_agents: dict[str, Agent] = {}
+_AGENT_CACHE: dict[str, Agent] = {}
 """Agents built from dotted paths: once per process."""
 
 
@@ -96,9 +96,9 @@ def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     if not isinstance(workflow, str):
         return load_agent(workflow, kwargs, extra_kwargs=())
     key = f"{workflow} {kwargs!r}"
-    if key not in _agents:
-        _agents[key] = load_agent(workflow, kwargs, extra_kwargs=())
-    return _agents[key]
+    if key not in _AGENT_CACHE:
+        _AGENT_CACHE[key] = load_agent(workflow, kwargs, extra_kwargs=())
+    return _AGENT_CACHE[key]
 
 
 def _check_agent(workflow: Any, kwargs: Mapping[str, Any]) -> None:

@@ -14,17 +14,17 @@ import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster import processes
-from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
+from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
 from areal_hpc.slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
 
-COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
+REQUIRED_COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
 NAMESPACE_COMMANDS = ("ip", "unshare", "mount")
 
-PORTS = range(20000, 32000)
+PORT_RANGE = range(20000, 32000)
 """Below those that the kernel gives to clients (/proc/sys/net/ipv4/ip_local_port_range)."""
 
-_TRIAL = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "true")
+_NAMESPACE_TRIAL_COMMAND = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "true")
 
 
 def check_commands(settings: DevclusterSettings) -> None:
@@ -33,7 +33,7 @@ def check_commands(settings: DevclusterSettings) -> None:
     Raises:
         RecipeError: Some are not installed.
     """
-    needed = [*COMMANDS]
+    needed = [*REQUIRED_COMMANDS]
     needed += DATABASE_COMMANDS if settings.accounting else ()
     needed += NAMESPACE_COMMANDS if settings.namespaces else ()
     missing = [
@@ -50,7 +50,7 @@ def can_create_namespaces() -> bool:
     """True if this user may make namespaces and bridges."""
     if os.geteuid() != 0 or shutil.which("ip", path=processes.get_search_path()) is None:
         return False
-    return processes.run_command(_TRIAL, {}).returncode == 0
+    return processes.run_command(_NAMESPACE_TRIAL_COMMAND, {}).returncode == 0
 
 
 def reserve_resources() -> AbstractContextManager[None]:
@@ -63,29 +63,30 @@ def reserve_resources() -> AbstractContextManager[None]:
 
 def inspect_host(settings: DevclusterSettings) -> HostFacts:
     """Look at the machine."""
-    controls = [CGROUPS / name / "cgroup.procs" for name in CONTROLLERS]
+    controls = [CGROUP_ROOT / name / "cgroup.procs" for name in CGROUP_CONTROLLERS]
     return HostFacts(
         hostname=socket.gethostname().partition(".")[0],
         user=pwd.getpwuid(os.geteuid()).pw_name,
         memory_mib=psutil.virtual_memory().total // 2**20,
-        first_port=_free_ports(count_ports(settings)),
-        network=_free_network() if settings.namespaces else 0,
+        first_port=_find_free_ports(count_ports(settings)),
+        network=_find_free_network() if settings.namespaces else 0,
         limits_memory=settings.namespaces and all(os.access(path, os.W_OK) for path in controls),
     )
 
 
-def _free_ports(count: int) -> int:
+def _find_free_ports(count: int) -> int:
     """The first of `count` ports in a row that nobody listens on."""
-    for first in range(PORTS.start, PORTS.stop - count, 50):
-        if all(_is_free(port) for port in range(first, first + count)):
+    for first in range(PORT_RANGE.start, PORT_RANGE.stop - count, 50):
+        if all(_is_port_free(port) for port in range(first, first + count)):
             return first
     raise ClusterError(
-        f"expected {count} free ports in a row between {PORTS.start} and {PORTS.stop}, got none",
+        f"expected {count} free ports in a row between {PORT_RANGE.start} and {PORT_RANGE.stop}, "
+        "got none",
         hint="ss -ltn shows who listens",
     )
 
 
-def _is_free(port: int) -> bool:
+def _is_port_free(port: int) -> bool:
     try:
         socket.create_server(("", port)).close()
     except OSError:
@@ -93,7 +94,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _free_network() -> int:
+def _find_free_network() -> int:
     """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
     listed = processes.run_command(("ip", "-4", "-json", "route", "show"), {})
     listed.check_returncode()

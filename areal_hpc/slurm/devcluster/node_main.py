@@ -20,8 +20,8 @@ from typing import TypedDict
 PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
 
-CGROUPS = Path("/sys/fs/cgroup")
-CONTROLLERS = ("memory", "freezer")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_CONTROLLERS = ("memory", "freezer")
 """With these of cgroup v1 Slurm holds jobs to their memory and finds all their processes."""
 
 
@@ -45,8 +45,8 @@ def set_up_namespaces(machine: NodeSetup) -> None:
     """
     socket.sethostname(machine["name"])
     if machine["cgroup"]:
-        for controller in CONTROLLERS:
-            _enter_cgroup(CGROUPS / controller, machine)
+        for controller in CGROUP_CONTROLLERS:
+            _enter_cgroup(CGROUP_ROOT / controller, machine)
     for command in (
         ("mount", "--bind", machine["hosts"], "/etc/hosts"),
         ("mount", "-t", "tmpfs", "-o", "mode=1777", "shm", "/dev/shm"),

@@ -11,7 +11,7 @@ import psutil
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster import processes
 from areal_hpc.slurm.devcluster.daemons import build_daemon_error
-from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
+from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from areal_hpc.slurm.devcluster.plan import DevclusterNode, DevclusterPlan
 
@@ -50,7 +50,7 @@ def power_off(made: DevclusterPlan, node: DevclusterNode) -> None:
 
 def remove_cgroups(name: str) -> None:
     """Remove a control group with those inside, whose files are not files and vanish with them."""
-    for group in (CGROUPS / controller / name for controller in CONTROLLERS):
+    for group in (CGROUP_ROOT / controller / name for controller in CGROUP_CONTROLLERS):
         if group.is_dir():
             for child in [path for path in group.rglob("*") if path.is_dir()][::-1]:
                 child.rmdir()

@@ -18,10 +18,10 @@ from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 MAX_NODES = 200
 """What one subnet of 256 addresses and the names n01 to n200 have room for."""
 
-MAX_SOCKET_PATH = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes of a socket's path that Linux takes (unix(7), sun_path)."""
 
-SLURMD_PORT = 6818
+NAMESPACE_SLURMD_PORT = 6818
 """Slurm's own; in namespaces every node has it to itself."""
 
 LOOPBACK = "127.0.0.1"
@@ -159,7 +159,7 @@ def plan_devcluster(
         "controller_address": controller_address,
         "controller_port": facts.first_port,
         "accounting_port": facts.first_port + 1,
-        "node_memory_mib": _node_memory_mib(settings, facts),
+        "node_memory_mib": _compute_node_memory_mib(settings, facts),
     }
     environ = {"SLURM_CONF": str(paths.slurm_conf)}
     if settings.accounting:
@@ -184,14 +184,14 @@ def plan_devcluster(
 
 def _check_limits(settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths) -> None:
     longest = max(paths.munge_socket, paths.database_socket, key=lambda path: len(bytes(path)))
-    if len(bytes(longest)) > MAX_SOCKET_PATH:
+    if len(bytes(longest)) > MAX_SOCKET_PATH_BYTES:
         raise RecipeError(
-            f"expected a socket's path of at most {MAX_SOCKET_PATH} bytes, "
+            f"expected a socket's path of at most {MAX_SOCKET_PATH_BYTES} bytes, "
             f"got {len(bytes(longest))}: {longest}",
             key="--state-dir",
             hint="name a directory closer to the root",
         )
-    if _node_memory_mib(settings, facts) < settings.cpus_per_node:
+    if _compute_node_memory_mib(settings, facts) < settings.cpus_per_node:
         raise RecipeError(
             f"expected 1 MiB of memory for each CPU of a node, got {facts.memory_mib} MiB "
             f"for {settings.nodes} nodes of {settings.cpus_per_node} CPUs",
@@ -200,7 +200,7 @@ def _check_limits(settings: DevclusterSettings, facts: HostFacts, paths: Devclus
         )
 
 
-def _node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
+def _compute_node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
     return facts.memory_mib // settings.nodes
 
 
@@ -221,14 +221,14 @@ def _plan_node(
         address=f"{address}/24",
         hosts=str(paths.config("hosts")),
         cgroup=cgroup,
-        memory_mib=_node_memory_mib(settings, facts),
+        memory_mib=_compute_node_memory_mib(settings, facts),
     )
     order = json.dumps({"slurmd": slurmd, "machine": machine})
     unshare = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
     return DevclusterNode(
         name,
         address,
-        SLURMD_PORT,
+        NAMESPACE_SLURMD_PORT,
         link=f"adc{facts.network}-{name}",
         cgroup=cgroup,
         command=(*unshare, *program, order),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-TEMPERATURE = "temperature"
+TEMPERATURE_CHANNEL = "temperature"
 """The channel that, where a batch has it, divides the logits."""
 
 
@@ -87,13 +87,15 @@ def plan_packs(
     needed = -(-sum(sizes) // max_tokens)
     rounds = max(1, -(-needed // ranks))
     while True:
-        packs = _least_loaded(order, sizes, rounds * ranks)
+        packs = _assign_to_least_loaded(order, sizes, rounds * ranks)
         if all(len(pack) <= 1 or sum(sizes[i] for i in pack) <= max_tokens for pack in packs):
             return [packs[rank::ranks] for rank in range(ranks)]
         rounds += 1
 
 
-def _least_loaded(order: Sequence[int], sizes: Sequence[int], packs: int) -> list[list[int]]:
+def _assign_to_least_loaded(
+    order: Sequence[int], sizes: Sequence[int], packs: int
+) -> list[list[int]]:
     loads = np.zeros(packs, dtype=np.int64)
     plan: list[list[int]] = [[] for _ in range(packs)]
     for index in order:
@@ -125,7 +127,7 @@ def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: Pack
         scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
         for name in channels:
             values[name][start : start + size] = row.channels[name]
-    held = [zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
+    held = [get_zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
     places_T = np.concatenate([start + own for start, own in zip(starts, held, strict=True)])
     own = slice(None) if split.cp == 1 else places_T  # a slice copies nothing
     targets_N = np.flatnonzero(scored_T[own])
@@ -141,7 +143,7 @@ def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: Pack
     )
 
 
-def zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
+def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
     """Positions of a sequence held by context-parallel rank `rank`: chunks rank and 2cp-1-rank."""
     if cp == 1:
         return np.arange(length)
@@ -156,6 +158,6 @@ def get_gathered_positions(index: int, lengths: IntArray, cp: int) -> IntArray:
     start = int(lengths[:index].sum()) // cp
     places = np.empty(int(lengths[index]), dtype=np.int64)
     for rank in range(cp):
-        held = zigzag_positions(int(lengths[index]), cp, rank)
+        held = get_zigzag_positions(int(lengths[index]), cp, rank)
         places[held] = rank * local_total + start + np.arange(len(held))
     return places

@@ -14,9 +14,12 @@ from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
+from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
-from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
+from areal_hpc.trainer.objective.advantages import (
+    compute_group_advantages,
+    compute_mean_episode_rewards,
+)
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
@@ -107,7 +110,9 @@ def build_rows(
         if objective.proximal == "log_linear":
             channels[AGE] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
-            channels[TEMPERATURE] = np.full(size, _get_temperature(trajectory), dtype=np.float32)
+            channels[TEMPERATURE_CHANNEL] = np.full(
+                size, _get_temperature(trajectory), dtype=np.float32
+            )
         rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
     return rows
 
@@ -129,7 +134,7 @@ def _compute_ages(
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
-    for packed in _sampled_tokens(versions_T):
+    for packed in _count_sampled_tokens(versions_T):
         ages_T[versions_T == packed] = compute_staleness(
             current, WeightVersion.unpack(packed), forks
         )
@@ -148,12 +153,12 @@ def summarize_batch(
 
     A batch without rows has no mean reward.
     """
-    tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch]
+    tokens_of = [_count_sampled_tokens(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
     places = [numbers.setdefault((row.ticket_id, row.episode), len(numbers)) for row in batch]
-    rewards = mean_episode_rewards([row.reward for row in batch], places)
+    rewards = compute_mean_episode_rewards([row.reward for row in batch], places)
     mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
     return mean | {
         "episodes": len(numbers),
@@ -165,7 +170,7 @@ def summarize_batch(
     }
 
 
-def _sampled_tokens(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
+def _count_sampled_tokens(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
     """Tokens by the version they were sampled from; versions come in few, long stretches."""
     turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
     tokens = Counter[int]()

@@ -26,16 +26,16 @@ from areal_hpc.jobs.time_limit import record_checkpoint_time
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
-    MARKER,
+    MARKER_FILE,
     Checkpoint,
     TrainerState,
     build_checkpoint_error,
     find_latest,
+    get_unfinished_path,
     is_complete,
     list_checkpoints,
-    list_hidden,
+    list_leftovers,
     read_trainer_state,
-    unfinished_path,
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
@@ -48,7 +48,7 @@ from areal_hpc.trainer.collectives import (
     read_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
+from areal_hpc.trainer.optimizer import apply_optimizer_settings, build_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
 POLL_S = 0.2
@@ -84,7 +84,7 @@ class CheckpointStore:
         optimizer = build_optimizer(policy, config)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
             megatron_format.load_sharded(policy, optimizer, checkpoint.path)
-            apply_settings(optimizer, config)
+            apply_optimizer_settings(optimizer, config)
         return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
@@ -111,7 +111,7 @@ class CheckpointStore:
 
         What a generation later than this trainer's is writing is not ours to touch.
         """
-        for path, written_by in list_hidden(self._directory):
+        for path, written_by in list_leftovers(self._directory):
             if written_by is None or written_by <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
@@ -129,7 +129,7 @@ class CheckpointStore:
         self.finish()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
-        partial = unfinished_path(self._directory, state.step, state.generation)
+        partial = get_unfinished_path(self._directory, state.step, state.generation)
         is_first = dist.get_rank() == 0
         with _explain_storage_errors(partial):
             if is_first:
@@ -200,13 +200,13 @@ class CheckpointStore:
 
     def _make_visible(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous."""
-        partial = unfinished_path(
+        partial = get_unfinished_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
         fault_point("checkpoint.before_marker")
         with _explain_storage_errors(partial):
-            (partial / MARKER).touch()
-            fsync_path(partial / MARKER)
+            (partial / MARKER_FILE).touch()
+            fsync_path(partial / MARKER_FILE)
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")

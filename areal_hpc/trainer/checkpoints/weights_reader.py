@@ -25,7 +25,7 @@ from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import Parameter, build_weight_map, to_hf
 from areal_hpc.trainer.model.hf_files import HfSpec
 
-_STORED_NAMES = {
+_STORED_NAME_BY_PARAMETER = {
     # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -38,7 +38,7 @@ def get_stored_name(parameter: Parameter) -> str:
         return parameter.megatron
     if parameter.expert is not None:
         return f"decoder.layers.mlp.experts.experts.{parameter.megatron}"
-    return f"decoder.layers.{_STORED_NAMES.get(parameter.megatron, parameter.megatron)}"
+    return f"decoder.layers.{_STORED_NAME_BY_PARAMETER.get(parameter.megatron, parameter.megatron)}"
 
 
 def _get_place(parameter: Parameter) -> list[int]:

@@ -106,6 +106,6 @@ class LedgerClient:
 
     def _find_ledger(self) -> str:
         self._url = rendezvous.await_endpoint(
-            self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
+            self._dir, rendezvous.LEDGER_SERVICE, START_TIMEOUT_S, is_cancelled=self._is_stopping
         ).url
         return self._url

@@ -9,7 +9,7 @@ import torch
 
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.metrics.step_metrics import EVAL_REWARD
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
@@ -166,12 +166,16 @@ class LedgerSource(BatchSource):
     def is_evaluated(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits."""
         step, row = self._record.version.step, self._record.row
-        if self._async_evaluation or not self._schedule.evaluates(step) or EVAL_REWARD in row:
+        if (
+            self._async_evaluation
+            or not self._schedule.evaluates(step)
+            or EVAL_REWARD_METRIC in row
+        ):
             return True
         with self._record.timer.phase("eval"):
             reply = self._ledger.evaluate(step, self._schedule.evaluation_tasks, LONG_POLL_S)
         if reply.mean_reward is not None:
-            row[EVAL_REWARD] = reply.mean_reward
+            row[EVAL_REWARD_METRIC] = reply.mean_reward
         return False
 
     def _poll_async_evaluation(self, evaluation: AsyncEvaluation) -> None:
@@ -203,7 +207,7 @@ class LedgerSource(BatchSource):
         reply = self._ledger.evaluate(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:
             evaluation.end()
-            self._record.add(version.step, {EVAL_REWARD: reply.mean_reward})
+            self._record.add(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
 
     def is_settled(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""

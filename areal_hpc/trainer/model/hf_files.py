@@ -19,7 +19,7 @@ HfSpec = tuple[str, tuple[int, ...], torch.dtype]
 MAX_FILE_BYTES = 4 * 1024**3
 """A safetensors file grows to about this."""
 
-COPIED_FILES = (
+COPIED_FILE_NAMES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -63,10 +63,10 @@ def write_model(
     partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
     partial.mkdir(parents=True)
     _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
-    for name in COPIED_FILES:
+    for name in COPIED_FILE_NAMES:
         if (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, partial / name)
-    _name_dtype(partial / "config.json", specs[0][2])
+    _write_config_dtype(partial / "config.json", specs[0][2])
     fsync_tree(partial)
     replaced = target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
     if target_dir.exists():
@@ -86,7 +86,7 @@ def _remove_leftovers(directory: Path) -> None:
     name = re.compile(rf"\.(.+)\.(partial|replaced)_{re.escape(socket.gethostname())}_(\d+)")
     for path in directory.iterdir():
         found = name.fullmatch(path.name)
-        if found is None or _is_another_at_work(int(found[3])):
+        if found is None or _is_another_writer_running(int(found[3])):
             continue
         target = directory / found[1]
         if found[2] == "replaced" and not target.exists():
@@ -95,7 +95,7 @@ def _remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_another_at_work(pid: int) -> bool:
+def _is_another_writer_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -178,7 +178,7 @@ def _write_tensor(stream: BinaryIO, name: str, tensor: torch.Tensor, spec: HfSpe
     stream.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _name_dtype(config_path: Path, dtype: torch.dtype) -> None:
+def _write_config_dtype(config_path: Path, dtype: torch.dtype) -> None:
     """Readers that are not told a dtype take the one that the configuration names."""
     config = json.loads(config_path.read_bytes())
     name = str(dtype).removeprefix("torch.")

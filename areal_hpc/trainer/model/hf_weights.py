@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model.families.weight_map import (
-    EMBEDDING,
+    EMBEDDING_NAME,
     HfTensor,
     Parameter,
     count_tp_ranks,
@@ -80,7 +80,7 @@ def load_hf(policy: Policy, read: ReadSlices) -> None:
     rank = parallel_state.get_tensor_model_parallel_rank()
     for parameter in policy.table:
         targets = [policy.local(parameter)]
-        if parameter.megatron == EMBEDDING:
+        if parameter.megatron == EMBEDDING_NAME:
             targets.append(policy.tied_copy)
         held = [target for target in targets if target is not None]
         if not held:
@@ -108,13 +108,13 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     and sees the same tensors. One may be a view of a live parameter: do not write to it.
     """
     for parameter in policy.table:
-        shards = _gather_shards(policy, _from_owner(policy, parameter), parameter)
+        shards = _gather_shards(policy, _broadcast_from_owner(policy, parameter), parameter)
         tensors = to_hf(parameter, shards, policy.arch)
         for tensor, spec in zip(tensors, parameter.hf, strict=True):
             yield spec.name, tensor
 
 
-def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
+def _broadcast_from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
     """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     spread = parallel_state.get_expert_model_parallel_group()
@@ -126,7 +126,7 @@ def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
         shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
-    stage = _stage_of(parameter, policy.arch.layers, stages.size())
+    stage = _find_stage(parameter, policy.arch.layers, stages.size())
     if parameter.expert is not None and spread.size() > 1 and stages.rank() == stage:
         holder = parameter.expert // policy.experts_per_rank
         dist.broadcast(part, dist.get_global_rank(spread, holder), group=spread)
@@ -135,11 +135,11 @@ def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
     return part
 
 
-def _stage_of(parameter: Parameter, layers: int, stages: int) -> int:
+def _find_stage(parameter: Parameter, layers: int, stages: int) -> int:
     """The pipeline stage that holds a parameter. Every stage has equally many layers."""
     if parameter.layer is not None:
         return parameter.layer * stages // layers
-    return 0 if parameter.megatron == EMBEDDING else stages - 1
+    return 0 if parameter.megatron == EMBEDDING_NAME else stages - 1
 
 
 def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from areal_hpc.trainer.megatron_private import ScoredTokenGPT
 from areal_hpc.trainer.model.attention import PackedCausalAttention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
 from areal_hpc.trainer.model.families.weight_map import (
-    OUTPUT,
+    OUTPUT_NAME,
     Parameter,
     build_weight_map,
     pad_vocab_size,
@@ -33,7 +33,7 @@ from areal_hpc.trainer.model.families.weight_map import (
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Policy:
         """The last stage's copy of a tied embedding, when that stage is not the first."""
         if not self.arch.tied or self.gpt.pre_process:
             return None
-        return self._held.get(OUTPUT)
+        return self._held.get(OUTPUT_NAME)
 
 
 def build_policy(
@@ -102,7 +102,7 @@ def build_policy(
     config = build_transformer_config(arch, parallel, dtype, device)
     gpt = ScoredTokenGPT(
         config,
-        _block_spec(config),
+        _build_block_spec(config),
         vocab_size=pad_vocab_size(arch, parallel.tp),
         max_sequence_length=0,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -201,7 +201,7 @@ def _leave_as_is(weights: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=config.qk_layernorm,

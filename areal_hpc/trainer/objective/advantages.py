@@ -24,14 +24,14 @@ def compute_group_advantages(
     for group in np.unique(groups_B):
         members = groups_B == group
         own = rewards_B[members]
-        earned = mean_episode_rewards(own, episodes_B[members])
+        earned = compute_mean_episode_rewards(own, episodes_B[members])
         spread = earned.std(ddof=1) if len(earned) > 1 else 0.0
         if spread >= min_reward_std:
             advantages_B[members] = (own - earned.mean()) / spread
     return advantages_B
 
 
-def mean_episode_rewards(
+def compute_mean_episode_rewards(
     rewards: npt.ArrayLike, episodes: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
     """The mean reward of the rows of each distinct episode [number of episodes]."""

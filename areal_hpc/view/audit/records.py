@@ -46,8 +46,8 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
     is_finished = paths.finished_marker.exists()
-    checkpoint = _newest_checkpoint(paths.checkpoints_dir, problems)
-    manifests = dict(_whole_manifests(paths, problems))
+    checkpoint = _find_newest_checkpoint(paths.checkpoints_dir, problems)
+    manifests = dict(_iterate_whole_manifests(paths, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
     requeued: set[tuple[int, int]] = set()
@@ -81,7 +81,7 @@ def _list_sizes(directory: Path) -> Iterator[tuple[str, int]]:
             yield path.name, path.stat().st_size
 
 
-def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState:
+def _find_newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState:
     """The highest step of the highest generation among the complete checkpoints."""
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
@@ -94,7 +94,7 @@ def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState
     return newest
 
 
-def _whole_manifests(
+def _iterate_whole_manifests(
     paths: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
     for step in list_manifest_steps(paths):

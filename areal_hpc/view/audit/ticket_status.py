@@ -101,7 +101,7 @@ class AuditReport:
         )
 
 
-_Use = tuple[int, SettledTicket]
+_BatchUse = tuple[int, SettledTicket]
 """A step, and a ticket in its batch."""
 
 
@@ -123,18 +123,18 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
     doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
-    strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
+    strays = _find_beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRows(evidence)
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
-            status, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
+            status, why = _judge_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
         elif ticket_id in evidence.drops:
             status, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
         elif ticket_id in evidence.filtered:
             status, why = TicketStatus.FILTERED, evidence.filtered[ticket_id]
         elif ticket_id in sealed:
-            status, why = _of_sealed(rows, sealed[ticket_id], doubtful)
+            status, why = _judge_sealed(rows, sealed[ticket_id], doubtful)
         elif ticket_id in again and not evidence.is_finished:
             status, why = TicketStatus.OPEN, "its rows exceeded the staleness limit: queued again"
         elif ticket_id in strays or ticket_id in again:
@@ -151,14 +151,14 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, newest.untrained, newest.step, evidence.is_finished)
 
 
-def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_Use]], dict[int, int]]:
+def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
     A batch that the checkpoint consumed twice counts twice; one it did not consume counts once:
     it is pending, or was passed over.
     """
     times = Counter(evidence.checkpoint.consumed)
-    uses: dict[int, list[_Use]] = {}
+    uses: dict[int, list[_BatchUse]] = {}
     shared: dict[int, int] = {}
     holder: dict[tuple[str, int], int] = {}
     for step, manifest in evidence.manifests.items():
@@ -189,7 +189,9 @@ def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
     return doubts
 
 
-def _beyond_reach(evidence: TicketRecords, traceless: list[int], highest_batched: int) -> set[int]:
+def _find_beyond_reach(
+    evidence: TicketRecords, traceless: list[int], highest_batched: int
+) -> set[int]:
     """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit."""
     if evidence.is_finished:
         return set(traceless)
@@ -198,8 +200,8 @@ def _beyond_reach(evidence: TicketRecords, traceless: list[int], highest_batched
     return set(overtaken[: max(0, len(overtaken) - most_in_cells)])
 
 
-def _of_batched(
-    evidence: TicketRecords, rows: _ShardRows, uses: list[_Use], shares_with: int | None
+def _judge_batched(
+    evidence: TicketRecords, rows: _ShardRows, uses: list[_BatchUse], shares_with: int | None
 ) -> tuple[TicketStatus, str]:
     step, ticket = uses[0]
     checkpoint = evidence.checkpoint
@@ -228,7 +230,9 @@ def _of_batched(
     return TicketStatus.OPEN, f"{where}: {reason}"
 
 
-def _of_sealed(rows: _ShardRows, file: str, doubtful: dict[int, str]) -> tuple[TicketStatus, str]:
+def _judge_sealed(
+    rows: _ShardRows, file: str, doubtful: dict[int, str]
+) -> tuple[TicketStatus, str]:
     if fault := rows.fault_of_file(file):
         return TicketStatus.LOST, f"sealed in {file}: {fault}"
     if doubtful:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-ITEM_BYTES = {
+BYTES_BY_DTYPE = {
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
@@ -21,7 +21,7 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by torch's name of the type."""
 
-_FUSED = re.compile(r"\.(?:(?P<qkv>[qkv])|(?:gate|up))_proj\.")
+_FUSED_PATTERN = re.compile(r"\.(?:(?P<qkv>[qkv])|(?:gate|up))_proj\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole parameter."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * BYTES_BY_DTYPE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def get_fused_name(name: str) -> str:
 
     q/k/v projections become `qkv_proj`, gate and up `gate_up_proj`; others keep their name.
     """
-    return _FUSED.sub(lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name)
+    return _FUSED_PATTERN.sub(lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name)
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
@@ -101,11 +101,11 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
             filled_bytes = 0
         groups[-1].extend(run)
         filled_bytes += run_bytes
-    return [_lay_out(group) for group in groups]
+    return [_lay_out_bucket(group) for group in groups]
 
 
-def _lay_out(specs: Sequence[TensorSpec]) -> BucketPlan:
-    ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+def _lay_out_bucket(specs: Sequence[TensorSpec]) -> BucketPlan:
+    ordered = sorted(specs, key=lambda spec: -BYTES_BY_DTYPE[spec.dtype])
     offsets = accumulate((spec.size_bytes for spec in ordered), initial=0)
     return BucketPlan(
         tuple(TensorSlot(spec, offset) for spec, offset in zip(ordered, offsets, strict=False))

@@ -22,7 +22,7 @@ from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
-_SERIAL = itertools.count()
+_SERIAL_NUMBERS = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""
 
 
@@ -231,7 +231,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
     ) -> BroadcastSession:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
         group = UpdateProcessGroup(
-            f"generation{version.generation}/{members}/{next(_SERIAL)}",
+            f"generation{version.generation}/{members}/{next(_SERIAL_NUMBERS)}",
             get_advertised_host(),
             1 + sum(key.tp for key in keys),
             self._backend,

@@ -26,7 +26,7 @@ from areal_hpc.weights.update_session import GroupUpdate, UpdateSession
 from areal_hpc.wire.replicas import LoadRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
-_FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
+_WEIGHTS_FOLDER_PATTERN = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
 
 
 class WeightsFolder:
@@ -67,7 +67,7 @@ class WeightsFolder:
     def delete_older(self) -> None:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
-            match = _FOLDER.fullmatch(path.name)
+            match = _WEIGHTS_FOLDER_PATTERN.fullmatch(path.name)
             if match and _parse_age(match[1]) < _parse_age(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 

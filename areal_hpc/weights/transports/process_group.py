@@ -23,7 +23,7 @@ from areal_hpc.errors import WeightSyncError
 
 ResultT = TypeVar("ResultT")
 
-_LOOK_S = 0.02
+_WAKE_PERIOD_S = 0.02
 """Period of the question to members whether they refuse."""
 _POLL_S = 0.0002
 """Period of the questions to NCCL."""
@@ -63,7 +63,7 @@ class UpdateProcessGroup:
             lambda wait_s: not wait([forming], wait_s).not_done,
             refused,
             "the process group did not form",
-            _LOOK_S,
+            _WAKE_PERIOD_S,
         )
         try:
             self._group = forming.result()
@@ -101,7 +101,7 @@ class UpdateProcessGroup:
             trouble = "the broadcast did not complete"
             left = [_make_future(work) for work in works]
             self._wait_until(
-                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S
+                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _WAKE_PERIOD_S
             )
             self._wait_until(
                 lambda wait_s: _wait_until_done(works, wait_s), refused, trouble, _POLL_S

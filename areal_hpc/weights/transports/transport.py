@@ -19,7 +19,7 @@ from areal_hpc.weights.replica_client import ReplicaClient, get_step_deadline_s
 from areal_hpc.weights.update_session import GroupUpdate, SessionT
 from areal_hpc.wire.weight_version import WeightVersion
 
-_GROUPS_AT_ONCE = 1024
+_MAX_CONCURRENT_GROUPS = 1024
 """A thread for each group, made when needed: one that hangs must not keep others from a step."""
 
 WatchBucket = Callable[[OpenBucket], None]
@@ -60,7 +60,7 @@ class Transport(ABC, Generic[SessionT]):
         self._config = config
         self._admin_key = admin_key
         self._replica_device = replica_device
-        self._pool = ThreadPoolExecutor(_GROUPS_AT_ONCE, thread_name_prefix="publisher")
+        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
     def update(self, order: UpdateOrder) -> UpdateReport:
         """Send, verify and put into service; see `Publisher.publish`."""

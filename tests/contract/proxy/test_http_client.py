@@ -125,7 +125,7 @@ async def test_a_connection_that_is_not_sound_is_not_used_again(
 async def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
     async with ScriptedServer(HALF, TWO) as server:
         async with server.connections.post("/generate", b"{}") as half:
-            assert await half.part() == b"x" * 50
+            assert await half.read_part() == b"x" * 50
         await server.ask_by_another()
 
 
@@ -190,7 +190,7 @@ async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None
     ):
         await asyncio.sleep(0.1)
         assert failed.status == 500
-        assert await asyncio.wait_for(failed.whole(), PATIENCE_S) == body
+        assert await asyncio.wait_for(failed.read_body(), PATIENCE_S) == body
 
 
 async def test_a_long_answer_read_in_parts_comes_whole() -> None:
@@ -202,7 +202,7 @@ async def test_a_long_answer_read_in_parts_comes_whole() -> None:
         read = b""
         async with server.connections.post("/generate", b"{}") as long:
             assert long.status == 200
-            while part := await long.part():
+            while part := await long.read_part():
                 read += part
                 await asyncio.sleep(0.001)
         assert read == body
@@ -222,7 +222,7 @@ async def test_a_server_that_is_not_called_any_more_is_forgotten(
         await forward(old)
         await forward(new)
         assert old.left == 0
-        monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
+        monkeypatch.setattr(sglang_client, "IDLE_POOL_LIFETIME_S", 0.0)
         async with ScriptedServer(TWO) as third:
             await forward(third)
             await until(lambda: (old.left, new.left) == (1, 1))

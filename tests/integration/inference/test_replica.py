@@ -55,8 +55,8 @@ def schedulers() -> list[psutil.Process]:
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
     """What the control proxy says of a call that SGLang accepted."""
     caller = ControlCaller(replica.view().incarnation, 1, deadline_s)
-    replica.called(caller, route)
-    replica.answered(caller, route, True)
+    replica.begin_control_call(caller, route)
+    replica.finish_control_call(caller, route, True)
 
 
 def test_lost_schedulers_and_no_other_child_replace_the_server_and_old_crashes_are_forgiven(

@@ -78,7 +78,7 @@ def test_an_answer_without_end_is_worth_nothing_wherever_it_is_asked_about(
 ) -> None:
     before = children()
     with processes(LIMIT_S) as pool, ThreadPoolExecutor(1) as thread:
-        monkeypatch.setattr("areal_hpc.reward.math._COMPARISONS", pool)
+        monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", pool)
         *known, (slow, slow_s), (easy, _) = ask(*AT_ONCE, SLOW)
         assert (*(reward for reward, _ in known), slow, easy) == (0.0,) * 6 + (1.0,)
         assert max(seconds for _, seconds in known[1:]) < LIMIT_S < slow_s

@@ -23,7 +23,7 @@ from areal_hpc.errors import ClusterError, ShardError, SupersededTrainerError
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
-    MARKER,
+    MARKER_FILE,
     TrainerState,
     find_latest,
     list_checkpoints,
@@ -38,7 +38,7 @@ from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.replay_job import make_replay_coordinator
-from areal_hpc.wire.fault_points import VARIABLE
+from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import (
     Scenario,
@@ -170,7 +170,7 @@ def test_a_checkpoint_outlives_its_writer(scenario: Scenario, paths: RunPaths) -
 def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     writer = begin_held(learner)
-    os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
     with refusal(paths, ClusterError, "died 2 times, at last with exit code -9"):
         learner.checkpoints.finish()
@@ -201,7 +201,7 @@ def place_checkpoint(paths: RunPaths, generation: int) -> Path:
     path = paths.checkpoints_dir / "step_00000002"
     path.mkdir()
     write_trainer_state(path, TrainerState(step=2, generation=generation, seed=1))
-    for name in ("data", MARKER):
+    for name in ("data", MARKER_FILE):
         (path / name).touch()
     return path / "data"
 

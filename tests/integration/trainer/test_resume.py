@@ -18,7 +18,7 @@ from areal_hpc.trainer.checkpoints import megatron_format, store
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.optimizer import apply_settings
+from areal_hpc.trainer.optimizer import apply_optimizer_settings
 from areal_hpc.trainer.step import LossStats
 from tests.support.rank_server import RankServer
 from tests.support.replay_worker import (
@@ -95,13 +95,13 @@ def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
     scenario["trainer"]["optimizer"] = new
     resumed = make_learner(scenario, paths)
-    with mock.patch.object(store, "apply_settings"):
+    with mock.patch.object(store, "apply_optimizer_settings"):
         without = make_learner(scenario, paths)
     for learner in (resumed, without):
         assert {float(moments["step"]) for moments in moments_of(learner)} == {1.0}
     # Left alone, the optimizer would go on with those of the checkpoint.
     assert {tuple(group["betas"]) for group in settings_of(without)} == {(0.9, 0.95)}
-    apply_settings(without._optimizer, AdamConfig.model_validate(new))
+    apply_optimizer_settings(without._optimizer, AdamConfig.model_validate(new))
     assert settings_of(resumed) == settings_of(without)
     for group in settings_of(resumed):
         assert (list(group["betas"]), group["eps"]) == ([0.8, 0.9], 1e-6)

@@ -11,7 +11,7 @@ from areal_hpc.inference import sglang_server
 def outgoing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the kernel says of the ports of outgoing connections."""
     path = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(sglang_server, "_OUTGOING_PORTS", path)
+    monkeypatch.setattr(sglang_server, "_LOCAL_PORT_RANGE_FILE", path)
     return path
 
 

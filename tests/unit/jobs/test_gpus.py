@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.gpus import VARIABLE, visible_gpus
-from areal_hpc.jobs.supervisor import visible_gpus_of
+from areal_hpc.jobs.gpus import VISIBLE_DEVICES_VARIABLE, find_visible_gpus
+from areal_hpc.jobs.supervisor import build_visible_gpus_variable
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 
@@ -26,7 +26,7 @@ def test_the_variable_counts_whatever_device_files_there_are(
     value: str, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia0").touch()
-    visible = visible_gpus({VARIABLE: value}, tmp_path)
+    visible = find_visible_gpus({VISIBLE_DEVICES_VARIABLE: value}, tmp_path)
     assert visible.ids == expected
     assert visible.source == f"CUDA_VISIBLE_DEVICES={value!r}"
 
@@ -34,8 +34,8 @@ def test_the_variable_counts_whatever_device_files_there_are(
 def test_without_the_variable_device_files_are_counted_and_numbered_from_0(tmp_path: Path) -> None:
     for name in ("nvidia4", "nvidia6", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path).ids == ("0", "1")
-    assert visible_gpus({}, tmp_path / "none").ids == ()
+    assert find_visible_gpus({}, tmp_path).ids == ("0", "1")
+    assert find_visible_gpus({}, tmp_path / "none").ids == ()
 
 
 def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slurm_says() -> None:
@@ -43,7 +43,7 @@ def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slur
     ledger = ProcessSpec("ledger", "train", "a:b", {})
     job = JobSpec("trainer", "train", [ledger, trainer], tasks=2)
     launch = LaunchFile(job, "jobs", "logs", "events", {}, gpus=[["3", "5"], ["7", "9"]])
-    assert visible_gpus_of(trainer, launch, 1) == {VARIABLE: "7,9"}
-    assert visible_gpus_of(ledger, launch, 1) == {VARIABLE: ""}
+    assert build_visible_gpus_variable(trainer, launch, 1) == {VISIBLE_DEVICES_VARIABLE: "7,9"}
+    assert build_visible_gpus_variable(ledger, launch, 1) == {VISIBLE_DEVICES_VARIABLE: ""}
     by_slurm = LaunchFile(job, "jobs", "logs", "events", {})
-    assert visible_gpus_of(trainer, by_slurm, 1) == {}
+    assert build_visible_gpus_variable(trainer, by_slurm, 1) == {}

@@ -46,7 +46,7 @@ def test_processes_read_until_when_they_may_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert starts.read_own_stop_notice() is None, "without a supervisor under Slurm"
-    path = starts.stop_note_path(tmp_path, starts.take_next_start(tmp_path, "7.0", "n01", ""))
+    path = starts.get_stop_note_path(tmp_path, starts.take_next_start(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(starts.STOP_NOTICE_VARIABLE, str(path))
     assert starts.read_own_stop_notice() is None
     note = starts.StopNotice("close to the time limit", 143, 1234.5)

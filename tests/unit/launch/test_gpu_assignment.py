@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.gpu_assignment import (
-    Assignment,
+    GpuAssignment,
     assign_gpus,
     find_gpu_shortages,
     format_assignment,
@@ -41,7 +41,7 @@ def refusal_of(recipe: Recipe, visible: VisibleGpus) -> str:
     return str(refusal.value)
 
 
-def given_out(assignment: Assignment) -> list[str]:
+def given_out(assignment: GpuAssignment) -> list[str]:
     return [one for tasks in assignment.values() for ids in tasks for one in ids]
 
 

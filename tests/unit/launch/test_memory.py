@@ -13,9 +13,9 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model.families.architecture import Architecture, parse_architecture
 from areal_hpc.trainer.model.families.weight_map import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
+    EMBEDDING_NAME,
+    FINAL_NORM_NAME,
+    OUTPUT_NAME,
     build_weight_map,
     get_shard_shape,
 )
@@ -52,14 +52,14 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
         if row.layer is not None:
             held = row.layer // layers == stage
         else:
-            held = {EMBEDDING: stage == 0}.get(row.megatron, stage == split.pp - 1)
+            held = {EMBEDDING_NAME: stage == 0}.get(row.megatron, stage == split.pp - 1)
         if held and (row.expert or 0) < (arch.experts.count // split.ep if arch.experts else 1):
             counts[row.expert is not None] += math.prod(get_shard_shape(row, arch, split.tp))
-        if row.megatron == EMBEDDING and arch.tied and 0 < stage == split.pp - 1:
+        if row.megatron == EMBEDDING_NAME and arch.tied and 0 < stage == split.pp - 1:
             counts[False] += math.prod(get_shard_shape(row, arch, split.tp))
     names = {row.megatron for row in rows}
-    assert FINAL_NORM in names
-    assert arch.tied != (OUTPUT in names)
+    assert FINAL_NORM_NAME in names
+    assert arch.tied != (OUTPUT_NAME in names)
     return counts[False], counts[True]
 
 

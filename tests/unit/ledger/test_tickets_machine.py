@@ -142,7 +142,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        for drop in self.ages.too_old(self.ledger, self.generation, self.forks):
+        for drop in self.ages.find_too_old(self.ledger, self.generation, self.forks):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()

@@ -8,7 +8,7 @@ import pytest
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
-from areal_hpc.proxy.dialects.hints import hints_in, without_nulls
+from areal_hpc.proxy.dialects.hints import drop_nulls, list_hints
 from areal_hpc.proxy.dialects.openai.chat import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
 from areal_hpc.proxy.dialects.validation import decode
@@ -51,7 +51,7 @@ def test_only_declared_objects_lose_their_nulls(
     form: type[msgspec.Struct], body: Any, expected: Any
 ) -> None:
     for text in (json.dumps(body), f" \n{json.dumps(body, indent=1)} "):
-        assert json.loads(without_nulls(text.encode(), form)) == expected
+        assert json.loads(drop_nulls(text.encode(), form)) == expected
 
 
 def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:
@@ -64,7 +64,7 @@ def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> No
 def test_hints_are_named_where_they_stand() -> None:
     body = b'{"input": "a", "truncation": false, "text": {"verbosity": {"x": 1}}, "store": false}'
     request = msgspec.json.decode(body, type=ResponsesRequest)
-    assert [*hints_in(request)] == ["truncation", "text.verbosity"]
+    assert [*list_hints(request)] == ["truncation", "text.verbosity"]
 
 
 @pytest.mark.parametrize(

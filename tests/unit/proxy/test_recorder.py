@@ -89,7 +89,7 @@ class RecorderMachine(RuleBasedStateMachine):
         self.count += 1
         ticket = TicketRef(draw % 4, self.count // 8)
         ref = (None, TicketRef(0, 0, 3), ticket, ticket, ticket)[draw % 5]
-        if ref is not None and self.store.rows_of(ref) is not None:
+        if ref is not None and self.store.count_rows_of_ticket(ref) is not None:
             return
         request = StartSessionRequest("task", ref, draw % 3)
         opened = SessionOpened(f"s{self.count}", hash_key(generate_key()), request)
@@ -184,8 +184,8 @@ def test_an_interaction_journaled_before_it_had_times_is_read() -> None:
 def test_a_key_is_found_by_its_digest_alone() -> None:
     store, key = SessionStore(), generate_key()
     store.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
-    assert store.session_of_key(key) is store.sessions["s"]
-    assert store.session_of_key(key[:-1]) is None
+    assert store.find_session_by_key(key) is store.sessions["s"]
+    assert store.find_session_by_key(key[:-1]) is None
     assert key not in str(msgspec.to_builtins(store.sessions["s"].opened))
 
 

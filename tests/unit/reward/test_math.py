@@ -9,7 +9,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
-from areal_hpc.reward.math_process import HUGE_LOG2, log2_of
+from areal_hpc.reward.math_process import MAX_LOG2, bound_log2
 from areal_hpc.reward.verifier_pool import VerifierPool
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
@@ -60,7 +60,7 @@ def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> Non
     # A hundred thousand characters take seconds where the machine is busy: that is not asked here.
     program = Path(math_process.__file__)
     patient = VerifierPool(program, "61.0", str(MATH_MEMORY_BYTES), timeout_s=60.0)
-    monkeypatch.setattr("areal_hpc.reward.math._COMPARISONS", patient)
+    monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", patient)
     assert reward("\ud800\n\x00 \u2028 caf\u00e9 \\boxed{7}", "7") == 1.0
     assert reward("7" * 100_000, "7") == 0.0
     assert reward("\\boxed{7}", "7 " + "\\quad " * 100_000) == 1.0
@@ -73,7 +73,7 @@ def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_size_of_a_whole_number_is_known_without_computing_it(text: str) -> None:
     value = value_of(text)
     exact = math.log2(int(value.doit()))
-    assert exact * 0.1 <= log2_of(value) <= exact + 1e-9
+    assert exact * 0.1 <= bound_log2(value) <= exact + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_the_size_of_a_whole_number_is_known_without_computing_it(text: str) -> 
 )
 def test_nothing_is_said_of_the_size_of_anything_else(text: str) -> None:
     value = value_of(text)
-    assert not log2_of(value) > 0
-    assert HUGE_LOG2 < log2_of(value_of("9^{9^{9^{9}}}")) < math.inf
+    assert not bound_log2(value) > 0
+    assert MAX_LOG2 < bound_log2(value_of("9^{9^{9^{9}}}")) < math.inf

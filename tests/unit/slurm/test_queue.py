@@ -11,7 +11,7 @@ from areal_hpc.slurm.queue import (
     parse_sacct,
     parse_squeue,
 )
-from areal_hpc.slurm.states import STATES, JobPhase
+from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase
 
 SQUEUE_ROWS = """\
 8|CANCELLED|DependencyNeverSatisfied||N/A|2026-11-22T03:05:39|0|0
@@ -97,7 +97,7 @@ def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
 
 
 def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
-    alive = {name for name, state in STATES.items() if is_alive(state)}
+    alive = {name for name, state in STATE_BY_NAME.items() if is_alive(state)}
     assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED"} <= alive
     assert alive.isdisjoint({"COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.slurm.reasons import explain_reason
-from areal_hpc.slurm.states import STATES, JobPhase, parse_state
+from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase, parse_state
 
 DOCUMENTED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),
@@ -19,7 +19,7 @@ DOCUMENTED = (
 
 
 def test_every_documented_state_is_known() -> None:
-    assert sorted(STATES) == sorted(DOCUMENTED)
+    assert sorted(STATE_BY_NAME) == sorted(DOCUMENTED)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_state_that_nobody_knows_is_of_no_known_phase(printed: str) -> None:
 
 
 def test_only_what_is_over_without_success_is_a_failure() -> None:
-    failures = {name for name, state in STATES.items() if state.is_failure}
+    failures = {name for name, state in STATE_BY_NAME.items() if state.is_failure}
     assert {"CANCELLED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"} <= failures
-    alive = {name for name, state in STATES.items() if state.phase is not JobPhase.OVER}
+    alive = {name for name, state in STATE_BY_NAME.items() if state.phase is not JobPhase.OVER}
     assert failures.isdisjoint({"COMPLETED", *alive})
 
 

@@ -7,8 +7,8 @@ from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     build_pack,
     compute_padded_length,
+    get_zigzag_positions,
     plan_packs,
-    zigzag_positions,
 )
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
@@ -125,7 +125,7 @@ def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk(cp: int, chunk: int) -> None:
     length = 2 * cp * chunk
-    held = [zigzag_positions(length, cp, rank) for rank in range(cp)]
+    held = [get_zigzag_positions(length, cp, rank) for rank in range(cp)]
     assert sorted(np.concatenate(held)) == list(range(length))
     # Causal work is even: the positions of every rank add up to the same.
     assert len({int(positions.sum()) for positions in held}) == 1

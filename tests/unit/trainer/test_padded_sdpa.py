@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.batch.packing import zigzag_positions
+from areal_hpc.trainer.batch.packing import get_zigzag_positions
 from areal_hpc.trainer.model.cpu.padded_sdpa import (
-    LENGTH_RATIO,
-    collect,
+    MIN_LENGTH_RATIO,
+    gather_from_slots,
     group_by_length,
     plan_padded_sdpa,
     spread,
@@ -22,14 +22,14 @@ def test_sequences_of_one_rectangle_are_of_similar_length(lengths: np.ndarray) -
     groups = group_by_length(lengths)
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
     for group in groups:
-        assert lengths[group].min() >= LENGTH_RATIO * lengths[group].max()
+        assert lengths[group].min() >= MIN_LENGTH_RATIO * lengths[group].max()
 
 
 @given(LENGTHS)
 def test_tokens_come_back_from_the_rectangles_unchanged(lengths: np.ndarray) -> None:
     slots = plan_padded_sdpa(lengths, cp=1, cp_rank=0, device=CPU).queries
     tokens = torch.randn(lengths.sum(), 3, dtype=torch.float64, requires_grad=True)
-    back = collect(spread(tokens, slots), slots)
+    back = gather_from_slots(spread(tokens, slots), slots)
     assert torch.equal(back, tokens)
     back.mul(torch.arange(len(tokens))[:, None]).sum().backward()
     assert tokens.grad is not None
@@ -44,7 +44,7 @@ def test_equal_lengths_are_not_moved_at_all() -> None:
 def test_a_query_sees_its_own_past_under_context_parallelism(cp: int) -> None:
     lengths = np.array([4 * cp, 2 * cp])
     for rank in range(cp):
-        held = [zigzag_positions(int(length), cp, rank) for length in lengths]
+        held = [get_zigzag_positions(int(length), cp, rank) for length in lengths]
         plan = plan_padded_sdpa(lengths, cp=cp, cp_rank=rank, device=CPU)
         for box, positions in zip(plan.boxes, held, strict=True):
             assert box.mask is not None

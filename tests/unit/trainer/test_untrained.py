@@ -5,7 +5,7 @@ import pytest
 
 from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_taken
+from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_step_taken
 
 
 def judge(
@@ -61,7 +61,7 @@ def test_a_run_that_is_to_stop_names_the_way_past() -> None:
 
 
 def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
-    assert [*map(is_taken, (1.0, 0.0, math.inf, math.nan))] == [True, False, False, False]
+    assert [*map(is_step_taken, (1.0, 0.0, math.inf, math.nan))] == [True, False, False, False]
     assert describe_norms([0.5, 2.0]) == {
         "grad_norm": 2.0, "step/skipped": 0, "step/nonfinite": 0,
     }  # fmt: skip

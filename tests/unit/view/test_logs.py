@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.logs import LogFollower, log_files, parse_records, read_last_lines
+from areal_hpc.view.logs import LogFollower, list_log_files, parse_records, read_last_lines
 
 
 def make_run(place: Path) -> RunPaths:
@@ -29,17 +29,17 @@ def make_run(place: Path) -> RunPaths:
 
 
 def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> None:
-    lines = read_last_lines(log_files(make_run(tmp_path), 1), 100)
+    lines = read_last_lines(list_log_files(make_run(tmp_path), 1), 100)
     told = [line.split()[-1] for file, line in lines if "restart" not in line]
     assert told == ["a", "b", "b", "c", "d", "e"]
-    assert [line for _, line in read_last_lines(log_files(make_run(tmp_path), 1), 2)] == [
+    assert [line for _, line in read_last_lines(list_log_files(make_run(tmp_path), 1), 2)] == [
         "[2026-11-22 10:00:04] d",
         "2026-11-22 10:00:05,000 INFO e",
     ]
 
 
 def test_a_source_names_job_process_and_node(tmp_path: Path) -> None:
-    sources = {file.source for file in log_files(make_run(tmp_path), 1)}
+    sources = {file.source for file in list_log_files(make_run(tmp_path), 1)}
     assert sources == {
         "trainer/trainer-0@n01",
         "trainer/trainer-0@n03",
@@ -52,7 +52,7 @@ def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
 
     def found(*wanted: str) -> list[str]:
-        return [file.process for file in log_files(paths, 1, wanted)]
+        return [file.process for file in list_log_files(paths, 1, wanted)]
 
     assert found("trainer") == ["trainer-0", "trainer-0"]
     assert found("cell-0/proxy") == ["proxy"]
@@ -63,18 +63,18 @@ def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
 def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
     follower = LogFollower(paths, ["trainer"])
-    assert follower.look() == []
+    assert follower.read_new_lines() == []
     old = paths.log_dir(1) / "trainer" / "restart_01" / "trainer-0.log"
     with old.open("a") as stream:
         stream.write("whole\nhal")
-    assert [line for _, line in follower.look()] == ["whole"]
+    assert [line for _, line in follower.read_new_lines()] == ["whole"]
     with old.open("a") as stream:
         stream.write("f\n")
-    assert [line for _, line in follower.look()] == ["half"]
+    assert [line for _, line in follower.read_new_lines()] == ["half"]
     new = paths.log_dir(2) / "trainer" / "restart_00" / "trainer-0.log"
     new.parent.mkdir(parents=True)
     new.write_text("node n02 job 9 restart 0\n")
-    shown = follower.look()
+    shown = follower.read_new_lines()
     assert [(file.node, line) for file, line in shown] == [("n02", "node n02 job 9 restart 0")]
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.weights.buckets.plan import (
-    ITEM_BYTES,
+    BYTES_BY_DTYPE,
     BucketPlan,
     TensorSpec,
     get_fused_name,
@@ -24,7 +24,7 @@ PARTS = [
 ]
 NAMES = ["lm_head.weight"] + [f"model.layers.{i}.{part}.weight" for i in range(3) for part in PARTS]
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
-dtypes = st.sampled_from(sorted(ITEM_BYTES))
+dtypes = st.sampled_from(sorted(BYTES_BY_DTYPE))
 
 
 @st.composite
@@ -48,7 +48,7 @@ def test_every_parameter_travels_once_and_aligned(
         end = 0
         for slot in bucket.slots:
             assert slot.offset == end, "the receiver knows no gaps"
-            assert slot.offset % ITEM_BYTES[slot.spec.dtype] == 0
+            assert slot.offset % BYTES_BY_DTYPE[slot.spec.dtype] == 0
             end += slot.spec.size_bytes
         assert bucket.size_bytes == end
 

@@ -20,7 +20,7 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.proxy.sessions.store import Session
 
-_KINDS = {
+_ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -29,7 +29,7 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_DELTAS = {
+_DELTA_FORMAT_BY_KIND = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
@@ -52,21 +52,21 @@ class _MessagesExchange(Exchange):
             "stop_sequence": None,
         }
 
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
-        blocks = split_into_blocks(_as_objects(answer.said))
+        blocks = split_into_blocks(_parse_call_arguments(answer.said))
         content = [_format_block(block) for block in blocks]
         ending = {**_describe_stop(answer, blocks), "usage": _count_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
-    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         reader = BlockReader()
         usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
         async for happened in live:
             if isinstance(happened, ReplyChunk):
-                yield beginning + _format_changes(reader.feed(_as_objects(happened.said)))
+                yield beginning + _format_changes(reader.feed(_parse_call_arguments(happened.said)))
             else:
                 rest = _format_changes(reader.finish())
                 ending = {
@@ -77,11 +77,11 @@ class _MessagesExchange(Exchange):
                 yield beginning + rest + end + format_named_event({"type": "message_stop"})
             beginning = b""
 
-    def broken(self, refusal: RequestError) -> bytes:
-        return format_named_event(_error_fields(refusal))
+    def format_error_event(self, refusal: RequestError) -> bytes:
+        return format_named_event(_build_error_fields(refusal))
 
 
-def _as_objects(said: ReplyDelta) -> ReplyDelta:
+def _parse_call_arguments(said: ReplyDelta) -> ReplyDelta:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
     calls: list[ToolCallDelta] = []
     text = said.text
@@ -124,7 +124,7 @@ def _format_changes(changes: Iterable[BlockChange]) -> bytes:
             }
             parts.append(format_named_event(event))
         elif kind == "add":
-            delta_type, field = _DELTAS[block.kind]
+            delta_type, field = _DELTA_FORMAT_BY_KIND[block.kind]
             delta = {"type": delta_type, field: text}
             event = {"type": "content_block_delta", **place, "delta": delta}
             parts.append(format_named_event(event))
@@ -168,19 +168,19 @@ def _count_usage(answer: RecordedReply) -> dict[str, Any]:
     }
 
 
-def _error_fields(refusal: RequestError) -> dict[str, Any]:
+def _build_error_fields(refusal: RequestError) -> dict[str, Any]:
     """The parameter at fault stands in front of the message: Anthropic has no field for it."""
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
     message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
     if isinstance(refusal, PromptTooLongError):  # Claude Code knows it by the whole of these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
         message = f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
-    kind = _KINDS.get(refusal.status, default)
+    kind = _ERROR_TYPE_BY_STATUS.get(refusal.status, default)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _format_error(refusal: RequestError) -> bytes:
-    return msgspec.json.encode(_error_fields(refusal))
+    return msgspec.json.encode(_build_error_fields(refusal))
 
 
 MESSAGES = Dialect(MessagesRequest, _MessagesExchange, _format_error)

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.hints import Hint, hints_in
+from areal_hpc.proxy.dialects.hints import Hint, list_hints
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
@@ -124,7 +124,7 @@ def build_call(
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"
         raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
-    ignored = [*hints_in(request)]
+    ignored = [*list_hints(request)]
     tools = _parse_tools(request.tools or [], ignored)
     choice = _parse_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
@@ -132,7 +132,7 @@ def build_call(
         messages=[*_build_system_message(request.system), *_build_conversation(request.messages)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=_thinking_variables(request.thinking, model, ignored),
+        variables=_build_thinking_variables(request.thinking, model, ignored),
         sampling=SamplingParams(
             temperature=first_given(request.temperature, defaults.temperature),
             max_new_tokens=request.max_tokens or 0,
@@ -244,7 +244,7 @@ def _misplaced_block_error(message: _InputMessage, i: int, j: int) -> RequestErr
 
 def _parse_tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
     tools: list[_InputTool] = [decode(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)]
-    ignored += sorted({hint for tool in tools for hint in hints_in(tool, "tools[].")})
+    ignored += sorted({hint for tool in tools for hint in list_hints(tool, "tools[].")})
     return [
         build_function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in tools
@@ -263,7 +263,7 @@ def _parse_choice(
     return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)
 
 
-def _thinking_variables(
+def _build_thinking_variables(
     asked: dict[str, Any] | None, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any] | None:
     """Variables that tell chat templates whether to reason, under both names in use.
@@ -276,6 +276,6 @@ def _thinking_variables(
         ignored.append("thinking")
         return None
     config: _ThinkingConfig = decode(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
-    ignored += hints_in(config, "thinking.")
+    ignored += list_hints(config, "thinking.")
     thinks = config.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import Hint, hints_in
+from areal_hpc.proxy.dialects.hints import Hint, list_hints
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
@@ -19,8 +19,8 @@ from areal_hpc.proxy.dialects.openai.sampling import (
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     ToolName,
+    build_effort_variables,
     decode,
-    effort_variables,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
@@ -123,8 +123,8 @@ def _build_call(request: ChatRequest, defaults: SamplingDefaults, model: ServedM
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
     limit = request.max_completion_tokens or request.max_tokens or 0
-    ignored = [*hints_in(request)]
-    effort = effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
+    ignored = [*list_hints(request)]
+    effort = build_effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
     return ModelCall(
         messages=messages,
         tools=tools if choice.mode != "none" else None,
@@ -177,7 +177,7 @@ class _ChatExchange(ChoiceExchange):
         self._with_logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
 
-    def choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
         said = answer.said
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning:
@@ -194,7 +194,7 @@ class _ChatExchange(ChoiceExchange):
             "message": message,
         }
 
-    def delta(self, delta: ReplyChunk) -> bytes:
+    def format_delta(self, delta: ReplyChunk) -> bytes:
         said, chunks = delta.said, [self._begin_choice(delta.choice)]
         logprobs = self._format_logprobs(delta.piece) if delta.piece.output_ids else None
         if said.text or said.reasoning or logprobs is not None:
@@ -209,7 +209,7 @@ class _ChatExchange(ChoiceExchange):
             chunks.append(self._format_chunk(delta.choice, {"tool_calls": calls}))
         return b"".join(chunks)
 
-    def end(self, answer: RecordedReply) -> bytes:
+    def format_end(self, answer: RecordedReply) -> bytes:
         reason = answer.finish_reason
         return self._begin_choice(answer.choice) + self._format_chunk(answer.choice, {}, reason)
 
@@ -223,7 +223,7 @@ class _ChatExchange(ChoiceExchange):
     def _format_chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> bytes:
-        return self.chunk(
+        return self.format_event(
             {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         )
 

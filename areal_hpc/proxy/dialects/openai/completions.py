@@ -12,7 +12,7 @@ from msgspec import Meta
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import hints_in
+from areal_hpc.proxy.dialects.hints import list_hints
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
@@ -55,7 +55,7 @@ def _build_call(
         prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
-        ignored=[*hints_in(request)],
+        ignored=[*list_hints(request)],
     )
 
 
@@ -83,16 +83,16 @@ class _CompletionExchange(ChoiceExchange):
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
 
-    def choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
         logprobs = self._format_logprobs(answer.generation, answer.choice)
         return _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
 
-    def delta(self, delta: ReplyChunk) -> bytes:
+    def format_delta(self, delta: ReplyChunk) -> bytes:
         logprobs = self._format_logprobs(delta.piece, delta.choice)
-        return self.chunk(_format_choice(delta.choice, delta.said.text, logprobs, None))
+        return self.format_event(_format_choice(delta.choice, delta.said.text, logprobs, None))
 
-    def end(self, answer: RecordedReply) -> bytes:
-        return self.chunk(_format_choice(answer.choice, "", None, answer.finish_reason))
+    def format_end(self, answer: RecordedReply) -> bytes:
+        return self.format_event(_format_choice(answer.choice, "", None, answer.finish_reason))
 
     def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for."""

@@ -14,8 +14,12 @@ from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprob
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.session.chat_template import TokenEncoder
 
-DONE = b"data: [DONE]\n\n"
-_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+DONE_EVENT = b"data: [DONE]\n\n"
+_ERROR_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 
 def format_error_fields(refusal: RequestError) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def format_error_fields(refusal: RequestError) -> dict[str, Any]:
     default = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {
         "message": refusal.message,
-        "type": _KINDS.get(refusal.status, default),
+        "type": _ERROR_TYPE_BY_STATUS.get(refusal.status, default),
         "param": refusal.param,
         "code": refusal.code,
     }
@@ -56,40 +60,41 @@ class ChoiceExchange(Exchange):
         """Fields with which the reply, or each chunk of it, begins."""
 
     @abstractmethod
-    def choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
         """A whole choice."""
 
     @abstractmethod
-    def delta(self, delta: ReplyChunk) -> bytes:
+    def format_delta(self, delta: ReplyChunk) -> bytes:
         """The chunks that say a part of a choice."""
 
     @abstractmethod
-    def end(self, answer: RecordedReply) -> bytes:
+    def format_end(self, answer: RecordedReply) -> bytes:
         """The chunk that says that a choice has ended."""
 
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of the completion."""
-        choices = [self.choice(answer) for answer in answers]
+        choices = [self.format_choice(answer) for answer in answers]
         return msgspec.json.encode(
             {**self.frame, "choices": choices, "usage": format_usage(answers)}
         )
 
-    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The chunks of the completion, its usage if that was asked for, the end mark."""
         answers: list[RecordedReply] = []
         async for happened in live:
             if isinstance(happened, ReplyChunk):
-                yield self.delta(happened)
+                yield self.format_delta(happened)
             else:
                 answers.append(happened)
-                yield self.end(happened)
-        yield (self.chunk(usage=format_usage(answers)) if self._counts_usage else b"") + DONE
+                yield self.format_end(happened)
+        usage = self.format_event(usage=format_usage(answers)) if self._counts_usage else b""
+        yield usage + DONE_EVENT
 
-    def broken(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: RequestError) -> bytes:
         """The error, and the end mark."""
-        return b"data: " + format_error(refusal) + b"\n\n" + DONE
+        return b"data: " + format_error(refusal) + b"\n\n" + DONE_EVENT
 
-    def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+    def format_event(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """One event."""
         content = {**self.frame, "choices": choices, **more}
         return b"data: " + msgspec.json.encode(content) + b"\n\n"

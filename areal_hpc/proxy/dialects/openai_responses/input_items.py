@@ -41,13 +41,13 @@ class InputItem(Struct):
     summary: list[ContentPart] | None = None
 
 
-_NEEDED = {
+_REQUIRED_FIELDS_BY_TYPE = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def qualify_tool_name(namespace: str | None, name: str) -> str:
@@ -92,7 +92,7 @@ def _belongs_to_reply(reply: dict[str, Any], said: dict[str, Any]) -> bool:
 
 
 def _check_item(item: InputItem, i: int) -> None:
-    needed = _NEEDED.get(item.type)
+    needed = _REQUIRED_FIELDS_BY_TYPE.get(item.type)
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"
         raise RequestError(400, problem, key=f"input[{i}].type")
@@ -128,7 +128,7 @@ def _join_texts(content: str | Sequence[ContentPart], key: str, joint: str = "\n
     texts = []
     for j, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal") or text is None:
+        if part.type not in (*_TEXT_PART_TYPES, "refusal") or text is None:
             problem = f"content parts of type {part.type!r} are not supported"
             raise RequestError(400, problem, key=f"{key}[{j}].type")
         texts.append(text)

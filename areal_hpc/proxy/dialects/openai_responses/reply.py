@@ -29,8 +29,8 @@ from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
-_ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-_EVENTS = {
+_ID_PREFIX_BY_KIND = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_EVENT_NAME_BY_KIND = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
@@ -55,16 +55,16 @@ class _ResponsesExchange(Exchange):
         self._end_status = "completed"
         """Of the item that ends now."""
 
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
         return self._encode_response(answer, split_into_blocks(answer.said))
 
-    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in live:
             beginning = b""
             if not self._sent:
-                frame = self._build_frame()
+                frame = self._build_unanswered_response()
                 beginning = self._format_event("response.created", response=frame)
                 beginning += self._format_event("response.in_progress", response=frame)
             if isinstance(happened, ReplyChunk):
@@ -73,19 +73,19 @@ class _ResponsesExchange(Exchange):
                     map(self._format_change, self._reader.feed(happened.said))
                 )
             else:
-                self._end_status = _status_of(happened)
+                self._end_status = _get_status(happened)
                 rest = b"".join(map(self._format_change, self._reader.finish()))
                 response = msgspec.Raw(self._encode_response(happened, self._reader.blocks))
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
-    def broken(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: RequestError) -> bytes:
         fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
         return self._format_event("error", error=fields, **named)
 
-    def _build_frame(self) -> dict[str, Any]:
+    def _build_unanswered_response(self) -> dict[str, Any]:
         """A Response before the model speaks."""
         request, sampling = self._request, self.call.sampling
         return {
@@ -120,11 +120,11 @@ class _ResponsesExchange(Exchange):
 
     def _encode_response(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
-        status, logprobs = _status_of(answer), self._format_logprobs(answer.generation)
+        status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
         response = {
-            **self._build_frame(),
+            **self._build_unanswered_response(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [
@@ -157,7 +157,7 @@ class _ResponsesExchange(Exchange):
 
     def _item_id(self, block: ContentBlock) -> str:
         number = self.answer_id[len(PLAIN_PREFIX) :]
-        return f"{_ID_PREFIXES[block.kind]}_{number}{block.index:02x}"
+        return f"{_ID_PREFIX_BY_KIND[block.kind]}_{number}{block.index:02x}"
 
     def _count_usage(self, answer: RecordedReply) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
@@ -205,10 +205,10 @@ class _ResponsesExchange(Exchange):
         if block.kind == "text":
             fields["logprobs"] = self._tokens[self._shown :]
             self._shown = len(self._tokens)
-        return self._format_event(f"{_EVENTS[block.kind]}.delta", **fields)
+        return self._format_event(f"{_EVENT_NAME_BY_KIND[block.kind]}.delta", **fields)
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
-        place, name = self._locate_block(block), f"{_EVENTS[block.kind]}.done"
+        place, name = self._locate_block(block), f"{_EVENT_NAME_BY_KIND[block.kind]}.done"
         item = self._format_item(block, self._end_status, self._tokens)
         if block.kind == "call":
             ended = self._format_event(name, **place, name=item["name"], arguments=block.text)
@@ -222,7 +222,7 @@ class _ResponsesExchange(Exchange):
         )
 
 
-def _status_of(answer: RecordedReply) -> str:
+def _get_status(answer: RecordedReply) -> str:
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
 
 

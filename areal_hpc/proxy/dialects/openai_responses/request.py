@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.hints import Hint, hints_in
+from areal_hpc.proxy.dialects.hints import Hint, list_hints
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
@@ -23,9 +23,9 @@ from areal_hpc.proxy.dialects.validation import (
     Probability,
     Temperature,
     ToolName,
+    build_effort_variables,
     build_function_tool,
     decode,
-    effort_variables,
     encode_json_schema,
     first_given,
     parse_tool_choice,
@@ -36,14 +36,16 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.completion_prompts import RAW_CONTEXT
 
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
 WITH_INSTRUCTIONS_PREFIX = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
 such a reply brings its own. Other ids begin with `PLAIN`."""
 PLAIN_PREFIX = "resp_n"
 ToolOrigins = dict[str, tuple[str, str]]
 """Namespace and name of the tools that have a namespace, by the name the model knows."""
-_HOSTED = re.compile(r"(web_search|web_search_preview|image_generation|tool_search)(_[0-9_]+)?")
+_HOSTED_TOOL_PATTERN = re.compile(
+    r"(web_search|web_search_preview|image_generation|tool_search)(_[0-9_]+)?"
+)
 """Types of such tools, dated or not. Those that name a client's own files, servers or containers
 are not among them: who asks for one needs it."""
 
@@ -110,7 +112,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    """`LOGPROBS`, and what other models and hosted tools would add, which are not here."""
+    """`LOGPROBS_INCLUDE`, and what other models and hosted tools would add, which are not here."""
     stream: bool | None = None
     stream_options: _ResponsesStreamOptions | None = None
     store: bool | None = None
@@ -128,7 +130,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def with_logprobs(self) -> bool:
         """The reply's tokens and their log-probabilities are asked for."""
-        return LOGPROBS in (self.include or ())
+        return LOGPROBS_INCLUDE in (self.include or ())
 
 
 def build_call(
@@ -140,7 +142,7 @@ def build_call(
         RequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     _refuse_contradictions(request)
-    ignored = [*hints_in(request)]
+    ignored = [*list_hints(request)]
     tools, origins = _parse_tools(request.tools or [], ignored)
     asked_choice = request.tool_choice
     mode = asked_choice if isinstance(asked_choice, str) else None
@@ -157,8 +159,8 @@ def build_call(
     if not messages:
         raise RequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None
-    variables = effort_variables(effort, model, "reasoning.effort", ignored)
-    if any(name != LOGPROBS for name in request.include or ()):
+    variables = build_effort_variables(effort, model, "reasoning.effort", ignored)
+    if any(name != LOGPROBS_INCLUDE for name in request.include or ()):
         ignored.append("include")
     form, schema = request.text.format if request.text else _TextFormat(), None
     if form.type != "text":
@@ -188,7 +190,9 @@ def _refuse_contradictions(request: ResponsesRequest) -> None:
     if request.background:
         raise RequestError(400, "background=true is not supported", key="background")
     if request.top_logprobs and not request.with_logprobs:
-        raise RequestError(400, f"top_logprobs needs {LOGPROBS} in include", key="top_logprobs")
+        raise RequestError(
+            400, f"top_logprobs needs {LOGPROBS_INCLUDE} in include", key="top_logprobs"
+        )
     options = request.stream_options
     if options is not None and (options.include_obfuscation or not request.stream):
         problem = "stream_options supports only include_obfuscation=false"
@@ -228,7 +232,7 @@ def _parse_tools(
     origins: ToolOrigins = {}
     hints: set[str] = set()
     kinds = [decode(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
-    hosted = [_HOSTED.fullmatch(kind) for kind in kinds]
+    hosted = [_HOSTED_TOOL_PATTERN.fullmatch(kind) for kind in kinds]
     for i, one in enumerate(raw):
         named = hosted[i]
         if named is not None and not all(hosted):
@@ -236,7 +240,7 @@ def _parse_tools(
             continue
         tool: _ToolFunction | _Namespace = decode(one, _ToolFunction | _Namespace, f"tools[{i}]")
         for function in [tool] if isinstance(tool, _ToolFunction) else tool.tools:
-            hints.update(hints_in(function, "tools[]."))
+            hints.update(list_hints(function, "tools[]."))
             name, description = function.name, function.description
             if isinstance(tool, _Namespace):
                 name = qualify_tool_name(tool.name, name)

@@ -38,13 +38,13 @@ def patch_megatron_for_cpu() -> None:
     # Megatron 0.16 looks this name up without having bound it when Transformer Engine is absent.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     current_device: Any = torch.cuda.current_device
-    if torch.cuda.is_available() or current_device is _cpu_device:
+    if torch.cuda.is_available() or current_device is _get_cpu_device:
         return
     # "CPU RNG state changed within GPU RNG context": here they are the same state.
     logging.getLogger(parallel_random.__name__).setLevel(logging.ERROR)
     get_state, set_state = torch.get_rng_state, torch.set_rng_state
     stand_ins: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (torch.cuda, "current_device", _cpu_device),
+        (torch.cuda, "current_device", _get_cpu_device),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "get_rng_state", lambda *_, **__: get_state()),
         (torch.cuda, "set_rng_state", lambda state, *_, **__: set_state(state)),
@@ -54,16 +54,16 @@ def patch_megatron_for_cpu() -> None:
         (torch.cuda, "Stream", _CpuStream),
         (torch.cuda, "current_stream", torch.cpu.current_stream),
         (torch.cuda, "stream", torch.cpu.stream),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _patch_host_transfers),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (torch.Tensor, "type", _type_as_on_gpu(torch.Tensor.type)),
-        *((torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
+        *((torch, name, _force_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
     )
     for owner, name, value in stand_ins:
         setattr(owner, name, value)
 
 
-def _cpu_device() -> torch.device:
+def _get_cpu_device() -> torch.device:
     return torch.device("cpu")
 
 
@@ -74,7 +74,7 @@ class _CpuStream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _patch_host_transfers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron converts sizes only when they come from a GPU; its collectives want lists."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -91,7 +91,7 @@ def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _force_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """The tensor factory with `cuda` devices and pinned memory taken out of its arguments."""
 
     @functools.wraps(factory)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions, zigzag_positions
+from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions, get_zigzag_positions
 
-LENGTH_RATIO = 0.75
+MIN_LENGTH_RATIO = 0.75
 """Sequences share a rectangle while they are at least this share of its longest."""
 
 
@@ -68,7 +68,9 @@ class PaddedSdpa:
                 enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        return collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.queries)
+        return gather_from_slots(
+            outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.queries
+        )
 
 
 def group_by_length(lengths: IntArray) -> list[IntArray]:
@@ -77,7 +79,7 @@ def group_by_length(lengths: IntArray) -> list[IntArray]:
     groups: list[list[int]] = []
     longest = 0
     for index in order:
-        if not groups or lengths[index] < LENGTH_RATIO * longest:
+        if not groups or lengths[index] < MIN_LENGTH_RATIO * longest:
             groups.append([])
             longest = int(lengths[index])
         groups[-1].append(int(index))
@@ -88,7 +90,7 @@ def plan_padded_sdpa(
     lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
 ) -> PaddedSdpa:
     """The rectangles of one context-parallel rank, for sequences of these padded lengths."""
-    local = [zigzag_positions(int(length), cp, cp_rank) for length in lengths]
+    local = [get_zigzag_positions(int(length), cp, cp_rank) for length in lengths]
     query_starts = np.concatenate([[0], np.cumsum([len(part) for part in local])])
     boxes: list[PaddedGroup] = []
     query_tables: list[IntArray] = []
@@ -129,7 +131,7 @@ def _number_slots(tables: list[IntArray], tokens: int, device: torch.device) -> 
     )
 
 
-class _Spread(torch.autograd.Function):
+class _ScatterToSlots(torch.autograd.Function):
     """Tokens into slots. Gradients at padding are zero by causality, so backward only reads."""
 
     @staticmethod
@@ -146,10 +148,10 @@ def spread(tokens: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """Tokens [t, ...] into the places of the rectangles."""
     if slots is None:
         return tokens
-    return _Spread.apply(tokens, slots)  # type: ignore[no-any-return, no-untyped-call]
+    return _ScatterToSlots.apply(tokens, slots)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Collect(torch.autograd.Function):
+class _GatherFromSlots(torch.autograd.Function):
     """Slots back into tokens; padding receives no gradient."""
 
     @staticmethod
@@ -164,8 +166,8 @@ class _Collect(torch.autograd.Function):
         return spread.index_copy_(0, slots.slot_of_token, gradient), None
 
 
-def collect(filled: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
+def gather_from_slots(filled: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """The inverse of `spread`: one row per token, padding left behind."""
     if slots is None:
         return filled
-    return _Collect.apply(filled, slots)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherFromSlots.apply(filled, slots)  # type: ignore[no-any-return, no-untyped-call]

@@ -47,9 +47,9 @@ class Parameter:
     """Global index of the expert; experts are never cut over tensor-parallel ranks."""
 
 
-EMBEDDING = "embedding.word_embeddings.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
-OUTPUT = "output_layer.weight"
+EMBEDDING_NAME = "embedding.word_embeddings.weight"
+FINAL_NORM_NAME = "decoder.final_layernorm.weight"
+OUTPUT_NAME = "output_layer.weight"
 
 
 def build_weight_map(arch: Architecture) -> list[Parameter]:
@@ -57,12 +57,12 @@ def build_weight_map(arch: Architecture) -> list[Parameter]:
     words = (arch.vocab, arch.hidden)
     embed = HfTensor("model.embed_tokens.weight", words)
     norm = HfTensor("model.norm.weight", (arch.hidden,))
-    table = [Parameter(EMBEDDING, (embed,), TpSplit.VOCAB)]
+    table = [Parameter(EMBEDDING_NAME, (embed,), TpSplit.VOCAB)]
     for layer in range(arch.layers):
         table += _list_layer(arch, layer)
-    table.append(Parameter(FINAL_NORM, (norm,), TpSplit.WHOLE))
+    table.append(Parameter(FINAL_NORM_NAME, (norm,), TpSplit.WHOLE))
     if not arch.tied:
-        table.append(Parameter(OUTPUT, (HfTensor("lm_head.weight", words),), TpSplit.VOCAB))
+        table.append(Parameter(OUTPUT_NAME, (HfTensor("lm_head.weight", words),), TpSplit.VOCAB))
     return table
 
 

@@ -46,7 +46,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> torch.Tensor:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
-        is_own_N, columns_N = _own_columns(labels_N, first, real_NV.shape[1])
+        is_own_N, columns_N = _find_own_columns(labels_N, first, real_NV.shape[1])
         chosen_N = real_NV.gather(1, columns_N[:, None])[:, 0].float()
         if temperature_N is not None:
             chosen_N = chosen_N / temperature_N
@@ -59,7 +59,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if group.size() > 1:
             chosen_N = torch.where(is_own_N, chosen_N, 0.0)
             dist.all_reduce(chosen_N, group=group)
-            lse_N = _lse_over_ranks(lse_N, group)
+            lse_N = _reduce_lse(lse_N, group)
         ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N)
         ctx.first, ctx.vocab = first, vocab
         return chosen_N - lse_N
@@ -69,7 +69,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_NV, labels_N, temperature_N, lse_N = ctx.saved_tensors
         real_NV = logits_NV[:, : ctx.vocab - ctx.first]
-        is_own_N, columns_N = _own_columns(labels_N, ctx.first, real_NV.shape[1])
+        is_own_N, columns_N = _find_own_columns(labels_N, ctx.first, real_NV.shape[1])
         if temperature_N is not None:
             gradient_N = gradient_N / temperature_N
         chosen_N = torch.where(is_own_N, gradient_N, 0.0)
@@ -86,7 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logits_NV, None, None, None, None
 
 
-def _own_columns(
+def _find_own_columns(
     labels_N: torch.Tensor, first: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which labels stand in this rank's columns, and in which (0 for the others)."""
@@ -95,7 +95,7 @@ def _own_columns(
     return is_own_N, torch.where(is_own_N, local_N, 0)
 
 
-def _lse_over_ranks(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _reduce_lse(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Log-sum-exp over the columns of all tensor-parallel ranks."""
     top_N = lse_N.clone()
     dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
