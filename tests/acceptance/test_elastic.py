@@ -1,8 +1,6 @@
 """Replicas leave and come back while a run trains: 3, 2, 1, none, 3. Its trainer never restarts.
 
-A cell leaves as one does that is preempted: its processes are killed, and nothing of it comes
-back until its supervisor, which is stopped meanwhile, may go on. Writes
-`benchmarks/results/elastic.json`.
+A cell leaves by the death of its processes. Writes `benchmarks/results/elastic.json`.
 """
 
 import signal

@@ -1,10 +1,8 @@
 """The shipped recipes learn, and old tokens do no harm, on the real stack with three seeds.
 
-Every run is judged on 1,024 held-out tasks, four times those of the recipe. Runs that compare ages
-of tokens start from the same warmed-up model, one a seed, and their agents get their rewards late,
-as behind a slow tool: so all that a bound allows is in use. What was measured
-goes to benchmarks/results/quickstart.json and, as tables, to docs/learning.md; a run of some tests
-leaves the figures of the others alone.
+Every run is judged on 1,024 held-out tasks. Runs that compare ages of tokens start from the same
+SFT model, one a seed, and get their rewards late, so that all a bound allows is in use. Writes
+`benchmarks/results/quickstart.json` and the tables of `docs/learning.md`.
 """
 
 import math

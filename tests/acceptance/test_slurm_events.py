@@ -1,9 +1,8 @@
 """What Slurm does to runs on purpose or by accident, done to runs with the real trainer and SGLang.
 
-First the recipe runs to its end, undisturbed. Then three runs, on five nodes of which a run needs
-four: one has all that befalls its trainer, one event after another, another all that befalls its
-cells. Each is then cancelled, resumed and finished. The third has an evaluation job, on the fifth
-node. After every event the audit must find no ticket lost and none trained twice. Writes
+First the recipe runs undisturbed; then three runs on five nodes, of which a run needs four: one has
+all that befalls its trainer, one all that befalls its cells, the third an evaluation job. After
+every event the audit must find no ticket lost and none trained twice. Writes
 `benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
 """
 
@@ -31,6 +30,7 @@ AFTER_SIGNAL_S = 2.0
 TASKS_LEAVE_S = 60.0
 LEARNING_TIMEOUT_S = 3600.0
 KILLED = 128 + 9
+PASSING_NODE_STATES = ("draining", "completing", "unknown", "reboot")
 STOPPING = ("RUNNING", "COMPLETING")
 """States of a job that was struck, before it is in the queue again."""
 
@@ -172,6 +172,7 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     assert meanwhile, "the other cell goes on"
     # A task that ran on below a slurmd that was killed has given way.
     run.await_true(lambda: len(run.proxies_of(cell)) == 1, TASKS_LEAVE_S)
+    run.await_true(lambda: run.cluster.node_state(node) not in PASSING_NODE_STATES)
     state = run.cluster.node_state(node)
     if state == "drained":
         run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")

@@ -115,10 +115,7 @@ class Soak(KilledRun):
         return self.steps
 
     def growth(self) -> dict[str, float]:
-        """By role, the median memory of the second half of a process's time over the first's.
-
-        Of the process that grew most; those that were looked at for two minutes count.
-        """
+        """By role, the median memory of the second half of a process's time over the first's."""
         most: dict[str, float] = {}
         for (role, _), seen in self.resident_mb.items():
             if len(seen) >= ENOUGH_LOOKS:

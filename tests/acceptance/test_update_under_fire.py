@@ -225,9 +225,7 @@ def keep(row: Row) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("party", PARTIES)
-def test_whoever_is_killed_or_hangs_agents_get_only_verified_weights(
-    field: Field, party: str, phase: str
-) -> None:
+def test_agents_get_only_verified_weights(field: Field, party: str, phase: str) -> None:
     field.next_sender()  # all phases, the joining of groups too, come in each update
     field.await_spare()  # joining beside it has been late once
     old, before = field.views()[0].version, field.views()

@@ -66,9 +66,7 @@ def python(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedPr
     return run_program(*words, folder=tmp_path, environ={**os.environ, "PYTHONPATH": path})
 
 
-def test_names_are_found_under_our_root_and_nothing_answers_for_areal_unasked(
-    tmp_path: Path,
-) -> None:
+def test_names_are_found_under_our_root_and_areal_stays_free(tmp_path: Path) -> None:
     text = IMPORTS.format(root="areal_hpc.areal") + "print('found')\nimport areal"
     answer = python(tmp_path, text)
     assert answer.stdout == "found\n", answer.stderr
@@ -76,9 +74,7 @@ def test_names_are_found_under_our_root_and_nothing_answers_for_areal_unasked(
 
 
 @pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
-def test_names_are_found_under_the_root_of_areal_on_request(
-    tmp_path: Path, way: tuple[str, ...]
-) -> None:
+def test_names_are_found_under_areal_on_request(tmp_path: Path, way: tuple[str, ...]) -> None:
     asking = "" if way else "import areal_hpc.areal.import_hook\n"
     told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
     said_by(python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way))

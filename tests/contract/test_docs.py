@@ -138,10 +138,7 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def replaced_names(module: str, source: str) -> set[str]:
-    """Names of a module, its own included, that hold a word which the glossary replaces.
-
-    Those are in its last column, and in the list of its first paragraph.
-    """
+    """Names of a module, its own included, that hold a word which the glossary replaces."""
     listed = re.search(r"other\s+words for: ([\w,\s]+)\.", GLOSSARY)
     assert listed
     replaced = set(split(listed[1])).union(*words().values())

@@ -134,9 +134,7 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
         said_by(run_program(CHECKOUT / python, "-c", FITS, json.dumps(agents), environ=environ))
 
 
-def test_what_does_not_fit_or_is_not_there_is_said(
-    plan: Callable[..., str], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_path: Path) -> None:
     said = plan("agentic_code_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
     assert "warning: a trainer rank of stage 0 takes" in said
     assert "at: trainer.parallel" in said

@@ -56,10 +56,7 @@ OFFENSES = [
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the linter says of a copy of the package that holds every offense.
-
-    That the package itself has none is for `make check` to say.
-    """
+    """Output of the linter for a copy of the package that holds every offense."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(CHECKOUT / "areal_hpc", tree / "areal_hpc", ignore=ignored)

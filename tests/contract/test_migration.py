@@ -44,9 +44,7 @@ def migrated(*arguments: object) -> int:
     return ended.value.code
 
 
-def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_becomes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "recipe.yaml"
     assert migrated(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", out) == 0
     assert "workflow: areal_hpc.areal.workflow.openai.math_agent.MathAgent" in out.read_text()
@@ -56,9 +54,7 @@ def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(
     assert "Before it can run" not in said
 
 
-def test_what_is_no_configuration_of_areal_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "other.yaml"
     config.write_text("model: {path: /m}\n")
     assert migrated(config) == 78

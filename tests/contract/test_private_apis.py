@@ -99,9 +99,7 @@ def test_a_private_name_is_used_in_one_module(owner: str) -> None:
 
 
 @pytest.mark.parametrize(("function", "leading"), SIGNATURES)
-def test_a_private_function_takes_what_it_is_given(
-    function: Callable[..., Any], leading: str
-) -> None:
+def test_private_functions_take_our_arguments(function: Callable[..., Any], leading: str) -> None:
     expected = leading.split()
     assert list(inspect.signature(function).parameters)[: len(expected)] == expected
 

@@ -18,12 +18,7 @@ from areal_hpc.slurm.devcluster.plan import (
 GOLDEN = Path(__file__).with_name("devcluster")
 
 FACTS = HostFacts(
-    hostname="login",
-    user="ada",
-    memory_mib=24000,
-    first_port=20000,
-    network=3,
-    limits_memory=True,
+    hostname="login", user="ada", memory_mib=24000, first_port=20000, network=3, limits_memory=True
 )
 
 VARIANTS = {"namespaces": DevclusterSettings(), "loopback": DevclusterSettings(namespaces=False)}

@@ -50,9 +50,7 @@ def silent_controller(cluster: Devcluster) -> Iterator[None]:
         os.kill(controller, signal.SIGCONT)
 
 
-def test_a_run_at_work_is_followed_and_cancelled_with_a_last_checkpoint_once_slurm_answers(
-    run: OperatedRun,
-) -> None:
+def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: OperatedRun) -> None:
     trainer, cell = run.submit("trainer", "steady"), run.submit("cell-0", "deaf")
     trainer.awaits_words(1)
     cell.awaits_words(1)
@@ -105,9 +103,7 @@ def test_memory_that_ran_out_is_named_whoever_died_of_it(run: OperatedRun) -> No
     assert "try: request more memory" in why
 
 
-def test_a_lost_node_is_named_and_a_job_that_may_be_requeued_runs_elsewhere(
-    run: OperatedRun,
-) -> None:
+def test_a_lost_node_is_named_and_its_job_requeued_elsewhere(run: OperatedRun) -> None:
     """Of two jobs on the node that loses its power."""
     cluster = run.cluster
     counts_its_starts = "echo start ${SLURM_RESTART_COUNT:-0}; echo on $(hostname); srun sleep 600"
@@ -132,9 +128,7 @@ def test_a_lost_node_is_named_and_a_job_that_may_be_requeued_runs_elsewhere(
     cluster.done("status")
 
 
-def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
-    cluster: Devcluster, tmp_path: Path
-) -> None:
+def test_doctor_asks_a_node_about_the_file_root(cluster: Devcluster, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
     doctor = ("doctor", "--site", site)
@@ -167,9 +161,7 @@ def tear_files(paths: RunPaths) -> None:
             stream.write(b'{"node":"n0{"node":"n03","reason":"no GPU"}\n{"job":"cell-0","jo')
 
 
-def test_all_of_it_works_without_accounting_and_with_torn_lines(
-    bare: Devcluster, tmp_path: Path
-) -> None:
+def test_commands_work_without_accounting_and_torn_lines(bare: Devcluster, tmp_path: Path) -> None:
     run = OperatedRun.make(bare, tmp_path, "one")
     trainer = run.submit("trainer", "steady", "--partition=scavenger", "--requeue")
     tear_files(run.paths)

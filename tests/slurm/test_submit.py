@@ -28,9 +28,7 @@ def light(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(400)
-def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
-    cluster: Devcluster, run: Submitting
-) -> None:
+def test_a_submitted_run_trains_over_four_nodes(cluster: Devcluster, run: Submitting) -> None:
     said = said_by(run.submit("--wait", "trainer.total_steps=3", timeout_s=380))
     assert "step      3/3" in said
     assert [row["step"] for row in read_lines(run.paths.metrics)][-1] == 3
@@ -80,9 +78,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     assert "step              0 of 7" in status
 
 
-def test_a_refused_job_takes_the_others_back(
-    cluster: Devcluster, run: Submitting, light: tuple[str, ...]
-) -> None:
+def test_refusals_cancel_all(cluster: Devcluster, run: Submitting, light: tuple[str, ...]) -> None:
     refused = run.submit("cluster.slurm.jobs.cell.constraint=unheard_of", *light)
     assert refused.returncode == 78
     assert "sbatch rejected job cell-0" in refused.stderr
@@ -118,9 +114,7 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     assert cluster.await_end(job) == "COMPLETED"
 
 
-def test_scripts_of_a_site_pass_the_clusters_own_check(
-    cluster: Devcluster, run: Submitting
-) -> None:
+def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Submitting) -> None:
     """The site that fits the emulated cluster but for its names and its processors."""
     shown = said_by(
         run.call(

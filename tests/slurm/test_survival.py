@@ -152,9 +152,7 @@ def test_the_time_limit_is_met_with_a_save_and_another_start(jobs: Jobs) -> None
     job.cluster.slurm("scancel", job.job_id)
 
 
-def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_job_gives_its_nodes_back(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = jobs["idle"]
     monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
     job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())

@@ -136,12 +136,7 @@ def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
         cluster.down()
 
 
-CUT_DOWN = (
-    *SIZES,
-    "sft.total_steps=20",
-    "evaluation.every_steps=0",
-    "trainer.total_steps=5",
-)
+CUT_DOWN = (*SIZES, "sft.total_steps=20", "evaluation.every_steps=0", "trainer.total_steps=5")
 
 
 class Submitting:
@@ -164,11 +159,7 @@ class Submitting:
 
     @property
     def _recipe(self) -> tuple[str, ...]:
-        return (
-            "recipes/quickstart_slurm.yaml",
-            f"cluster.fileroot={self._fileroot}",
-            *CUT_DOWN,
-        )
+        return ("recipes/quickstart_slurm.yaml", f"cluster.fileroot={self._fileroot}", *CUT_DOWN)
 
     @property
     def submissions(self) -> list[Submission]:

@@ -32,11 +32,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
-    """Run a block, and assert that it trained.
-
-    A command is typed with overrides behind it; a script stands in a file, and the configuration
-    beside it is that of its guide.
-    """
+    """Run a block of a guide with overrides, and assert that it trained."""
     command, block = COMMANDS[key], BLOCKS[key]
     small = overrides(fileroot, *inputs)
     text = command.text_of(block).rstrip("\n")

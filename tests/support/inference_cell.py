@@ -204,10 +204,7 @@ def running_cell(
 
 
 def logprob_error(
-    model: Qwen3ForCausalLM,
-    prompt: list[int],
-    reply: dict[str, Any],
-    span: slice = slice(None),
+    model: Qwen3ForCausalLM, prompt: list[int], reply: dict[str, Any], span: slice = slice(None)
 ) -> float:
     """How far log-probabilities of a span of a reply are from what transformers gives them."""
     output = reply["output_ids"]

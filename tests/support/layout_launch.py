@@ -19,15 +19,7 @@ def launch(
     families: Sequence[str],
     others: Sequence[Path] = (),
 ) -> Findings:
-    """One launch of one layout, every family in it.
-
-    Args:
-        server: Starts the ranks.
-        folder: Made for checkpoints, saved models and logs.
-        parallel: Sizes, as in a recipe.
-        families: Models to go through.
-        others: Folders of earlier launches, whose checkpoints are resumed from.
-    """
+    """One launch of one layout, every family in it; `others` are folders of earlier launches."""
     folder.mkdir()
     ranks = math.prod(size for name, size in parallel.items() if name != "ep")
     outcome = server.run(

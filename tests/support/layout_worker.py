@@ -32,11 +32,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from tests.support.reference_models import (
-    SIZES,
-    by_checkpoint_name,
-    hf_model,
-)
+from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
 
 LR = 1e-3
 

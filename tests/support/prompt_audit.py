@@ -1,8 +1,7 @@
 """Token-by-token comparison of a recorded prompt with a fresh rendering of its conversation.
 
-Splicing keeps the tokens that the model read and said. A template may write the same history
-otherwise: it drops earlier reasoning, trims text, or the model split its words unlike the
-tokenizer. Nothing of that is an error; the audit shows where it happens.
+A template may render a history otherwise than the model read it, which is no error: it drops
+earlier reasoning, trims text, or splits words unlike the model.
 """
 
 from dataclasses import dataclass
@@ -39,11 +38,7 @@ def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
 def rendered_ids(
     tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
 ) -> list[int]:
-    """What the prompt would be if the conversation were rendered and tokenized anew.
-
-    Raises:
-        ChatTemplateError: The template does not accept the conversation.
-    """
+    """What the prompt would be if the conversation were rendered and tokenized anew."""
     path = tree.path(interaction)
     if any(one.context == RAW_CONTEXT for one in path):  # a text, not a conversation
         return encoder.encode(encoder.decode(prompt_ids(tree, interaction)))
@@ -57,11 +52,7 @@ def rendered_ids(
 def audit_prompt(
     tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
 ) -> list[TokenDifference]:
-    """Every place where an interaction's prompt is not what rendering would give.
-
-    Raises:
-        ChatTemplateError: The template does not accept the conversation.
-    """
+    """Every place where an interaction's prompt is not what rendering would give."""
     recorded = prompt_ids(tree, interaction)
     rendered = rendered_ids(tree, interaction, template, encoder)
     start = _common(recorded, rendered)

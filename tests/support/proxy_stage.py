@@ -213,10 +213,7 @@ class Stage:
         return self.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
 
     def catch_up(self) -> None:
-        """Return when the proxy has read all that came before, the end of connections included.
-
-        It takes connections, and what comes by them, in turn: these two are the last.
-        """
+        """Return when the proxy has read all that came before: it takes connections in turn."""
         for _ in range(2):
             httpx.get(f"{self.url}/healthz", timeout=PATIENCE_S, trust_env=False)
 

@@ -40,15 +40,9 @@ def record_run(
     far_steps: Collection[int] = (),
     rewards: Mapping[int, Sequence[float]] | None = None,
 ) -> RunPaths:
-    """Write it.
+    """Write a run of so many batches, of rows up to `oldest` versions old.
 
-    Args:
-        root: The run directory.
-        steps: Batches.
-        oldest: Each row was sampled by weights that are up to so many versions old.
-        far_steps: In their batches the engine's log-probabilities are so far from the trainer's
-            that the ratio of the two is no 32-bit number, though both are sound.
-        rewards: Of the episodes of each ticket, in the batches of these steps.
+    In `far_steps` the ratio of the trainer's and the engine's probabilities is no 32-bit number.
     """
     paths = RunPaths(root)
     make_tiny_model(
@@ -83,10 +77,7 @@ def record_run(
 
 
 def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> None:
-    """Overwrite columns of a batch's rows where they lie, and let the index say so.
-
-    Writers refuse what this makes; it stands for a shard of a writer that did not.
-    """
+    """Overwrite columns of a batch's rows and of the index, as no writer of ours would."""
     name = read_manifest(paths, step).tickets[0].shard
     path = paths.shards_dir / name
     with h5py.File(path, "r+") as file:

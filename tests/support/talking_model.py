@@ -14,11 +14,9 @@ CONTEXT_TOKENS = 4096
 def make_talking_model(model_dir: Path) -> None:
     """A random model that writes text, and ends it at every tenth token but never before the first.
 
-    Left alone one ends a reply at every four hundredth token, and most of its tokens are no text:
-    now and then a reply reached its limit, which the Agents SDK takes for an error, or was empty,
-    which CAMEL takes for none, or a grammar that allows any white space got nothing else. So two
-    numbers of the residual stream are left alone by the layers and are the same after every token
-    but one; the output layer reads the first for the turn's end and the second for what is no text.
+    Clients take a reply that is empty, or that reaches its limit, for an error. So two numbers of
+    the residual stream are left alone by the layers and are the same after every token but one; the
+    output layer reads the first for the turn's end and the second for what is no text.
     """
     make_tiny_model(
         model_dir, TRAINING_TEXT * 20, seed=5, tie=False, max_position_embeddings=CONTEXT_TOKENS

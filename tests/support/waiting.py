@@ -11,10 +11,7 @@ def wait_for(
     *,
     every_s: float = 0.02,
 ) -> None:
-    """Return once the condition holds; fail with what `why` returns if it does not in time.
-
-    What does not happen in a minute never will: patience costs nothing where it does.
-    """
+    """Return once the condition holds; fail with what `why` returns if it does not in time."""
     give_up_at = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up_at, f"not within {within_s} s: {why()}"

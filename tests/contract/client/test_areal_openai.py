@@ -83,9 +83,7 @@ async def test_responses_are_recorded_like_completions(server: ScriptedSGLang) -
 
 
 @pytest.mark.parametrize("source", ["transformers", "directory"])
-async def test_the_second_turn_reads_what_the_first_one_said(
-    server: ScriptedSGLang, source: str, tmp_path: Path
-) -> None:
+async def test_the_second_turn_follows(server: ScriptedSGLang, source: str, tmp_path: Path) -> None:
     letters = [token for text in "hello" for token in server.tokenizer.encode(text).ids]
     server.script = lambda request: Script("hello", output_ids=letters)
     tokenizer = fast_tokenizer() if source == "transformers" else write_model_dir(tmp_path / "m")
@@ -97,9 +95,7 @@ async def test_the_second_turn_reads_what_the_first_one_said(
     assert second[: len(first) + len(letters)] == first + letters
 
 
-async def test_an_id_that_the_tokenizer_lacks_is_recorded(
-    server: ScriptedSGLang, client: ArealOpenAI
-) -> None:
+async def test_an_unknown_token_id_is_recorded(server: ScriptedSGLang, client: ArealOpenAI) -> None:
     # Embeddings are padded beyond the tokenizer's ids, and a model may sample such an id.
     padded = len(fast_tokenizer()) + 5
     server.script = lambda request: Script(versions=None, output_ids=[104, padded])
@@ -124,9 +120,7 @@ async def test_rewards_pass_back_to_earlier_turns_and_agents(client: ArealOpenAI
     assert exported[other].completion.id == other
 
 
-async def test_by_arrival_the_order_of_requests_alone_decides(
-    server: ScriptedSGLang, client: ArealOpenAI
-) -> None:
+async def test_arrival_credits_by_requests(server: ScriptedSGLang, client: ArealOpenAI) -> None:
     server.script = lambda request: Script(delay_s=0.05)
     await asyncio.gather(ask(client, HI), ask(client, AGAIN))
     client.set_last_reward(1.0)
@@ -145,9 +139,7 @@ async def test_wrong_rewards_are_refused(client: ArealOpenAI) -> None:
             client.set_last_reward(reward)  # type: ignore[arg-type]  # None is wrong, too
 
 
-async def test_a_failed_request_is_never_the_last_interaction(
-    server: ScriptedSGLang, client: ArealOpenAI
-) -> None:
+async def test_failed_requests_never_count(server: ScriptedSGLang, client: ArealOpenAI) -> None:
     good = await ask(client, HI)
     server.script = lambda request: Script(fault="400")
     with pytest.raises(openai.BadRequestError, match="too warm"):
@@ -157,9 +149,7 @@ async def test_a_failed_request_is_never_the_last_interaction(
     assert len(client.tree) == 1
 
 
-async def test_tensors_have_the_shapes_and_types_that_trainers_of_areal_expect(
-    client: ArealOpenAI,
-) -> None:
+async def test_tensors_have_the_shapes_and_types_of_areal(client: ArealOpenAI) -> None:
     first, second = await two_turns(client)
     client.set_last_reward(1.0)
     one = client.get_interaction(second)
@@ -192,9 +182,7 @@ async def test_tensors_have_the_shapes_and_types_that_trainers_of_areal_expect(
     assert [message["role"] for message in one.messages] == ["user", "assistant", "user"]
 
 
-async def test_concat_gives_a_row_per_leaf_and_trains_each_reply_once(
-    server: ScriptedSGLang,
-) -> None:
+async def test_concat_gives_a_row_per_leaf_and_each_reply_once(server: ScriptedSGLang) -> None:
     async with client_of(server.url, chat_template_type="concat") as client:
         first, second = await two_turns(client)
         reply: ChatCompletionMessageParam = {"role": "assistant", "content": "hello world"}
@@ -248,9 +236,7 @@ async def test_streams_and_length_limits_are_those_of_the_proxy(server: Scripted
     assert asked["sampling_params"]["max_new_tokens"] == 64 - len(asked["input_ids"])
 
 
-async def test_clients_of_one_engine_share_its_connections_but_nothing_else(
-    server: ScriptedSGLang,
-) -> None:
+async def test_clients_of_one_engine_share_only_its_connections(server: ScriptedSGLang) -> None:
     engine = EngineEndpoint(server.url)
     async with client_of(engine) as one, client_of(engine) as two, client_of(engine) as three:
         clients = (one, two, three)

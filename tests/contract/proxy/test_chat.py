@@ -64,9 +64,7 @@ def test_sampling_parameters_reach_the_model(stage: Stage, key: str) -> None:
     assert len(first["top_logprobs"]) == 2
 
 
-def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(
-    stage: Stage,
-) -> None:
+def test_seeds_differ_between_calls_and_repeat_with_the_runs_seed(stage: Stage) -> None:
     def seeds(episode: int) -> list[int]:
         _, key = stage.open_session(episode=episode)
         stage.sglang.requests.clear()

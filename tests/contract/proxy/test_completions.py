@@ -42,9 +42,7 @@ def test_token_ids_are_read_as_they_are(stage: Stage, key: str) -> None:
 
 @pytest.mark.parametrize("stop", [None, "\nObservation:"])
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
-    stage: Stage, key: str, stop: str | None, as_ids: bool
-) -> None:
+def test_longer_prompts_keep_tokens(stage: Stage, key: str, stop: str | None, as_ids: bool) -> None:
     said = "Think.\nObservation:" if stop else "Think."
     letters = stage.speak_in_letters(said, f"stop:{stop}" if stop else "length")
     before = counted(stage, REUSED)

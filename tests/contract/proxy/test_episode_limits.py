@@ -13,9 +13,7 @@ from tests.support.scripted_sglang import Script
 
 
 @pytest.mark.parametrize("route", LEAST)
-def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(
-    stage: Stage, route: str
-) -> None:
+def test_turns_beyond_the_limit_are_refused_in_the_dialect(stage: Stage, route: str) -> None:
     _, key = stage.open_session(limits=SessionLimits(max_turns=2))
     answers = [stage.post(route, LEAST[route], key) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 400]
@@ -53,9 +51,7 @@ def wordy(request: dict[str, Any]) -> Script:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(
-    stage: Stage, stream: bool
-) -> None:
+def test_replies_are_cut_to_the_tokens_left_then_refused(stage: Stage, stream: bool) -> None:
     _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
     stage.sglang.script = wordy
     assert stage.chat(key, QUESTION, stream=stream).status_code == 200

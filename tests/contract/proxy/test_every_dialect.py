@@ -70,9 +70,7 @@ def test_a_conversation_may_change_its_dialect(stage: Stage, key: str, middle: s
         ("/chat/completions", {}),
     ],
 )
-def test_a_limit_beyond_the_context_is_the_room_that_is_left(
-    stage: Stage, route: str, limit: dict[str, Any]
-) -> None:
+def test_a_limit_beyond_the_context_is_cut(stage: Stage, route: str, limit: dict[str, Any]) -> None:
     _, key = stage.open_session(max_new_tokens=2048)
     ask_least(stage, key, route, **limit)
     (request,) = stage.sglang.requests
@@ -113,9 +111,7 @@ def test_grammars_and_biases_reach_the_engine(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", LEAST)
-def test_what_the_server_refuses_is_the_requests_fault(
-    stage: Stage, key: str, route: str, stream: bool
-) -> None:
+def test_refusals_blame_the_request(stage: Stage, key: str, route: str, stream: bool) -> None:
     stage.sglang.script = lambda request: Script(fault="400")
     answer = stage.post(f"/v1{route}", {**LEAST[route], "stream": stream}, key)
     assert answer.status_code == 400

@@ -17,10 +17,7 @@ BEGINNING, END = "hello world the quick", " brown fox jumps"
 
 
 def serve_both(stage: Stage, other: ScriptedSGLang, version: str = "1.0") -> None:
-    """Let the proxy know of both servers, of the first one under that version.
-
-    The relay goes on to call the first one a server when it dies, so the proxy tries it again.
-    """
+    """Let the proxy know of both servers, of the first one under that version."""
     stage.relay.replicas = [
         ReplicaView(0, 1, "serving", stage.sglang.url, version),
         ReplicaView(1, 1, "serving", other.url, "1.1"),
@@ -76,9 +73,7 @@ def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
     return lambda request: Script(BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2)
 
 
-def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
-    stage: Stage, key: str, other: ScriptedSGLang
-) -> None:
+def test_streams_continue_elsewhere(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     assert stage.chat(key, QUESTION).status_code == 200
     stage.sglang.script = dies_after(3)
     other.script = lambda request: Script(END, piece_tokens=2)
@@ -143,9 +138,7 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     ]
 
 
-def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(
-    stage: Stage, key: str, other: ScriptedSGLang
-) -> None:
+def test_uncontinuable_calls_are_repeated(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     stage.sglang.script = breaks_off
     other.script = lambda request: Script(END)
     answer = stage.chat(key, QUESTION, frequency_penalty=0.5)
@@ -156,12 +149,7 @@ def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"stop": ["quick brown"]},
-        {"frequency_penalty": 0.5},
-        {"extra_body": {"regex": ".*"}},
-    ],
+    "more", [{"stop": ["quick brown"]}, {"frequency_penalty": 0.5}, {"extra_body": {"regex": ".*"}}]
 )
 def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
     stage: Stage, key: str, other: ScriptedSGLang, more: dict[str, Any]
@@ -175,9 +163,7 @@ def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
     assert stage.end_session(key) == 0
 
 
-def test_tokens_of_an_unknown_version_are_not_gone_on_with(
-    stage: Stage, key: str, other: ScriptedSGLang
-) -> None:
+def test_unknown_versions_are_not_continued(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     stage.sglang.script = dies_after(2)
     serve_both(stage, other, version="0.9")  # the server says 1.0 by now
     text, error, _ = speak(stage, key)

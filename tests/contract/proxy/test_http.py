@@ -40,9 +40,7 @@ def test_a_connection_is_kept_after_an_answer_without_a_body(client: socket.sock
     assert read_until(client, b"}").startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(
-    stage: Stage, key: str, client: socket.socket
-) -> None:
+def test_expect_100_continue_is_answered(stage: Stage, key: str, client: socket.socket) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     headers = (
         f"authorization: Bearer {key}",

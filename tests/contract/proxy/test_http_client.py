@@ -113,9 +113,7 @@ async def test_calls_at_the_same_time_have_a_connection_each() -> None:
     ],
     ids=["said to close", "hung up", "says more"],
 )
-async def test_a_connection_that_is_not_sound_is_not_used_again(
-    script: bytes, hangs_up: bool
-) -> None:
+async def test_an_unsound_connection_is_not_used_again(script: bytes, hangs_up: bool) -> None:
     async with ScriptedServer(script, TWO, hangs_up=hangs_up) as server:
         assert await server.ask() == (200, b"one")
         await asyncio.sleep(0.05)
@@ -210,9 +208,7 @@ async def test_a_long_answer_read_in_parts_comes_whole() -> None:
         assert server.accepted == 1
 
 
-async def test_a_server_that_is_not_called_any_more_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_no_longer_called_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = SGLangClient()
 
     async def forward(server: ScriptedServer) -> None:

@@ -14,9 +14,7 @@ from tests.support.scripted_sglang import TALKATIVE, Script
 from tests.support.waiting import wait_for
 
 
-def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(
-    small_stage: Stage, small_key: str
-) -> None:
+def test_calls_beyond_the_limit_are_repeated_by_the_sdk(small_stage: Stage, small_key: str) -> None:
     stage, key = small_stage, small_key
     gate = threading.Event()
     stage.sglang.script = lambda request: Script(gate=gate)
@@ -44,9 +42,7 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(
     assert stage.end_session(key) == 3
 
 
-def test_a_stream_that_its_client_left_gives_its_place_back(
-    small_stage: Stage, small_key: str
-) -> None:
+def test_an_abandoned_stream_gives_its_place_back(small_stage: Stage, small_key: str) -> None:
     stage, key = small_stage, small_key
     stage.sglang.script = lambda request: TALKATIVE
     body = {"messages": QUESTION, "stream": True}
@@ -72,9 +68,7 @@ def test_a_conversation_may_be_only_so_long(small_stage: Stage, small_key: str) 
     assert small_stage.chat(small_key, messages[1:]).status_code == 200
 
 
-def test_sessions_beyond_the_limit_wait_until_it_is_raised_or_others_end_or_expire(
-    small_stage: Stage,
-) -> None:
+def test_sessions_beyond_the_limit_wait_until_there_is_room(small_stage: Stage) -> None:
     def start() -> httpx.Response:
         return small_stage.post("/rl/start_session", {"task_id": "late"})
 

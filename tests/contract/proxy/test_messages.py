@@ -75,9 +75,7 @@ def test_a_stream_tells_the_same_message_as_a_whole_reply(
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
-def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
-    stage: Stage, key: str
-) -> None:
+def test_a_conversation_sends_back_the_models_own_tokens(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
     hints: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
     header = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
@@ -100,9 +98,7 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
     assert "billing" not in stage.prompt_of(stage.sglang.requests[0])
 
 
-def test_a_users_own_normalizer_lets_conversations_go_on(
-    small_stage: Stage, small_key: str
-) -> None:
+def test_a_users_normalizer_lets_conversations_go_on(small_stage: Stage, small_key: str) -> None:
     messages = [*QUESTION, *turn("hello world")]
     for count in (1, 3):
         system = f"You help. It is {count} o'clock."

@@ -58,10 +58,7 @@ def test_an_overflow_is_told_to_the_byte(
     assert stage.sglang.requests == []
 
 
-def test_a_prompt_that_leaves_no_token_for_a_reply_is_too_long_by_true_numbers(
-    stage: Stage,
-    key: str,
-) -> None:
+def test_a_prompt_without_room_for_a_reply_is_too_long(stage: Stage, key: str) -> None:
 
     def ask(words: int) -> Any:
         body = {"messages": [{"role": "user", "content": "x" * words}]}

@@ -26,9 +26,7 @@ def finish_ticket(stage: Stage, ref: TicketRef, *texts: str) -> None:
     stage.finish_ticket(ref, session_id)
 
 
-def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_a_finished_ticket_is_sealed_as_said_and_settled(stage: Stage, ref: TicketRef) -> None:
     stage.sglang.script = lambda request: Script(
         "hello world", versions=[("3.1", 0, 2), ("3.2", 2, 5)]
     )
@@ -55,9 +53,7 @@ def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(
         assert row.temperature == 0.5
 
 
-def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_a_session_survives_kill_9_and_is_sealed_once(stage: Stage, ref: TicketRef) -> None:
     session_id, key = stage.open_session(ref)
     with stage.client(key) as client:
         client.chat.completions.create(model="m", messages=QUESTION)
@@ -85,9 +81,7 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(
     assert row.loss_mask_T.sum() == 10
 
 
-def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_rows_follow_the_sessions_options_after_a_crash(stage: Stage, ref: TicketRef) -> None:
     export = ExportSettings("individual", turn_discount=0.5)
     session_id, key = stage.open_session(ref, export=export)
     stage.chat(key, QUESTION)
@@ -103,9 +97,7 @@ def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
 
 
-def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_a_ticket_sealed_before_the_crash_is_in_the_index(stage: Stage, ref: TicketRef) -> None:
     finish_ticket(stage, ref)
     unsealed = stage.journal.read_bytes()
     assert stage.seal() == 1
@@ -117,9 +109,7 @@ def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(
     assert len(stage.sealed_rows(ref)) == 1
 
 
-def test_sigterm_seals_what_is_finished_waits_for_no_reply_and_keeps_an_unfinished_runs_journal(
-    own_stage: Stage,
-) -> None:
+def test_sigterm_seals_what_is_finished_and_keeps_the_journal(own_stage: Stage) -> None:
     stage = own_stage
     finish_ticket(stage, REF)
     stage.sglang.script = lambda request: Script(gate=threading.Event())
@@ -142,9 +132,7 @@ def test_a_small_ticket_is_sealed_by_its_age(small_stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("own_stage", [{"shards": {"target_bytes": 4096}}], indirect=True)
-def test_large_tickets_are_sealed_by_their_bytes_and_the_journal_forgets_what_is_settled(
-    own_stage: Stage,
-) -> None:
+def test_large_tickets_are_sealed_by_bytes_and_the_journal_forgets_them(own_stage: Stage) -> None:
     stage = own_stage
     open_id, open_key = stage.open_session(REF)
     stage.ask(open_key, "remember me")
@@ -172,9 +160,7 @@ def test_evaluation_sessions_are_not_journaled(stage: Stage) -> None:
     assert session_id.encode() not in stage.journal.read_bytes()
 
 
-def test_tickets_are_finished_only_when_they_can_be_trained_on(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_only_tickets_that_can_be_trained_are_finished(stage: Stage, ref: TicketRef) -> None:
     first, key = stage.open_session(ref)
     other, _ = stage.open_session(REF)
 

@@ -61,9 +61,7 @@ def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("finish", ["eos", "length"])
-def test_a_stream_tells_the_same_response_as_a_whole_reply(
-    stage: Stage, key: str, finish: str
-) -> None:
+def test_streamed_and_whole_responses_are_the_same(stage: Stage, key: str, finish: str) -> None:
     stage.sglang.script = lambda request: Script(finish=finish)
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = ask(stage, key, **asked).json()
@@ -164,9 +162,7 @@ def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage, k
         assert caught.value.param == "include[]"
 
 
-def test_only_what_is_stored_can_be_retrieved_and_only_its_own_session_knows_it(
-    stage: Stage, key: str
-) -> None:
+def test_only_stored_responses_are_retrieved_by_their_session(stage: Stage, key: str) -> None:
     _, other = stage.open_session()
     stored, hidden = (ask(stage, key, store=store).json()["id"] for store in (True, False))
 

@@ -90,9 +90,7 @@ def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
     assert "no tickets" in opened.text
 
 
-def test_a_stream_goes_on_at_another_upstream(
-    proxy: LoneProxy, servers: list[ScriptedSGLang]
-) -> None:
+def test_streams_change_the_upstream(proxy: LoneProxy, servers: list[ScriptedSGLang]) -> None:
     scripts = iter([Script("hello world the quick", fault="late_hang_up:3"), Script(" brown fox")])
     for server in servers:
         server.script = lambda request: next(scripts)
@@ -119,9 +117,7 @@ def test_without_a_journal_sessions_end_with_the_process(proxy: LoneProxy) -> No
     assert status_after_kill_9(proxy) == 401
 
 
-def test_with_a_journal_sessions_go_on_after_kill_9(
-    tmp_path: Path, servers: list[ScriptedSGLang]
-) -> None:
+def test_journals_keep_sessions(tmp_path: Path, servers: list[ScriptedSGLang]) -> None:
     servers[0].script = lambda request: Script()
     servers[0].requests.clear()
     journal = ("--journal", str(tmp_path / "journal"))
@@ -166,10 +162,7 @@ def test_it_waits_for_an_upstream_that_is_not_there_yet_and_stops_when_open_call
     ],
 )
 def test_what_is_wrong_with_the_command_line_is_said(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    complaint: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
 ) -> None:
     model_dir = write_model_dir(tmp_path / "model")
     command = ["proxy", "--port", "0", "--upstream", "http://127.0.0.1:1"]

@@ -75,9 +75,7 @@ def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", UNSOUND.values(), ids=UNSOUND)
-def test_an_unsound_call_is_refused_and_not_journaled(
-    stage: Stage, sound: Interaction, change: dict[str, Any]
-) -> None:
+def test_unsound_calls_get_400(stage: Stage, sound: Interaction, change: dict[str, Any]) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
     answer = stage.post("/rl/record", {"interactions": [changed(sound, change)]}, key)
     assert answer.status_code == 400, answer.text
@@ -93,9 +91,7 @@ def test_the_same_call_is_recorded_when_it_is_sound(stage: Stage, sound: Interac
     assert len(stage.await_journaled(key)) == 1
 
 
-def test_weights_whose_replies_the_proxy_passed_on_are_known(
-    stage: Stage, sound: Interaction
-) -> None:
+def test_weights_are_known_by_the_replies_passed_on(stage: Stage, sound: Interaction) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
     stage.sglang.script = lambda request: Script("hello world", versions=[("9.1", 0, 5)])
     assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
@@ -109,9 +105,7 @@ def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Sta
     assert stage.post("/rl/start_session", body).status_code == 400
 
 
-def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
-    stage: Stage, key: str, sound: Interaction
-) -> None:
+def test_a_restarted_proxy_waits_for_weights(stage: Stage, key: str, sound: Interaction) -> None:
     stage.kill_proxy()
     stage.relay.show(stage.sglang.url, state="starting")
     stage.start_proxy()
@@ -128,10 +122,7 @@ def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
 
 
 def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef, str]:
-    """Finish that ticket, and let the dead proxy's journal hold others with unsound calls.
-
-    It is what an earlier version of the proxy would have written. Returns their sessions.
-    """
+    """Finish that ticket, and put unsound calls of others into the journal; their sessions."""
     refs = [TicketRef(good_ref.ticket_id, attempt) for attempt in range(10, 10 + len(unsound))]
     sessions = {ref: stage.open_session(ref)[0] for ref in refs}
     session_id, key = stage.open_session(good_ref)
@@ -154,9 +145,7 @@ def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef,
     return sessions
 
 
-def test_a_journal_that_holds_unsound_calls_costs_their_tickets_alone(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_unsound_calls_in_a_journal_cost_their_tickets_alone(stage: Stage, ref: TicketRef) -> None:
     sessions = poison(
         stage,
         ref,
@@ -181,9 +170,7 @@ def test_a_journal_that_holds_unsound_calls_costs_their_tickets_alone(
     assert len(stage.sealed_rows(ref)) == 1
 
 
-def test_sealed_and_dropped_tickets_are_told_once_the_ledger_answers_again(
-    stage: Stage, ref: TicketRef
-) -> None:
+def test_tickets_are_reported_once_the_ledger_answers_again(stage: Stage, ref: TicketRef) -> None:
     unsound = poison(stage, ref, prompt_tokens=-1)
     stage.ledger.away = True
     stage.start_proxy()

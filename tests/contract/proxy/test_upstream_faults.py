@@ -14,9 +14,7 @@ from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
-def test_a_call_that_a_server_loses_before_it_speaks_is_repeated(
-    stage: Stage, key: str, fault: str, stream: bool
-) -> None:
+def test_calls_without_reply_are_repeated(stage: Stage, key: str, fault: str, stream: bool) -> None:
     faults = iter([fault])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""))
     answer = stage.ask(key, "hi", stream=stream)
@@ -89,9 +87,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
     stage.loop.run(second.stop())
 
 
-def test_the_journal_is_private_and_a_run_that_starts_anew_at_the_same_path_has_another(
-    stage: Stage,
-) -> None:
+def test_the_journal_is_private_and_a_fresh_run_at_its_path_has_another(stage: Stage) -> None:
     job = ProxyJobConfig.model_validate(stage.config)
     path = get_journal_path(job, stage.admin_key)
     assert path.stat().st_mode & 0o777 == 0o600

@@ -1,9 +1,8 @@
 """Runs episodes as a driver does, in the environment of the agents' framework.
 
 `python play.py REPORT` reads an `Order` a line from its standard input and writes a list of
-`Played` for each to a file, REPORT.0 for the first (frameworks print things). An agent's `ask`
-returns what it takes for the model's last words; they are passed on, to be compared with what the
-proxy recorded.
+`Played` for each to a file, REPORT.0 for the first (frameworks print things). What an agent's `ask`
+returns is compared with what the proxy recorded.
 """
 
 import asyncio

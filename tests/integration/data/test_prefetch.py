@@ -66,9 +66,7 @@ def record_of(recipe: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_what_the_recipe_names_is_fetched_once_recorded_and_checked(
-    recipe: Path, hub: SmallHub
-) -> None:
+def test_what_the_recipe_names_is_fetched_once_and_checked(recipe: Path, hub: SmallHub) -> None:
     said_by(prefetch(recipe, hub))
     model, train, valid = record_of(recipe)
     keys = [entry["key"] for entry in (model, train, valid)]

@@ -70,9 +70,7 @@ def test_calls_obey_the_generation_and_the_incarnation(cell: Cell) -> None:
     cell.await_replica(lambda view: view.version == f"{cell.generation}.0")
 
 
-def test_a_pause_whose_sender_vanished_ends_with_the_weights_it_found(
-    cell: Cell, before: ReplicaView
-) -> None:
+def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaView) -> None:
     cell.control("serve", {"version": f"{cell.generation}.1"})
     cell.control("fence", {}, deadline_s="1.0")
     paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s="1.0")
@@ -93,10 +91,7 @@ def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaV
 
 @pytest.mark.usefixtures("before")
 def test_a_job_that_is_killed_or_told_to_stop_leaves_no_process_behind(cell: Cell) -> None:
-    """When it is up, and when its server has just begun to start.
-
-    Stopping takes 0.4 to 0.7 s on an idle machine; SGLang alone goes on until it has started.
-    """
+    """When it is up, and when its server has just begun to start."""
     assert_leaves_none(cell, signal.SIGKILL)
     cell.start()
     await_processes(cell, 1)

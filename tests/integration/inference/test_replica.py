@@ -59,9 +59,7 @@ def relay(replica: Replica, route: str, deadline_s: float) -> None:
     replica.finish_control_call(caller, route, True)
 
 
-def test_lost_schedulers_and_no_other_child_replace_the_server_and_old_crashes_are_forgiven(
-    make: Make,
-) -> None:
+def test_only_lost_schedulers_replace_the_server_and_old_crashes_pass(make: Make) -> None:
     replica = make(server(BYSTANDER_S=0.3), max_restarts=1, healthy_s=0.3)
     for incarnation in (1, 2, 3):
         tick_until(replica, is_ready)
@@ -116,9 +114,7 @@ class Stranger(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_another_process_that_answers_on_its_port_is_not_taken_for_the_server(
-    make: Make, tmp_path: Path
-) -> None:
+def test_another_process_on_its_port_is_not_the_server(make: Make, tmp_path: Path) -> None:
     binds = tmp_path / "binds"
     late = f"""
 import pathlib, time
@@ -150,9 +146,7 @@ def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:
         tick_until(replica, is_ready)
 
 
-def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_server_never_ready_ends_the_cell_with_its_last_log(make: Make, tmp_path: Path) -> None:
     silent = "import time; print('loading', flush=True); time.sleep(600)"
     replica = make(program(silent), startup_timeout_s=1.0, max_restarts=1)
     tick_until(replica, lambda view: view.incarnation == 2)
@@ -190,9 +184,7 @@ def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer
     assert view.version == ""
 
 
-def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_server_deaf_after_its_caller_left_is_replaced(make: Make, tmp_path: Path) -> None:
     replica = make(server(POST_S=60.0), max_restarts=0)
     tick_until(replica, is_ready)
     with control_proxy(replica, tmp_path) as proxy:
@@ -204,9 +196,7 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
         assert 3 < time.monotonic() - began < 30
 
 
-def test_weights_by_folder_are_a_change_until_verified_and_no_other_path_is_loaded(
-    make: Make, tmp_path: Path
-) -> None:
+def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -> None:
     (tmp_path / "weights" / "a" / "b").mkdir(parents=True)
     (tmp_path / "model").mkdir()
     weights = tmp_path / "weights" / "1.3.0"

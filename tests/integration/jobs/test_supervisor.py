@@ -119,9 +119,7 @@ def test_the_job_ends_with_its_leading_process(folder: Path, submit: Submit) -> 
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
 
 
-def test_crashes_are_retried_as_often_as_allowed_and_mistakes_of_the_user_never(
-    folder: Path, submit: Submit
-) -> None:
+def test_crashes_are_retried_and_mistakes_of_the_user_never(folder: Path, submit: Submit) -> None:
     allowed = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
     too_many = actor(folder, "d", "crash_until", crashes=9, restarts=1, ends_job=True)
     mistaken = actor(folder, "r", "refuse", restarts=5)
@@ -138,9 +136,7 @@ def test_crashes_are_retried_as_often_as_allowed_and_mistakes_of_the_user_never(
     assert (folder / "r.txt").read_text() == "x"
 
 
-def test_every_task_runs_and_only_the_first_runs_first_task_processes(
-    folder: Path, submit: Submit
-) -> None:
+def test_only_the_first_task_runs_first_task_processes(folder: Path, submit: Submit) -> None:
     job = submit(
         actor(folder, "only", "finish", tasks="first"),
         actor(folder, "all", "finish", ends_job=True),
@@ -152,9 +148,7 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
     assert logs == ["all-0.log", "all-1.log", "only-0.log"]
 
 
-def test_a_stop_ends_even_processes_that_ignore_it_and_their_children(
-    folder: Path, submit: Submit
-) -> None:
+def test_a_stop_ends_processes_that_ignore_it_with_children(folder: Path, submit: Submit) -> None:
     job = submit(actor(folder, "s", "stubborn"), grace_s=1.0)
     pids = pids_in(folder / "s.txt")
     began = time.monotonic()

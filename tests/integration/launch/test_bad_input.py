@@ -49,10 +49,7 @@ CASES = [
         "num_hidden_layers 2 must be a multiple of pp 3",
         *("has no tokenizer.json", "copy the tokenizer files"),
     ),
-    (
-        f"{OWN_MODEL}/mamba",
-        "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'",
-    ),
+    (f"{OWN_MODEL}/mamba", "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'"),
     (
         "trainer.parallel.ep=2 trainer.parallel.dp=2",
         "at: trainer.parallel.ep",

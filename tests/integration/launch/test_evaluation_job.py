@@ -75,9 +75,7 @@ def run(model: Path, tmp_path: Path) -> Iterator[SmallRun]:
     await_none_left(run, 20.0)
 
 
-def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_server(
-    run: SmallRun,
-) -> None:
+def test_a_run_and_its_evaluations_outlive_trainer_and_evaluation_server(run: SmallRun) -> None:
     paths = run.paths
     run.start()
     run.await_true(lambda: is_judging_earlier_weights(paths))

@@ -17,9 +17,7 @@ from tests.support.small_run import SmallRun, await_none_left, started_from
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_run_that_is_interrupted_or_loses_its_launcher_stops_and_completes(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_or_orphaned_run_stops_and_completes(model: Path, tmp_path: Path) -> None:
     overrides = (*started_from(model), "trainer.total_steps=2")
     run = SmallRun(tmp_path / "runs", *overrides)
     interrupt_in_each(run, {"servers starting": PHASES["servers starting"]})

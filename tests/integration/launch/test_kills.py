@@ -22,9 +22,7 @@ def submitit_processes(job_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def test_a_run_outlives_the_ends_of_its_proxy_its_ledger_its_trainer_and_a_whole_job(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_run_outlives_proxy_ledger_trainer_and_a_whole_job(model: Path, tmp_path: Path) -> None:
     kills = [Kill("proxy", "seal"), Kill("ledger", "step"), Kill("trainer", "checkpoint")]
     run = KilledRun(tmp_path, model, kills, steps=6)
     run.start()

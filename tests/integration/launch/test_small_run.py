@@ -47,9 +47,7 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, "secrets are private"
 
 
-def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(
-    finished: SmallRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_a_flipped_byte(finished: SmallRun, capfd: pytest.CaptureFixture[str]) -> None:
     verify = partial(exit_code_of, "shards", "verify", finished.paths.root)
     assert verify() == 0
     shard = sorted(finished.paths.shards_dir.glob("*.h5"))[0]
@@ -100,9 +98,7 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
 
 
-def test_a_checkpoint_is_exported_where_there_is_no_torch(
-    finished: SmallRun, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_exported_without_torch(finished: SmallRun, tmp_path: Path) -> None:
     export = (get_interpreter("agents", "auto"), "-m", "areal_hpc", "export", finished.paths.root)
     said_by(run_program(*export, "--out", tmp_path / "model"))
     newest = format_step_dir(read_lines(finished.paths.metrics)[-1]["step"])

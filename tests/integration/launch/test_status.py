@@ -66,9 +66,7 @@ def status(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], s
     return ask
 
 
-def test_a_run_before_its_first_step_says_whether_it_runs(
-    paths: RunPaths, status: Callable[[], str]
-) -> None:
+def test_a_run_without_steps_has_a_state(paths: RunPaths, status: Callable[[], str]) -> None:
     descriptor = os.open(paths.lock, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert "quickstart/demo: running here\n  step              0 of 25" in status()

@@ -22,9 +22,7 @@ SHORT_TIMEOUT_S = 1.5
 """Cells are lost after this and a restarted ledger listens for a third of it."""
 
 
-def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_ledger_killed_between_calls_trains_each_ticket_once(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     trained: list[int] = []
     for step, is_settle_delivered in ((1, True), (2, False)):
@@ -58,9 +56,7 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
     assert ledger.status().trained == 4
 
 
-def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resumes(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_restarted_ledger_grants_only_after_the_trainer_resumes(ledger: LedgerProcess) -> None:
     """Its last version may be of weights that were never saved. What ran is then issued again."""
     claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
@@ -81,9 +77,7 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     assert min(again.values()) > max(lost.values())
 
 
-def test_tickets_of_a_silent_cell_are_issued_again_and_its_late_settle_counts_once(
-    start_ledger: StartLedger,
-) -> None:
+def test_tickets_of_a_silent_cell_are_reissued_and_settle_once(start_ledger: StartLedger) -> None:
     ledger = start_ledger(cell_timeout_s=SHORT_TIMEOUT_S, total_steps=2)
     ledger.open_generation()
     old = [grant.ref for grant in ledger.grants("cell-0")]
@@ -130,9 +124,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
         assert "a newer one has taken over" in caught.value.body
 
 
-def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_over(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_waiting_trainer_is_refused_once_another_takes_over(ledger: LedgerProcess) -> None:
     ledger.open_generation(1)
     zombie = ledger.begin("/batch", BatchRequest(1, 1, 50.0))
     ledger.open_generation(2)
@@ -142,9 +134,7 @@ def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_ov
     zombie.close()
 
 
-def test_a_zombie_cannot_form_a_batch_or_publish_once_a_newer_generation_is_on_disk(
-    start_ledger: StartLedger,
-) -> None:
+def test_a_superseded_ledger_cannot_form_a_batch_or_publish(start_ledger: StartLedger) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
     ledger = start_ledger(total_steps=2, max_head_offpolicyness=1)
     claim_next_number(ledger.paths.generations_dir)
@@ -160,9 +150,7 @@ def test_a_zombie_cannot_form_a_batch_or_publish_once_a_newer_generation_is_on_d
     assert ledger.paths.ledger_state.read_bytes() == before
 
 
-def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
-    ledger: LedgerProcess,
-) -> None:
+def test_cells_are_told_to_stop_by_a_ledger_started_after_the_end(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     ledger.order("/finish", FinishRequest(1))
     assert ledger.lease().stop
@@ -171,9 +159,7 @@ def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
     assert ledger.lease().stop
 
 
-def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_kill_during_a_long_poll_breaks_the_callers_connection(ledger: LedgerProcess) -> None:
     waiting = ledger.begin("/batch", BatchRequest(0, 1, 50.0))
     ledger.restart()
     with pytest.raises(ConnectionError):
@@ -181,9 +167,7 @@ def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
     waiting.close()
 
 
-def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(
-    start_ledger: StartLedger,
-) -> None:
+def test_a_ledger_killed_at_random_trains_each_ticket_once(start_ledger: StartLedger) -> None:
     steps, batch_size = 60, 4
     ledger = start_ledger(
         cell_timeout_s=SHORT_TIMEOUT_S,

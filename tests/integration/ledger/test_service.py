@@ -54,9 +54,7 @@ def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> ht
     return httpx.post(f"{ledger.url}{route}", content=content, headers=headers, trust_env=False)
 
 
-def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_waiting_driver_is_served_once_a_version_is_published(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     ledger.form_batch(1)
     waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S), LeaseReply)
@@ -66,9 +64,7 @@ def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
     assert len(waiting.result(PROMPT_S).grants) == 2
 
 
-def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
-    ledger: LedgerProcess,
-) -> None:
+def test_a_waiting_trainer_is_served_once_its_batch_is_complete(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     first, second = ledger.seal([grant.ref for grant in ledger.grants()])
     waiting = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
@@ -116,9 +112,7 @@ def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProce
     assert not ledger.lease(finished=refs).seal_now
 
 
-def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(
-    start_ledger: StartLedger,
-) -> None:
+def test_a_waiting_trainer_wakes_the_cell_that_can_seal(start_ledger: StartLedger) -> None:
     ledger = start_ledger(max_head_offpolicyness=1, **RARE_SWEEPS)
     ledger.open_generation()
     refs = [grant.ref for grant in ledger.grants(tickets=3)]
@@ -196,9 +190,7 @@ def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     assert ledger.status().settled == 0
 
 
-def test_steps_are_handed_out_in_order_and_status_counts_what_is_where(
-    ledger: LedgerProcess,
-) -> None:
+def test_steps_are_handed_out_in_order_and_status_counts_them(ledger: LedgerProcess) -> None:
     ledger.open_generation(4)
     with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
         ledger.batch(2, generation=4)
@@ -209,9 +201,7 @@ def test_steps_are_handed_out_in_order_and_status_counts_what_is_where(
     assert ledger.status() == LedgerStatus(generation=4, leased=1, finished=1, cells=1)
 
 
-def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
-    ledger: LedgerProcess,
-) -> None:
+def test_an_older_start_of_a_cell_holds_nothing_after_a_later_one(ledger: LedgerProcess) -> None:
     ledger.open_generation()
     first = [grant.ref for grant in ledger.lease(job_start=1).grants]
     assert len(first) == 2

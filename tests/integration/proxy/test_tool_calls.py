@@ -173,9 +173,7 @@ def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(stage: St
         ({"tool_choice": "required", "regex": "a+"}, "regex"),
     ],
 )
-def test_what_cannot_hold_together_is_refused(
-    stage: Stage, asked: dict[str, Any], param: str
-) -> None:
+def test_contradictions_are_refused(stage: Stage, asked: dict[str, Any], param: str) -> None:
     key = says(stage, CALL)
     answer = stage.chat(key, QUESTION, tools=[CHAT_TOOL], **asked)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -238,9 +236,7 @@ def test_anthropics_blocks_come_back_as_the_models_own_tokens(
 
 @pytest.mark.parametrize("streams", [False, True])
 @SAID
-def test_openais_items_come_back_as_the_models_own_tokens(
-    stage: Stage, said: str, kinds: list[str], streams: bool
-) -> None:
+def test_items_keep_their_tokens(stage: Stage, said: str, kinds: list[str], streams: bool) -> None:
     key = says(stage, said)
     with stage.client(key) as client:
         if streams:
@@ -295,9 +291,7 @@ def test_a_conversation_with_tools_may_change_its_dialect(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
-    stage: Stage, streams: bool
-) -> None:
+def test_arguments_without_an_object_stay_text_for_anthropic(stage: Stage, streams: bool) -> None:
     key = says(stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
     with stage.anthropic(key) as client:
         asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
@@ -319,9 +313,7 @@ def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
         ("messages", {"thinking": {"type": "disabled"}}, False),
     ],
 )
-def test_whether_to_think_is_told_to_the_template(
-    stage: Stage, route: str, asked: dict[str, Any], thinks: bool
-) -> None:
+def test_template_thinking(stage: Stage, route: str, asked: dict[str, Any], thinks: bool) -> None:
     key = says(stage, "7")
     body = {**ASKED[route], "tools": [], **asked}
     answer = stage.post(f"/v1/{route}", body, key)

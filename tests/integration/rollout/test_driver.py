@@ -170,11 +170,7 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     ids=["agent", "workflow, whose discount is not applied again"],
 )
 def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
-    tmp_path: Path,
-    agent: Agent,
-    how: dict[str, Any],
-    limits: SessionLimits,
-    export: ExportSettings,
+    tmp_path: Path, agent: Agent, how: dict[str, Any], limits: SessionLimits, export: ExportSettings
 ) -> None:
     given = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens}
     cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=given)
@@ -235,9 +231,7 @@ def test_a_ticket_that_cannot_end_well_is_dropped_with_the_reason_and_no_other_i
     assert len(cell.events("ticket_dropped")) == 1
 
 
-def test_an_evaluation_is_played_by_its_own_agent_reported_and_recorded_nowhere(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_has_its_own_agent_and_is_not_recorded(tmp_path: Path) -> None:
     playing, judging = Steady(), Steady()
     cell = Cell(tmp_path, playing, [*tickets(1), *evaluations(6)])
     cell.evaluation_agent = judging
@@ -271,9 +265,7 @@ def test_a_seal_is_passed_on_and_what_it_left_behind_is_reported_no_more(tmp_pat
 @pytest.mark.parametrize(
     ("service", "events"), [("ledger", set()), ("proxy", {"episode_interrupted"})]
 )
-def test_restarts_of_a_service_cost_no_try_and_no_ticket(
-    tmp_path: Path, service: str, events: set[str]
-) -> None:
+def test_service_restarts_cost_no_ticket(tmp_path: Path, service: str, events: set[str]) -> None:
     cell = Cell(tmp_path, Steady(0.1), tickets(24), max_episode_tries=1)
     restarted = getattr(cell, service)
 

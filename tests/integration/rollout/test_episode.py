@@ -129,9 +129,7 @@ def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, said: 
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_episode_ends_at_its_deadline_whatever_the_agent_does(
-    tmp_path: Path, stubborn: bool
-) -> None:
+def test_an_episode_ends_at_its_deadline_in_any_case(tmp_path: Path, stubborn: bool) -> None:
     async def timed() -> EpisodeOutcome:
         agent = Sleeps(stubborn=stubborn)
         episode = asyncio.ensure_future(play(tmp_path, agent, timeout_s=0.05))
@@ -182,9 +180,7 @@ def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did(tmp_p
 
 
 @pytest.mark.parametrize("has_sdk", [True, False])
-def test_the_http_client_suits_the_installed_sdk_and_does_without(
-    has_sdk: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_http_client_suits_the_sdk(has_sdk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_sdk:
         monkeypatch.setitem(sys.modules, "openai", None)
 

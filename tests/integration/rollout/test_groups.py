@@ -81,9 +81,7 @@ def test_groups_are_filtered_as_the_recipe_says(
 @pytest.mark.parametrize(
     ("function", "said"), [("neither", "expected a bool"), ("broken", "KeyError: 'advantages'")]
 )
-def test_a_filter_that_fails_drops_the_ticket_with_the_reason(
-    tmp_path: Path, function: str, said: str
-) -> None:
+def test_a_failing_filter_drops_tickets(tmp_path: Path, function: str, said: str) -> None:
     cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
     cell.run()
     assert said in cell.ledger.dropped[TicketRef(0, 0)]

@@ -69,10 +69,7 @@ def started_driver(
 
 
 async def serve(ledger: StandInLedger, driver: subprocess.Popen[bytes]) -> float:
-    """Stand in for ledger and proxy until the driver's process ends; seconds since its signal.
-
-    It gets one when all tickets are over, unless the ledger tells it to stop.
-    """
+    """Stand in for ledger and proxy until the driver's process ends; seconds since its signal."""
     signalled_at = 0.0
     async with StandInProxy(ledger.directory), ledger:
         while driver.poll() is None:
@@ -85,10 +82,7 @@ async def serve(ledger: StandInLedger, driver: subprocess.Popen[bytes]) -> float
 
 @pytest.mark.parametrize(
     ("workflow", "agent", "stop_when_done"),
-    [
-        (ARITHMETIC, {}, False),
-        (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2}, True),
-    ],
+    [(ARITHMETIC, {}, False), (BLOCKING, {"mode": "subproc", "subproc_max_workers": 2}, True)],
     ids=["inline, then a signal", "in processes of their own, then the ledger"],
 )
 def test_driver_process_runs_agents_until_it_is_told_to_stop(
@@ -103,9 +97,7 @@ def test_driver_process_runs_agents_until_it_is_told_to_stop(
     assert stop_when_done or stopped_s < 15
 
 
-def test_a_driver_under_slurm_goes_when_no_ledger_comes(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_ends_without_a_ledger(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     job = config(paths, ARITHMETIC) | {"idle_timeout_s": 1.0}
     with started_driver(paths, job) as waiting:  # there is nobody to start it again
         monkeypatch.setenv("AREAL_HPC_JOB_START", "1")

@@ -73,9 +73,7 @@ async def ask_in_loop(*pairs: tuple[str, str]) -> list[tuple[float, float]]:
     return ask(*pairs)
 
 
-def test_an_answer_without_end_is_worth_nothing_wherever_it_is_asked_about(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_endless_answer_is_worth_zero_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     with processes(LIMIT_S) as pool, ThreadPoolExecutor(1) as thread:
         monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", pool)

@@ -49,10 +49,7 @@ def seal_and_die(paths: RunPaths, line_to_die_at: int) -> None:
 
 
 def seal_and_die_at_every_line(root: Path) -> None:
-    """Seals in `<root>/<n>/` are killed before the n-th line of code first runs, up to a whole one.
-
-    A process of its own: it forks, and may have no threads.
-    """
+    """Seal in `<root>/<n>/`, killed before the n-th line of code first runs, up to a whole one."""
     begun = RunPaths(root / "begun")
     seal_in(begun, ticket(1))
     for line_to_die_at in itertools.count():
@@ -85,9 +82,7 @@ def stage(paths: RunPaths) -> str:
     return "partial" if "cell-0-000001.h5.tmp" in names else "nothing"
 
 
-def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repaired(
-    tmp_path: Path,
-) -> None:
+def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none(tmp_path: Path) -> None:
     sealing = PROCESSES.Process(target=seal_and_die_at_every_line, args=(tmp_path,))
     sealing.start()
     sealing.join()
@@ -118,9 +113,7 @@ def assert_only_whole_shards_are_visible(paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("trial", range(6))
-def test_every_acknowledged_record_survives_the_death_of_its_writer(
-    trial: int, tmp_path: Path
-) -> None:
+def test_acknowledged_records_survive_their_writers_death(trial: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     to_acknowledge = random.Random(trial).randrange(1, 400)
     heard, said = PROCESSES.Pipe(duplex=False)

@@ -118,9 +118,7 @@ class Court:
         return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
 
-def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_training_goes_on_and_the_last_step_is_judged(stack: ExitStack, tmp_path: Path) -> None:
     court = Court(stack, tmp_path, total_steps=6)
     court.follow(lambda: court.step == 5, most_steps=5)
     assert court.served() == "1.0"
@@ -147,9 +145,7 @@ def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
     ]
 
 
-def test_weights_that_are_lost_give_way_to_the_present_ones(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_lost_weights_give_way_to_the_present_ones(stack: ExitStack, tmp_path: Path) -> None:
     court = Court(stack, tmp_path, total_steps=1000)
     court.follow(lambda: court.step == 3, most_steps=3)
     assert [step for step, _ in court.asked] == [0]

@@ -75,9 +75,7 @@ def let_go_soon(writer: int) -> None:
 
 
 @on_one_rank
-def test_training_goes_on_while_a_checkpoint_is_written_and_a_second_one_waits(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     at_step_2 = state_of(learner)
     writer = begin_held(learner)
@@ -186,9 +184,7 @@ def test_a_damaged_checkpoint_is_named(scenario: Scenario, paths: RunPaths) -> N
 
 
 @on_one_rank
-def test_a_trainer_that_was_replaced_saves_nothing_more(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_a_superseded_trainer_saves_nothing(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     learner.begin_checkpoint({})
     claim_next_number(paths.generations_dir)
@@ -207,9 +203,7 @@ def place_checkpoint(paths: RunPaths, generation: int) -> Path:
 
 
 @on_one_rank
-def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_a_superseded_trainer_spares_newer_checkpoints(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     data = place_checkpoint(paths, generation=9)
     learner.begin_checkpoint({})
@@ -222,9 +216,7 @@ def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(
 
 
 @on_one_rank
-def test_the_checkpoint_of_an_abandoned_generation_is_replaced(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_an_abandoned_checkpoint_is_replaced(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     data = place_checkpoint(paths, generation=0)
     learner.begin_checkpoint({})

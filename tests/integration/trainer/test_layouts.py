@@ -78,9 +78,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @every_family
 @every_layout
-def test_a_layout_computes_what_transformers_computes(
-    findings: dict[str, Findings], layout: str, family: str
-) -> None:
+def test_layouts_match_reference(findings: dict[str, Findings], layout: str, family: str) -> None:
     found = findings[layout][family]
     assert found["tokens"] == findings["1"][family]["tokens"] > 50
     assert found["micro_batches"] > 1
@@ -102,9 +100,7 @@ def test_weights_go_through_a_layout_and_through_a_resume_bit_by_bit(
 
 
 @every_family
-def test_a_checkpoint_of_any_layout_resumes_on_one_rank(
-    findings: dict[str, Findings], family: str
-) -> None:
+def test_any_checkpoint_resumes_on_one_rank(findings: dict[str, Findings], family: str) -> None:
     resumed = findings["1"][family]["resumed_from"]
     assert sorted(resumed) == sorted(OTHERS)
     # One AdamW step at lr 1e-3: a lost moment or step count would show as 1e-4 and more.
@@ -189,9 +185,7 @@ def test_an_export_says_what_the_trainer_would_have_saved(root: Path, exported: 
 
 
 @every_family
-def test_the_names_are_those_of_transformers_own_checkpoint(
-    exported: Export, family: str, tmp_path: Path
-) -> None:
+def test_names_are_those_of_transformers(exported: Export, family: str, tmp_path: Path) -> None:
     hf_model(family).save_pretrained(tmp_path)
     assert shapes(exported("1", family)) == shapes(tmp_path)
 

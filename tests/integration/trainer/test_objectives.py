@@ -46,9 +46,7 @@ def train(
     return read_lines(paths.metrics)
 
 
-def test_a_row_is_judged_as_one_in_every_layout(
-    ranks: RankServer, stale: Path, tmp_path: Path
-) -> None:
+def test_rows_are_judged_whole_in_layouts(ranks: RankServer, stale: Path, tmp_path: Path) -> None:
     expected = train(ranks, stale, tmp_path / "1", OBJECTIVE)
     assert max(line["staleness/max"] for line in expected) == 2
     assert all(0.1 < line["importance_weight/out_of_bounds_fraction"] < 0.9 for line in expected)
@@ -60,9 +58,7 @@ def test_a_row_is_judged_as_one_in_every_layout(
             ), (parallel, line["step"])
 
 
-def test_each_proximal_policy_teaches_something_else(
-    ranks: RankServer, stale: Path, tmp_path: Path
-) -> None:
+def test_proximal_policies_differ_in_effect(ranks: RankServer, stale: Path, tmp_path: Path) -> None:
     found = {
         proximal: train(
             ranks,

@@ -57,9 +57,7 @@ def lines(root: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in read_lines(RunPaths(root).metrics)}
 
 
-def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
-    recorded: RunPaths, tmp_path: Path
-) -> None:
+def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Path) -> None:
     before = content(recorded.root)
     ended = replay(recorded.root, "--steps", "6", "--out", str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -81,9 +79,7 @@ def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
     assert state["parent"] == "step_00000004"
 
 
-def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
-    recorded: RunPaths, tmp_path: Path
-) -> None:
+def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_path: Path) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
              "trainer.objective.proximal=none",
              "trainer.objective.off_policy_correction=none")  # fmt: skip
@@ -139,9 +135,7 @@ def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
         parse_steps(text)
 
 
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_without_a_run_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["replay", str(tmp_path), "--steps", "1..2", "trainer.minibatches=2"])
     assert left.value.code == RecipeError.exit_code
@@ -184,9 +178,7 @@ def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
             ReplayRun(recorded, 5, 6, (), RunPaths(out))
 
 
-def test_settings_that_contradict_what_is_recorded_are_refused_by_name(
-    recorded: RunPaths,
-) -> None:
+def test_settings_that_contradict_the_recording_are_refused(recorded: RunPaths) -> None:
     with pytest.raises(RecipeError) as caught:
         plan(recorded, 5, 6, "trainer.batch_size=6", "trainer.optimizer.lr=1", "seed=2")
     keys = [problem.key for problem in caught.value.problems]

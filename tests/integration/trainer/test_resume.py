@@ -35,9 +35,7 @@ TWO_RANKS = {"total_steps": 1, "parallel": {"dp": 2}}
 
 
 @pytest.mark.on_ranks(1)
-def test_the_step_after_a_resume_is_exact_and_only_with_every_mend(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_the_step_after_a_resume_needs_every_mend(scenario: Scenario, paths: RunPaths) -> None:
     """Megatron 0.16 spoils AdamW's state on loading in three ways."""
     learner = begin_training(scenario, paths)
     learner.begin_checkpoint({})
@@ -88,9 +86,7 @@ def settings_of(learner: Learner) -> list[dict[str, Any]]:
 
 
 @pytest.mark.on_ranks(1)
-def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_a_resume_takes_the_recipes_optimizer_settings(scenario: Scenario, paths: RunPaths) -> None:
     begin_training(scenario, paths)
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
     scenario["trainer"]["optimizer"] = new
@@ -118,9 +114,7 @@ def test_all_ranks_resume_from_what_rank_0_chose(scenario: Scenario, paths: RunP
 
 
 @pytest.mark.on_ranks(2)
-def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_nan_on_one_rank_is_nan_in_the_maximum(scenario: Scenario, paths: RunPaths) -> None:
     rank = dist.get_rank()
     own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
     maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
@@ -138,9 +132,7 @@ def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
 
 
-def test_the_rank_that_cannot_see_the_checkpoint_says_so(
-    ranks: RankServer, paths: RunPaths
-) -> None:
+def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPaths) -> None:
     outcome = ranks.call(look_for_a_checkpoint, paths, 2, trainer=TWO_RANKS)
     assert outcome.codes == [STOPPED, STORAGE_FAILED]
     assert "this rank cannot see" in outcome.reports[1]["error"]
@@ -168,9 +160,7 @@ def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_only_the_rank_that_failed_reports(
-    ranks: RankServer, paths: RunPaths, failing: int
-) -> None:
+def test_only_the_failed_rank_reports(ranks: RankServer, paths: RunPaths, failing: int) -> None:
     outcome = ranks.call(fail_alone, paths, 2, trainer=TWO_RANKS, failing=failing)
     assert outcome.codes[failing] == AGENTS_FAILED
     assert outcome.codes[1 - failing] == STOPPED, outcome.log

@@ -137,9 +137,7 @@ def test_a_batch_whose_advantages_are_all_zero_changes_no_bit(
         assert found["untrained"] == []
 
 
-def test_every_optimizer_step_of_a_batch_is_judged_by_itself(
-    ranks: RankServer, tmp_path: Path
-) -> None:
+def test_each_optimizer_step_of_a_batch_is_judged_alone(ranks: RankServer, tmp_path: Path) -> None:
     # Rows are dealt in turn: the second of two parts gets every second episode.
     paths = record_run(tmp_path, 4, rewards={2: EQUAL, 3: [1.0, 0.5, 0.0, 0.5]})
     (found,) = each_step(ranks, paths, minibatches=2)
@@ -155,9 +153,7 @@ def test_every_optimizer_step_of_a_batch_is_judged_by_itself(
     [{"parallel": {"dp": 2, "ep": 2}}, {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
     indirect=True,
 )
-def test_no_layout_and_no_family_learns_from_gradients_of_no_use(
-    scenario: Scenario, paths: RunPaths
-) -> None:
+def test_no_layout_learns_from_unusable_gradients(scenario: Scenario, paths: RunPaths) -> None:
     """Two steps whose gradient is zero or not a number, between others, leave no trace."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     for family in ("qwen3", "qwen3_moe"):
@@ -201,9 +197,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_tak
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
-    ranks: RankServer, tmp_path: Path, dp: int
-) -> None:
+def test_the_third_bad_batch_ends_every_resume(ranks: RankServer, tmp_path: Path, dp: int) -> None:
     paths = record_run(tmp_path, 5, far_steps=[2, 3, 4])
     for began_after in ("the first start", "a resume from within the streak"):
         outcome = train(ranks, paths, dp, trainer={"total_steps": 5})
@@ -245,9 +239,7 @@ def resumed_after_a_kill(
     return [train(ranks, one, trainer=settings) for one in (alone, killed)]
 
 
-def test_a_run_killed_between_two_odd_batches_ends_with_the_same_bits(
-    ranks: RankServer, tmp_path: Path
-) -> None:
+def test_a_run_killed_at_odd_batches_ends_bit_equal(ranks: RankServer, tmp_path: Path) -> None:
     recorded = record_run(tmp_path / "recorded", 6, far_steps=[2, 3, 5]).root
     alone, resumed = resumed_after_a_kill(ranks, recorded, tmp_path, 6, 5)
     assert (alone.codes, resumed.codes) == ([0], [0]), resumed.log

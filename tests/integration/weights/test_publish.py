@@ -230,9 +230,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
         update(cell, publisher, 1, model)
 
 
-def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
-    cell: Cell, tmp_path: Path
-) -> None:
+def test_a_member_killed_in_a_broadcast_costs_its_group_once(cell: Cell, tmp_path: Path) -> None:
     before = incarnations(cell)
 
     def kill_while_it_receives(forward: Callable[[], None]) -> None:
@@ -264,9 +262,7 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
     assert restarted > before[1]
 
 
-def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
-    cell: Cell, tmp_path: Path
-) -> None:
+def test_a_member_whose_node_vanishes_restarts_no_other(cell: Cell, tmp_path: Path) -> None:
     before = incarnations(cell)
     with (
         gates([cell], tmp_path / "gates") as (gate,),
@@ -283,9 +279,7 @@ def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
     assert incarnations(cell) == before
 
 
-def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
-    cell: Cell, tmp_path: Path
-) -> None:
+def test_half_loaded_weights_never_answer_and_are_sent_again(cell: Cell, tmp_path: Path) -> None:
     old, new, before = tiny_qwen3(7), tiny_qwen3(8), incarnations(cell)
     models = {f"{cell.generation + 1}.0": old, f"{cell.generation + 3}.1": new}
     readers = [Reader(cell, index, models) for index in range(2)]

@@ -105,9 +105,7 @@ def lost(silent_url: str) -> list[ReplicaKey]:
     return [ReplicaKey(f"cell-{at:02}", 0, 1, 1, silent_url, 0.0) for at in range(LOST)]
 
 
-def test_replicas_lost_together_cost_no_more_than_one(
-    lost: list[ReplicaKey], tmp_path: Path
-) -> None:
+def test_replicas_lost_together_cost_as_much_as_one(lost: list[ReplicaKey], tmp_path: Path) -> None:
     weights = {"norm.weight": torch.zeros(4)}
     exported = iter(weights.items())
     with publishing(tmp_path, cells=LOST, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
@@ -197,9 +195,7 @@ def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[
     )
 
 
-def test_the_next_bucket_is_gathered_and_called_for_while_one_is_loaded_and_no_third_is_held(
-    tmp_path: Path,
-) -> None:
+def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.mkdir()
 

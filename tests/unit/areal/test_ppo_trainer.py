@@ -93,9 +93,7 @@ def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
         PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
 
 
-def test_an_agent_without_a_name_is_found_by_a_dotted_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Answerer):
         """Nobody could import this."""
 

@@ -119,9 +119,7 @@ def test_the_proximal_policy_follows_three_switches(
         ("sglang:d3+d1", 2, (3, 1, 1, 1)),
     ],
 )
-def test_an_allocation_mode_is_cells_and_ranks(
-    mode: str, gpus: int, expected: tuple[int, ...]
-) -> None:
+def test_allocation_mode_is_translated(mode: str, gpus: int, expected: tuple[int, ...]) -> None:
     found = recipe_of({"allocation_mode": mode, "cluster": {"n_gpus_per_node": gpus}})
     keys = ("cells", "replicas_per_cell", "tp")
     assert tuple(found[f"inference.{key}"] for key in keys) == expected[:3]

@@ -40,9 +40,7 @@ def test_accepted_calls_put_off_the_end_and_serving_cancels_it(state: WeightUpda
     assert (state.version, state.has_sender, state.is_overdue(1000)) == ("1.5", False, False)
 
 
-def test_a_call_under_way_is_waited_for_before_its_sender_has_vanished(
-    state: WeightUpdateState,
-) -> None:
+def test_a_call_in_flight_is_waited_for_before_a_loss(state: WeightUpdateState) -> None:
     state.on_call_started("begin_weight_update", 0, 10)
     assert not state.is_overdue(50)
     state.on_call_finished("begin_weight_update", 60, 10, accepted=False)

@@ -22,9 +22,7 @@ from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
         ("NoDevFiles", ()),
     ],
 )
-def test_the_variable_counts_whatever_device_files_there_are(
-    value: str, expected: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_variable_beats_files(value: str, expected: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     visible = find_visible_gpus({VISIBLE_DEVICES_VARIABLE: value}, tmp_path)
     assert visible.ids == expected

@@ -54,9 +54,7 @@ def test_gpus_are_counted_and_asked_for_their_errors() -> None:
     assert check_gpus(["6"], read_gpus("0, 1\n"), "")
 
 
-def test_the_drivers_complaint_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho Unable to determine the device handle for GPU3; exit 15\n")
     tool.chmod(0o755)

@@ -32,9 +32,7 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
         ([IDLE, CRASHED], 1, "restart"),
     ],
 )
-def test_a_job_is_started_again_while_that_helps(
-    outcomes: list[TaskExit], failures: int, decision: str
-) -> None:
+def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
     assert decide_restart(outcomes, failures) == decision
 
 

@@ -11,9 +11,7 @@ from areal_hpc.jobs import starts, time_limit
 from areal_hpc.rundir.paths import JobPaths
 
 
-def test_other_tasks_find_the_start_that_the_first_one_took_and_an_earlier_one_is_over(
-    tmp_path: Path,
-) -> None:
+def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_path: Path) -> None:
     first = starts.take_next_start(tmp_path / "starts", "7.0", "n01", "")
     assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
@@ -42,9 +40,7 @@ def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
-def test_processes_read_until_when_they_may_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert starts.read_own_stop_notice() is None, "without a supervisor under Slurm"
     path = starts.get_stop_note_path(tmp_path, starts.take_next_start(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(starts.STOP_NOTICE_VARIABLE, str(path))

@@ -39,8 +39,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)],
+    ("text", "minutes"), [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)]
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
     assert _parse_minutes(text) == minutes

@@ -139,9 +139,7 @@ def test_serving_by_hand() -> None:
         (80, {"max_total_tokens": 256, "context_length": 512}, ["inference.context_length"]),
     ],
 )
-def test_what_will_not_fit_is_told(
-    gpu_gib: int, inference: dict[str, Any], keys: list[str]
-) -> None:
+def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[str]) -> None:
     arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory.GIB
     config = InferenceConfig.model_validate(inference)
     held = memory.estimate_trainer_memory(arch, trainer(tp=2, dp=4))

@@ -96,9 +96,7 @@ def sweep_of(fileroot: Path, array: str) -> list[str]:
     return [run.trial_name for run in sweep.runs]
 
 
-def test_a_sweep_names_its_runs_by_their_value_and_lies_in_the_directory_of_none(
-    tmp_path: Path,
-) -> None:
+def test_runs_of_a_sweep_are_named_by_value_beside_its_own_directory(tmp_path: Path) -> None:
     names = sweep_of(tmp_path, "trainer.optimizer.lr=1e-5,2e-5, 4e-5")
     assert names == ["slurm-lr-1e-5", "slurm-lr-2e-5", "slurm-lr-4e-5"]
     path = RunPaths(recipe(tmp_path).run_dir).recipe

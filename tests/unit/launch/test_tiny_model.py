@@ -71,9 +71,7 @@ def test_every_id_of_the_model_has_a_token(model_dir: Path, tokenizer: Any) -> N
 
 
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer_and_digits_stay_single(
-    raw_tokenizer: Tokenizer, text: str
-) -> None:
+def test_any_text_survives_and_digits_stay_single(raw_tokenizer: Tokenizer, text: str) -> None:
     found = raw_tokenizer.encode(text, add_special_tokens=False)
     assert raw_tokenizer.decode(found.ids, skip_special_tokens=False) == text
     tokens = raw_tokenizer.encode("2026-11=2015").tokens
@@ -104,9 +102,7 @@ def test_chat_template_lists_tools_after_the_system_message(tokenizer: Any) -> N
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 3}', {"a": 3}])
-def test_chat_template_renders_calls_and_groups_their_results(
-    tokenizer: Any, arguments: object
-) -> None:
+def test_chat_template_renders_calls_and_their_results(tokenizer: Any, arguments: object) -> None:
     messages = [
         *QUESTION,
         {

@@ -51,9 +51,7 @@ def test_what_is_granted_keeps_every_bound_and_one_ticket_more_would_break_one(
 
 
 @given(policies, counts, st.sampled_from(["leased", "finished", "settled"]))
-def test_a_ticket_that_leaves_starves_nobody(
-    policy: TicketPolicy, now: TicketCounts, state: str
-) -> None:
+def test_leaving_tickets_starve_none(policy: TicketPolicy, now: TicketCounts, state: str) -> None:
     """Dropped, filtered or waiting: its place is free at once, whatever state it was in."""
     assume(getattr(now, state) > 0)
     without = replace(now, **{state: getattr(now, state) - 1})

@@ -50,11 +50,7 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
     ],
 )
 def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
-    policy: StaleGroups,
-    steps: int,
-    state: str,
-    trained_attempt: int | None,
-    counts: BatchCounts,
+    policy: StaleGroups, steps: int, state: str, trained_attempt: int | None, counts: BatchCounts
 ) -> None:
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
@@ -160,9 +156,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     st.lists(st.sampled_from(["fresh", "old", "look", "batch", "generation"]), max_size=40),
     st.sampled_from(["drop", "requeue"]),
 )
-def test_looking_once_finds_what_looking_always_does(
-    events: list[str], policy: StaleGroups
-) -> None:
+def test_one_look_finds_what_looking_always_does(events: list[str], policy: StaleGroups) -> None:
     tickets, ages = tickets_of(policy, bound=2), StalenessCheck()
     generation, forks = 1, [GenerationFork(1, 0)]
     for event in events:

@@ -19,9 +19,7 @@ def curriculum(path: Path, weigh: WeighTasks = evenly, batch_size: int = 3) -> C
     return Curriculum(path / "curriculum.jsonl", weigh, n_tasks=6, batch_size=batch_size, seed=5)
 
 
-def test_a_ticket_stands_for_the_same_task_ever_after_and_a_torn_line_is_drawn_again(
-    tmp_path: Path,
-) -> None:
+def test_a_ticket_keeps_its_task_and_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
     first = curriculum(tmp_path)
     tasks = [first.task_of(ticket) for ticket in (0, 4, 2, 11)]
     with (tmp_path / "curriculum.jsonl").open("ab") as stream:
@@ -32,9 +30,7 @@ def test_a_ticket_stands_for_the_same_task_ever_after_and_a_torn_line_is_drawn_a
     assert curriculum(tmp_path).task_of(12) == 0
 
 
-def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_be_on_storage_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line may be there although the storage refused: a restarted ledger would believe it."""
     asked: list[int] = []
 

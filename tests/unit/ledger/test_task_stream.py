@@ -54,9 +54,7 @@ def test_seeds_differ_by_ticket_stream_and_run() -> None:
 
 
 @pytest.mark.parametrize("parts", [(TaskSource(10),), (TaskSource(3, 1.0), TaskSource(2, 2.0))])
-def test_a_re_issued_ticket_is_the_same_task_with_the_same_seed(
-    parts: tuple[TaskSource, ...],
-) -> None:
+def test_a_reissued_ticket_keeps_its_task_and_its_seed(parts: tuple[TaskSource, ...]) -> None:
     stream = TaskStream(parts, episodes_per_ticket=4, seed=1)
     first, again = stream.grant(TicketRef(17, 1)), stream.grant(TicketRef(17, 2))
     assert (first.task_index, first.seed) == (again.task_index, again.seed)
@@ -83,9 +81,7 @@ def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
 
 
 @given(sources, st.integers())
-def test_every_block_holds_each_source_in_its_share_and_in_passes(
-    sources: tuple[TaskSource, ...], seed: int
-) -> None:
+def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], seed: int) -> None:
     shares = compute_block_counts(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)

@@ -1,8 +1,6 @@
 """Random histories of cells, trainers and crashes against the ticket state machine.
 
-The machine keeps what is real apart from the ledger: a disk (manifests, shard index, ledger
-state, checkpoints) and cells that go on working whatever the ledger thinks of them. A crash at any
-point is modelled by rebuilding the ledger from the disk alone.
+Real are the disk and cells that go on working; a crash rebuilds the ledger from the disk alone.
 """
 
 from collections import Counter
@@ -269,10 +267,7 @@ class TicketHistories(RuleBasedStateMachine):
         assert all(times == 1 for times in self.granted.values())
 
     def teardown(self) -> None:
-        """Nothing starves: as long as cells work, every batch of the run forms.
-
-        Nothing is wasted either: what is issued from here on is what the steps need.
-        """
+        """Nothing starves and nothing is wasted: while cells work, every batch forms."""
         if not hasattr(self, "ledger"):
             return
         budget = 50 * self.policy.total_steps

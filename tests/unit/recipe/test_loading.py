@@ -60,9 +60,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "keys", "said"), REFUSED)
-def test_what_is_wrong_is_said_with_its_key_and_all_of_it(
-    overrides: str, keys: str, said: str
-) -> None:
+def test_every_mistake_is_told_with_its_key(overrides: str, keys: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, overrides.split("; "))
     assert sorted(problem.key for problem in caught.value.problems) == sorted(keys.split())
@@ -80,9 +78,7 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_recipe_parses_and_what_it_is_resolved_to_parses_to_itself(
-    path: Path, tmp_path: Path
-) -> None:
+def test_shipped_recipes_parse_and_resolve_to_themselves(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
     resolved = tmp_path / "recipe.yaml"
@@ -110,9 +106,7 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
         (None, "there is no recipe at"),
     ],
 )
-def test_files_that_are_no_recipe_are_refused(
-    tmp_path: Path, content: str | None, expected: str
-) -> None:
+def test_files_without_recipes_fail(tmp_path: Path, content: str | None, expected: str) -> None:
     path = tmp_path / "broken.yaml"
     if content is not None:
         path.write_text(content)

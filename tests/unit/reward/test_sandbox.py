@@ -24,9 +24,7 @@ SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10,
         ),
     ],
 )
-def test_a_program_may_read_print_write_in_its_own_folder_and_start_threads(
-    source: str, printed: str
-) -> None:
+def test_a_program_may_read_print_write_and_start_threads(source: str, printed: str) -> None:
     outcome = run_program(source, "abc\n")
     assert (outcome.exit_code, outcome.stdout, outcome.timed_out) == (0, printed, False)
 

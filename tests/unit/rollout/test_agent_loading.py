@@ -101,9 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("path", "said"), REFUSED.items(), ids=REFUSED.keys())
-def test_a_path_that_leads_to_no_agent_is_refused_with_the_part_that_failed(
-    package: str, path: str, said: str
-) -> None:
+def test_a_path_without_an_agent_is_refused_in_detail(package: str, path: str, said: str) -> None:
     problem = problem_of(path.replace("PKG", package))
     assert problem.key == "rollout.workflow"
     assert_said(problem, said.replace("PKG", package))

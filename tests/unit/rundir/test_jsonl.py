@@ -14,9 +14,7 @@ from tests.support.full_disk import full_disk
 FIRST, SECOND = {"node": "n01", "step": 1}, {"node": "n02", "step": 2}
 
 
-def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "lines.jsonl"
     append_line(path, FIRST)
     whole_bytes = path.stat().st_size
@@ -34,9 +32,7 @@ def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
     assert len(caplog.records) == 1, "a line is named once, however often its file is read"
 
 
-def test_joined_lines_of_an_earlier_version_are_left_out_and_one_without_a_newline_counts(
-    tmp_path: Path,
-) -> None:
+def test_joined_lines_are_left_out_and_one_without_a_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}')
     assert read_lines(path) == [FIRST]
@@ -44,9 +40,7 @@ def test_joined_lines_of_an_earlier_version_are_left_out_and_one_without_a_newli
     assert read_lines(path) == [FIRST, SECOND]
 
 
-def test_half_of_a_surrogate_pair_and_a_fragment_before_it_are_no_reason_not_to_write(
-    tmp_path: Path,
-) -> None:
+def test_half_a_surrogate_pair_after_a_fragment_is_still_written(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert read_lines(path) == []
     path.write_bytes(b'{"time":1.5,"role":"cell-0","eve')

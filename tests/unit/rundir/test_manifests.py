@@ -25,18 +25,14 @@ def test_a_manifest_is_never_replaced(paths: RunPaths) -> None:
     assert [path.name for path in paths.manifests_dir.iterdir()] == ["batch_00000001.json"]
 
 
-def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
-    paths: RunPaths,
-) -> None:
+def test_manifests_come_by_step_without_leftovers_of_crashes(paths: RunPaths) -> None:
     for step in (10, 2, 1):
         manifests.write_manifest(paths, batch(step))
     (paths.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
     assert [manifest.step for manifest in manifests.read_manifests(paths)] == [1, 2, 10]
 
 
-def test_a_write_that_fails_leaves_the_old_content(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_writes_keep_the_content(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     assert manifests.read_state(paths) == LedgerState(0, 0, 0), "no ledger so far"
     manifests.write_state(paths, LedgerState(1, 1, 1))
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("no space left")))

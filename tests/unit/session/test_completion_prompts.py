@@ -51,9 +51,7 @@ def complete(
 
 @pytest.mark.parametrize("leads", [False, True])
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts.filter(bool)), min_size=1, max_size=4))
-def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(
-    leads: bool, turns: list[tuple[str, str]]
-) -> None:
+def test_a_continued_text_keeps_its_tokens(leads: bool, turns: list[tuple[str, str]]) -> None:
     encoder, tree, prompt = encoder_of(leads=leads), InteractionTree(), ""
     read: list[int] = []
     for question, reply in turns:

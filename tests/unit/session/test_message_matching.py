@@ -26,9 +26,7 @@ def call(arguments: str) -> object:
         ('{"x": 1', '{"x": 1'),
     ],
 )
-def test_arguments_are_values_unless_no_journal_could_hold_them(
-    arguments: str, value: object
-) -> None:
+def test_arguments_are_values_that_a_journal_can_hold(arguments: str, value: object) -> None:
     assert call(arguments) == value
     msgspec.msgpack.encode(call(arguments))
 

@@ -73,9 +73,7 @@ def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
 
 @settings(max_examples=60)
 @given(RECORDS.filter(bool), st.data())
-def test_no_record_with_a_flipped_bit_is_ever_returned(
-    records: list[JournalRecord], data: st.DataObject
-) -> None:
+def test_flipped_bits_lose_the_record(records: list[JournalRecord], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
         write(path, records)
@@ -87,9 +85,7 @@ def test_no_record_with_a_flipped_bit_is_ever_returned(
         assert len(kept) < len(records)
 
 
-def test_an_incomplete_record_is_cut_off_and_told(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_record_is_cut_and_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path, [JournalRecord(1, b"whole")])
     with path.open("ab") as stream:
         stream.write(b"AHJ1 torn")
@@ -99,9 +95,7 @@ def test_an_incomplete_record_is_cut_off_and_told(
     assert path.stat().st_size == JournalRecord(1, b"whole").size_bytes
 
 
-def test_a_journal_belongs_to_its_owner_and_to_one_writer_at_a_time(
-    path: Path, writer: JournalWriter
-) -> None:
+def test_a_journal_has_one_owner_and_one_writer(path: Path, writer: JournalWriter) -> None:
     for _ in range(2):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(ClusterError, match="another process writes this journal"):
@@ -109,9 +103,7 @@ def test_a_journal_belongs_to_its_owner_and_to_one_writer_at_a_time(
         writer.rotate(lambda record: True)
 
 
-def test_rotation_keeps_what_is_needed_in_order_and_nothing_of_one_that_crashed(
-    path: Path, writer: JournalWriter
-) -> None:
+def test_rotation_keeps_what_is_needed_in_order(path: Path, writer: JournalWriter) -> None:
     for number in range(6):
         writer.append(number, b"%d" % number)
     writer.rotate(lambda record: record.kind % 2 == 1)

@@ -66,18 +66,14 @@ def test_a_shard_that_shrinks_under_its_reader_is_an_error(paths: RunPaths) -> N
 
 @given(st.lists(st.integers(0, 9), max_size=12))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_choice_of_rows_is_read_as_it_was_sealed(
-    ten_rows: ShardReader, rows: list[int]
-) -> None:
+def test_any_choice_of_rows_is_read_as_sealed(ten_rows: ShardReader, rows: list[int]) -> None:
     read = ten_rows.read_rows(rows)
     assert [fields(row) for row in read] == [
         fields(trajectory(number, tokens=number)) for number in rows
     ]
 
 
-def test_metadata_is_left_out_on_request_and_a_row_outside_the_shard_is_an_error(
-    ten_rows: ShardReader,
-) -> None:
+def test_metadata_is_optional_and_a_row_outside_is_an_error(ten_rows: ShardReader) -> None:
     (row,) = ten_rows.read_rows([0], with_meta=False)
     assert row.meta == {}
     with pytest.raises(IndexError, match=r"rows 0\.\.9, got 10"):
@@ -97,9 +93,7 @@ def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths
     assert (4, 0) not in places
 
 
-def test_the_index_tells_stored_rewards_and_the_oldest_weights_that_sampled_a_token_of_a_ticket(
-    paths: RunPaths,
-) -> None:
+def test_the_index_tells_rewards_and_the_oldest_sampling_weights(paths: RunPaths) -> None:
     old, new = trajectory(3), trajectory(3, 1)
     new.versions_T[-1] += 4  # an update came in between
     old.versions_T[-2] -= 2
@@ -142,9 +136,7 @@ def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths
     assert verify_run(paths).problems == []
 
 
-def test_what_is_unsound_empty_or_badly_named_is_refused_before_anything_is_written(
-    paths: RunPaths,
-) -> None:
+def test_what_is_unsound_empty_or_badly_named_is_refused_unwritten(paths: RunPaths) -> None:
     """`tests/unit/test_trajectory.py` has all that makes a row unsound."""
     unsound = dataclasses.replace(trajectory(3), reward=float("nan"))
     with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got nan"):

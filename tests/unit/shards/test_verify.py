@@ -29,9 +29,7 @@ def drop_last_index_line(paths: RunPaths, writer: str) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def test_a_whole_run_has_no_problems_and_its_verification_tells_how_far_it_is(
-    paths: RunPaths,
-) -> None:
+def test_a_whole_run_has_no_problems_and_reports_its_progress(paths: RunPaths) -> None:
     seen: list[tuple[int, int]] = []
     report = verify_run(paths, lambda done, total: seen.append((done, total)))
     assert (report.shards, report.rows, report.problems) == (3, 6, [])

@@ -58,9 +58,7 @@ def test_all_nodes_together_claim_no_more_memory_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_without_accounting_there_is_no_database_and_all_else_is_as_with_it(
-    namespaces: bool,
-) -> None:
+def test_without_accounting_only_the_database_is_missing(namespaces: bool) -> None:
     with_it = plan_variant(DevclusterSettings(namespaces=namespaces))
     made = plan_variant(DevclusterSettings(namespaces=namespaces, accounting=False))
     assert [daemon.name for daemon in made.daemons] == ["munged", "slurmctld"]

@@ -31,9 +31,7 @@ def test_only_the_old_number_of_a_dependency_changes(before: str, after: str) ->
         ("afterok:7,afterok:12_*", "40_2", "afterok:7,afterok:12_0,afterok:12_2,afterok:99_1"),
     ],
 )
-def test_a_member_of_an_array_takes_its_own_index_along(
-    before: str, waiting_id: str, after: str
-) -> None:
+def test_array_members_keep_their_index(before: str, waiting_id: str, after: str) -> None:
     others = ("12_0", "12_2")
     changed = rewrite_dependency(before, "12_1", "99_1", waiting_id=waiting_id, others=others)
     assert changed == after

@@ -99,9 +99,7 @@ def test_the_price_is_that_of_the_whole_time_limit() -> None:
         (job(), {"requeue": False}, {"no-requeue"}),
     ],
 )
-def test_options_become_lines_of_the_script(
-    spec: JobSpec, options: dict[str, Any], lines: set[str]
-) -> None:
+def test_options_become_lines(spec: JobSpec, options: dict[str, Any], lines: set[str]) -> None:
     found = script(spec, **options)
     assert {f"#SBATCH --{line}" for line in lines} <= set(found)
     assert not [line for line in found if "wckey" in line]

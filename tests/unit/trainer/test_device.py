@@ -29,9 +29,7 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.mark.parametrize("taken", [1], indirect=True)
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_the_one_gpu_visible_is_the_ranks_own_whichever_rank_it_is(
-    taken: list[int], wanted: str
-) -> None:
+def test_the_only_visible_gpu_belongs_to_any_rank(taken: list[int], wanted: str) -> None:
     assert [_choose_device(wanted, rank) for rank in range(4)] == [torch.device("cuda", 0)] * 4
     assert taken == [0, 0, 0, 0]
 
@@ -43,9 +41,7 @@ def test_with_all_gpus_of_the_node_visible_each_rank_takes_its_own(taken: list[i
 
 
 @pytest.mark.parametrize("taken", [2], indirect=True)
-def test_too_few_visible_gpus_are_counted_and_the_flags_named(
-    taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_gpus_are_counted(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert _choose_device("cuda", 1).index == 1
     with pytest.raises(ClusterError, match="--gpus-per-task=1") as refusal:

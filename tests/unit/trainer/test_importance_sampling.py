@@ -63,9 +63,7 @@ def slowly(
 
 @pytest.mark.parametrize("chosen", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
 @given(TOKENS)
-def test_weights_are_those_of_a_plain_loop(
-    chosen: dict[str, Any], tokens: list[tuple[float, float, int]]
-) -> None:
+def test_weights_of_a_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, int]]) -> None:
     config = ObjectiveConfig(**chosen)
     proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
@@ -113,8 +111,6 @@ def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None
         (settings("clamp", high=0.9), "must enclose 1"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    refused: dict[str, Any], message: str
-) -> None:
+def test_contradicting_settings_are_refused(refused: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ObjectiveConfig(**refused)

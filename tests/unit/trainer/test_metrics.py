@@ -17,9 +17,7 @@ def write_losses(path: Path) -> MetricsWriter:
     return writer
 
 
-def test_steps_after_the_checkpoint_are_removed_and_the_saved_line_is_reopened(
-    tmp_path: Path,
-) -> None:
+def test_steps_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_losses(path)
     resumed = MetricsWriter(path, None, 3)

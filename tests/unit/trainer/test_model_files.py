@@ -58,9 +58,7 @@ def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: 
         assert torch.equal(checkpoint.read(HfTensor(name, shape)), TENSORS[name])
 
 
-def test_what_killed_writers_left_is_swept_and_what_others_write_is_not(
-    source: Path, tmp_path: Path
-) -> None:
+def test_leftovers_of_killed_writers_alone_are_removed(source: Path, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     host, gone, alive = socket.gethostname(), ended.pid, os.getppid()

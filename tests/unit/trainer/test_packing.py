@@ -54,9 +54,7 @@ def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None
 
 
 @given(LENGTHS, SPLITS)
-def test_context_parallel_ranks_together_hold_every_token_once(
-    lengths: list[int], split: PackLayout
-) -> None:
+def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackLayout) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     parts = [
         build_pack(rows, ("place",), PackLayout(split.tp, split.cp, rank))
@@ -72,9 +70,7 @@ def test_context_parallel_ranks_together_hold_every_token_once(
 
 
 @given(LENGTHS, SPLITS)
-def test_each_scored_token_is_predicted_from_the_place_before_it(
-    lengths: list[int], split: PackLayout
-) -> None:
+def test_scored_tokens_are_predicted_from_before(lengths: list[int], split: PackLayout) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     found = []
     for rank in range(split.cp):

@@ -46,9 +46,7 @@ def test_on_policy_the_gradient_is_the_negative_advantage() -> None:
         (0.2, 1.0, False),  # exp(0.2) < 1.28: inside the clip
     ],
 )
-def test_the_clip_removes_gradients_that_would_go_further(
-    log_ratio: float, advantage: float, is_clipped: bool
-) -> None:
+def test_clipping_removes_gradients(log_ratio: float, advantage: float, is_clipped: bool) -> None:
     value, clipped = gradient(-1.0 + log_ratio, -1.0, -1.0, advantage)
     assert clipped is is_clipped
     assert (value == 0.0) is is_clipped
@@ -78,9 +76,7 @@ def test_the_gradient_never_points_against_the_advantage(
 
 
 @given(st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB, st.floats(-3.0, 3.0)), max_size=8))
-def test_loss_and_gradient_are_those_of_a_plain_loop(
-    tokens: list[tuple[float, float, float, float]],
-) -> None:
+def test_loss_and_gradient_equal_a_loop(tokens: list[tuple[float, float, float, float]]) -> None:
     config = ObjectiveConfig(
         off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=2.0
     )

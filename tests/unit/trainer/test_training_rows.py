@@ -43,9 +43,7 @@ def row(episode: int, stretches: list[tuple[int | None, int]], reward: float = 1
 
 
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
-def test_a_batch_is_described_as_its_tokens_say_one_by_one(
-    rows: list[list[tuple[int | None, int]]],
-) -> None:
+def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None, int]]]) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
     found = summarize_batch([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]

@@ -89,9 +89,7 @@ def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None
         (MIXTURE, {"dp": 3, "ep": 3}, ["ep"]),
     ],
 )
-def test_sizes_that_do_not_divide_are_all_named(
-    arch: Architecture, parallel: dict[str, int], keys: list[str]
-) -> None:
+def test_misfit_sizes_named(arch: Architecture, parallel: dict[str, int], keys: list[str]) -> None:
     problems = find_layout_problems(arch, ParallelConfig(**parallel))
     assert [problem.key for problem in problems] == [f"trainer.parallel.{key}" for key in keys]
 

@@ -236,9 +236,7 @@ def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
     assert "no record of it" in whys(audit)
 
 
-def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
-    tmp_path: Path,
-) -> None:
+def test_a_ticket_that_cells_may_hold_is_not_lost_before_the_end(tmp_path: Path) -> None:
     """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
     run = RunDirectory(tmp_path / "run", off_policyness=1)
     run.paths.drops.unlink()

@@ -69,9 +69,7 @@ def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
         ("z.weight", torch.zeros(4), "got z.weight"),
     ],
 )
-def test_a_parameter_that_breaks_its_promise_is_refused(
-    name: str, tensor: torch.Tensor, message: str
-) -> None:
+def test_a_false_parameter_is_refused(name: str, tensor: torch.Tensor, message: str) -> None:
     packed = PackingBuffers(CPU).open(only_bucket())
     with pytest.raises(WeightSyncError, match=message):
         packed.place(name, tensor)

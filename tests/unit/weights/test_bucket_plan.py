@@ -38,9 +38,7 @@ def specs_in(bucket: BucketPlan) -> list[TensorSpec]:
 
 
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
-def test_every_parameter_travels_once_and_aligned(
-    specs: list[TensorSpec], bucket_bytes: int
-) -> None:
+def test_parameters_are_sent_once_and_aligned(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
     sent = [spec for bucket in buckets for spec in specs_in(bucket)]
     assert sorted(sent, key=str) == sorted(specs, key=str)
@@ -54,9 +52,7 @@ def test_every_parameter_travels_once_and_aligned(
 
 
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
-def test_buckets_follow_arrival_and_never_part_what_is_fused(
-    specs: list[TensorSpec], bucket_bytes: int
-) -> None:
+def test_buckets_keep_order_and_fused_parts(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
     position = {spec.name: at for at, spec in enumerate(specs)}
     bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in specs_in(bucket)}

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.checksum import (
-    compare_checksums,
-    compute_rank_digests,
-    hash_gpu_tensor,
-)
+from areal_hpc.weights.checksum import compare_checksums, compute_rank_digests, hash_gpu_tensor
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"
