@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 
 @pytest.fixture(scope="session")
-def model(finished: SmallRun) -> Path:
-    """What the SFT stage made."""
-    return finished.paths.export("sft")
+def model(finished: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the SFT stage made; elsewhere, as commands that name that run are taken for its own."""
+    place = tmp_path_factory.mktemp("model") / "sft"
+    return Path(shutil.copytree(finished.paths.export("sft"), place))

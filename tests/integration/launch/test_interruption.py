@@ -1,7 +1,4 @@
-"""What stops a run stops all of it in time, and the same command continues.
-
-`tests/acceptance/test_interruption.py` presses Ctrl-C in every phase.
-"""
+"""What stops a run stops all of it in time, and the same command continues."""
 
 import os
 import signal
@@ -10,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.lock import is_lock_held
 from tests.support.interruptions import PHASES, STOP_LIMIT_S, interrupt_in_each
 from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun, await_none_left, started_from
@@ -32,7 +30,7 @@ def test_an_interrupted_or_orphaned_run_stops_and_completes(model: Path, tmp_pat
 def lose_the_launcher(run: SmallRun, other: SmallRun) -> None:
     """Another launcher is refused meanwhile; when the first is killed, the run stops."""
     run.start()
-    run.await_true(lambda: PHASES["servers starting"](run.paths))
+    run.await_true(lambda: is_lock_held(run.paths.lock))
     other.start()
     assert other.wait() == 75
     assert "another process is running this recipe" in other.said()
