@@ -60,7 +60,7 @@ def run(
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher works in this run directory.
         JobFailedError: A job failed for good.
-        Interrupted: `stop` was set.
+        RunInterruptedError: `stop` was set.
     """
     with hold_prepared_run(
         recipe,
@@ -89,7 +89,7 @@ def run_stage(
         RecipeError: This machine has too few GPUs for it.
         ClusterError: Another launcher works in this directory.
         JobFailedError: A job failed for good.
-        Interrupted: `stop` was set.
+        RunInterruptedError: `stop` was set.
     """
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)

@@ -90,7 +90,7 @@ class ReplayRun:
 
         Raises:
             JobFailedError: The trainer failed.
-            Interrupted: `stop` was set; the same replay can be continued.
+            RunInterruptedError: `stop` was set; the same replay can be continued.
         """
         start, first = self.start, self._first_step
         reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")

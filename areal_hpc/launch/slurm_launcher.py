@@ -202,7 +202,7 @@ def watch(
 
     Raises:
         JobFailedError: The leading job is gone for good, and the run is not finished.
-        Interrupted: `stop` was set. The jobs go on.
+        RunInterruptedError: `stop` was set. The jobs go on.
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
     while not paths.finished_marker.exists():

@@ -83,7 +83,7 @@ async def test_responses_are_recorded_like_completions(server: ScriptedSGLang) -
 
 
 @pytest.mark.parametrize("source", ["transformers", "directory"])
-async def test_the_second_turn_follows(server: ScriptedSGLang, source: str, tmp_path: Path) -> None:
+async def test_turn_two_reads_turn_one(server: ScriptedSGLang, source: str, tmp_path: Path) -> None:
     letters = [token for text in "hello" for token in server.tokenizer.encode(text).ids]
     server.script = lambda request: Script("hello", output_ids=letters)
     tokenizer = fast_tokenizer() if source == "transformers" else write_model_dir(tmp_path / "m")

@@ -92,7 +92,7 @@ def test_a_workflow_is_not_run_elsewhere_than_in_the_driver(stage: Stage) -> Non
         ({"stream": True}, "stream"),
     ],
 )
-def test_fatal_token_ids_are_kept_off_it(stage: Stage, more: dict[str, Any], param: str) -> None:
+def test_fatal_token_ids_are_refused(stage: Stage, more: dict[str, Any], param: str) -> None:
     _, key = stage.open_session()
     body = {"input_ids": [5], "rid": "r", "sampling_params": {}, **more}
     answer = stage.post("/generate", body, key)

@@ -63,7 +63,7 @@ def slowly(
 
 @pytest.mark.parametrize("chosen", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
 @given(TOKENS)
-def test_weights_of_a_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, int]]) -> None:
+def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, int]]) -> None:
     config = ObjectiveConfig(**chosen)
     proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
