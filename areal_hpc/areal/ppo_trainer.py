@@ -95,7 +95,7 @@ class PPOTrainer:
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        recipe, notes = self.translated(
+        recipe, notes = self.translate_to_recipe(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
         sys_path = (_get_script_dir(),)
@@ -108,7 +108,7 @@ class PPOTrainer:
         if result.exit_code:
             raise SystemExit(result.exit_code)
 
-    def translated(
+    def translate_to_recipe(
         self,
         workflow: Any = None,
         eval_workflow: Any = None,

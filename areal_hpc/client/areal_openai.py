@@ -227,7 +227,7 @@ def _make_asgi_transport(
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal app
         if app is None:
-            router, upstream = SingleServerRouter(engine.url), engine.upstream()
+            router, upstream = SingleServerRouter(engine.url), engine.get_client()
             limits = ProxyConfig(request_timeout_s=request_timeout_s)
             parsers = get_shared_parsers(
                 model.tool_call_parser, model.reasoning_parser, serve_python

@@ -35,7 +35,7 @@ class EngineEndpoint:
             return cls(place)
         return cls(place.url, api_key=place.api_key)
 
-    def upstream(self) -> SGLangClient:
+    def get_client(self) -> SGLangClient:
         """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._upstream is None or self._loop is not loop:

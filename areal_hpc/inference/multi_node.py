@@ -14,7 +14,7 @@ NODE_TIMEOUT_S = 15.0
 """A node that runs a part and is not heard of for so long is lost."""
 
 
-class MultiNodeReplica:
+class NodePartTracker:
     """Which parts run where, of a replica of so many nodes, the first one included."""
 
     def __init__(self, nodes: int) -> None:

@@ -52,13 +52,13 @@ class ReplyFormats:
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
 
-    def calls(self, tools: Sequence[dict[str, Any]]) -> Any:
+    def build_call_parser(self, tools: Sequence[dict[str, Any]]) -> Any:
         """A fresh `FunctionCallParser`; None when the model may call nothing."""
         if not self._tool_parser or not tools:
             return None
         return FunctionCallParser([Tool(**tool) for tool in tools], self._tool_parser)
 
-    def reasoning(self, prompt_end: str, may_call: bool) -> Any:
+    def build_reasoning_parser(self, prompt_end: str, may_call: bool) -> Any:
         """A fresh `ReasoningParser`; None without a reasoning format."""
         if not self._reasoning_parser:
             return None
@@ -86,7 +86,7 @@ class ReplyFormats:
         default = ReasoningParser(self._reasoning_parser).detector.reasoning_default
         return default in ("always", "thinking", "enable_thinking")
 
-    def grammar(self, request: ConstrainRequest) -> tuple[str, str]:
+    def build_tool_grammar(self, request: ConstrainRequest) -> tuple[str, str]:
         """(sampling parameter, its value) that holds the model to the asked tool choice.
 
         Raises:
@@ -97,7 +97,7 @@ class ReplyFormats:
             for tool in request.tools
             if request.name is None or tool["function"]["name"] == request.name
         ]
-        parser = self.calls(chosen)
+        parser = self.build_call_parser(chosen)
         if parser is None:
             return "", ""
         if not request.parallel and _get_call_frames(parser) is not None:
@@ -158,8 +158,10 @@ class ReplyParser:
     def __init__(self, formats: ReplyFormats, opening: ReplyOpening) -> None:
         self._formats = formats
         self._tools = opening.tools
-        self._calls = formats.calls(opening.tools)
-        self._reasoning = formats.reasoning(opening.prompt_end, self._calls is not None)
+        self._calls = formats.build_call_parser(opening.tools)
+        self._reasoning = formats.build_reasoning_parser(
+            opening.prompt_end, self._calls is not None
+        )
         self._body = ""
         """Text outside of the reasoning."""
         self._shown_chars = 0
@@ -213,7 +215,7 @@ class ReplyParser:
         """What has not been shown yet, and the calls."""
         if self._calls is None or not self._calls.has_tool_call(self._body):
             return self._show_until(len(self._body)), []
-        text, calls = _parse_calls(self._formats.calls(self._tools), self._body)
+        text, calls = _parse_calls(self._formats.build_call_parser(self._tools), self._body)
         if not calls:
             return self._show_until(len(self._body)), []
         shown = self._body[: self._shown_chars]
@@ -232,7 +234,7 @@ class ReplyParser:
         return "".join(
             marker + piece
             for piece in pieces
-            if not _parse_calls(self._formats.calls(self._tools), marker + piece)[1]
+            if not _parse_calls(self._formats.build_call_parser(self._tools), marker + piece)[1]
         )
 
 
@@ -275,7 +277,7 @@ class ParserServer:
         """The reply to a request. SGLang's failures become its `error`."""
         try:
             if isinstance(request, ConstrainRequest):
-                grammar, value = self._formats.grammar(request)
+                grammar, value = self._formats.build_tool_grammar(request)
                 reasons_first = self._formats.reasons_first(request.prompt_end)
                 reply = ParserReply(
                     grammar=grammar, grammar_value=value, reasons_first=reasons_first

@@ -17,7 +17,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
 from areal_hpc.inference.command import ServerCommand, ServerPorts
-from areal_hpc.inference.multi_node import MultiNodeReplica, get_rendezvous_address
+from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
 from areal_hpc.inference.sglang_server import HealthProbe, SGLangServer, find_free_ports
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
@@ -69,7 +69,7 @@ class Replica:
     ) -> None:
         self.index = index
         self._config = config
-        self.nodes = MultiNodeReplica(config.nodes_per_replica)
+        self.nodes = NodePartTracker(config.nodes_per_replica)
         self._launch = launch
         self._log_dir = log_dir
         self._events = events
@@ -133,7 +133,7 @@ class Replica:
             self._on_exit(self._server, f"did not respond to {route}", is_crash=False)
         elif self._has_lost_sender(now):
             self._handle_lost_sender(self._server)
-        elif self._probe is not None and self._probe.tick(
+        elif self._probe is not None and self._probe.poll(
             may_ask=not self._update_state.has_sender
         ):
             timeout_s = self._config.health_timeout_s

@@ -204,7 +204,7 @@ class HealthProbe:
         self._probe: threading.Thread | None = None
         self._asked_at = self._alive_at = time.monotonic()
 
-    def tick(self, *, may_ask: bool) -> bool:
+    def poll(self, *, may_ask: bool) -> bool:
         """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
         While an update is under way it may not be asked: the server then need not answer, and its

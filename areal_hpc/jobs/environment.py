@@ -3,6 +3,7 @@
 import logging
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from areal_hpc.recipe.recipe import Recipe
@@ -53,4 +54,22 @@ def get_interpreters(recipe: Recipe) -> dict[str, str]:
         if in_image and python == "auto"
         else get_interpreter(role, python)
         for role, python in named.items()
+    }
+
+
+def build_role_variables(
+    recipe: Recipe, shared: Mapping[str, str] | None = None
+) -> dict[str, dict[str, str]]:
+    """Variables of each role's processes: the shared ones, and the recipe's, which win."""
+    # As Megatron is imported it decorates functions with torch.compile, and that imports the
+    # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if recipe.trainer.device == "cpu" else {}
+    of_devices = {"train": eager}
+    return {
+        role: {
+            **(shared or {}),
+            **of_devices.get(role, {}),
+            **getattr(recipe.cluster, role).variables,
+        }
+        for role in ROLES
     }

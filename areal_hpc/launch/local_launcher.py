@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
-from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_job
@@ -26,7 +26,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.lock import hold_lock
-from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 
@@ -169,7 +169,7 @@ class LocalLauncher:
             log_dir=str(self._log_dir),
             events=str(self._paths.events),
             pythons=self._pythons,
-            variables={role: dict(getattr(cluster, role).variables) for role in ROLES},
+            variables=build_role_variables(self._recipe),
             launcher_lock=str(self._paths.lock),
             stop_grace_s=cluster.stop_grace_s,
             gpus=self._gpus[spec.name],

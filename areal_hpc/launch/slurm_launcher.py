@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError, SlurmTimeoutError
-from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.local_launcher import ProgressReporter
@@ -30,7 +30,7 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.cancel import cancel_submitted
 from areal_hpc.slurm.queue import filter_live_jobs
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
@@ -130,7 +130,7 @@ def build_launch_file(
         log_dir=str(paths.log_dir(ready.attempt)),
         events=str(paths.events),
         pythons=ready.pythons,
-        variables={role: network.variables() | getattr(cluster, role).variables for role in ROLES},
+        variables=build_role_variables(recipe, network.variables()),
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
             submissions=str(paths.submissions),

@@ -71,7 +71,7 @@ class EvaluationState:
         self.rewards[ref.ticket_id] = reward
         return True
 
-    def fail(self, ref: TicketRef, reason: str) -> None:
+    def fail_task(self, ref: TicketRef, reason: str) -> None:
         """The agent kept failing on this task: it scores 0."""
         if self.settle(ref, 0.0):
             self.failures[ref.ticket_id] = reason

@@ -89,7 +89,7 @@ class LedgerService:
         for ticket in request.tickets:
             request_checks.require_valid_settle(ticket)
         for ticket in request.tickets:
-            self._stream.note(ticket.ref.ticket_id, ticket.rewards)
+            self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
                 log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
@@ -101,10 +101,10 @@ class LedgerService:
         ref = request.ref
         if ref.eval_step >= 0:
             if self._evaluation is not None:
-                self._evaluation.fail(ref, request.reason)
+                self._evaluation.fail_task(ref, request.reason)
         else:
             drop = DroppedTicket.asked(request)
-            self._stream.note(ref.ticket_id, drop.rewards)
+            self._stream.record_rewards(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
             if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
@@ -233,7 +233,7 @@ class LedgerService:
         if "train" in request.splits:
             groups = (request.capacity - len(refs)) // self._stream.episodes_per_ticket
             refs += self._tickets.lease(request.cell, groups, now_s)
-        return self._stream.grants(refs)
+        return self._stream.build_grants(refs)
 
     def _is_sealing_urgent(self) -> bool:
         """True when nothing but a seal stands between the trainer and its batch."""

@@ -101,15 +101,15 @@ class TaskStream:
     curriculum: Curriculum | None = None
     """Chooses the tasks in place of the passes."""
 
-    def grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
+    def build_grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
         """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
         grants: list[TicketGrant] = []
         with contextlib.suppress(AgentError):
             for ref in refs:
-                grants.append(self.grant(ref))
+                grants.append(self.build_grant(ref))
         return grants
 
-    def grant(self, ref: TicketRef) -> TicketGrant:
+    def build_grant(self, ref: TicketRef) -> TicketGrant:
         """What to run for `ref`. An evaluation ticket is one episode with a fixed seed.
 
         Raises:
@@ -127,7 +127,7 @@ class TaskStream:
         seed = derive_seed("train", ref.ticket_id, self.seed)
         return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 
-    def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
+    def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
         """The group of a training ticket is over."""
         if self.curriculum is not None:
             self.curriculum.note(ticket_id, rewards)

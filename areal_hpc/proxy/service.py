@@ -116,7 +116,7 @@ class ProxyService:
         services = [
             server.serve(sockets=[listener]),
             self._stop_when_asked(server, stop),
-            self._router.follow(),
+            self._router.poll_replicas(),
             self._drop_idle_sessions(),
             *(one.run() for one in (self._sealer, self._parsers) if one is not None),
         ]

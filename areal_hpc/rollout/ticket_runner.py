@@ -88,7 +88,7 @@ class TicketRunner:
             if grant.ref.eval_step >= 0:
                 rewards = [one.reward for one in await self._run_group(grant, "valid")]
                 result = EvaluationResultRequest(self._cell, grant.ref, rewards)
-                await self._report_evaluation("/report_evaluation", result)
+                await self._report_to_ledger("/report_evaluation", result)
             else:
                 is_finished = await self._run_training_ticket(grant)
         except (AgentError, RecipeError) as error:
@@ -120,14 +120,14 @@ class TicketRunner:
             if rejection_reason:
                 self._record_failure("group_filtered", grant, rejection_reason)
                 drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
-                await self._report_evaluation("/drop", drop)
+                await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
     async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
         reason = escape_surrogates(str(error))
         self._record_failure("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
-        await self._report_evaluation("/drop", DropRequest(self._cell, grant.ref, reason))
+        await self._report_to_ledger("/drop", DropRequest(self._cell, grant.ref, reason))
         if grant.ref.eval_step < 0:
             try:  # threads of a cancelled agent may still ask in its sessions
                 await self._keep_sessions(grant.ref, [])
@@ -200,7 +200,7 @@ class TicketRunner:
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
 
-    async def _report_evaluation(
+    async def _report_to_ledger(
         self, route: str, request: DropRequest | EvaluationResultRequest
     ) -> None:
         try:

@@ -198,13 +198,19 @@ class InteractionTree:
         node = self._roots.get(_sort_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
-            is_known = _has_replies(messages) and any(root.child(messages[0]) for root in others)
+            is_known = _has_assistant_message(messages) and any(
+                root.child(messages[0]) for root in others
+            )
             return None, 0, "tools" if is_known else None
         for depth, message in enumerate(messages):
             child = node.child(message)
             if child is None:
                 rest = messages[depth:]
-                return found, known, node.departure(message) if _has_replies(rest) else None
+                return (
+                    found,
+                    known,
+                    node.departure(message) if _has_assistant_message(rest) else None,
+                )
             node = child
             if node.interaction is not None:
                 found, known = node.interaction, depth + 1
@@ -256,7 +262,7 @@ class InteractionTree:
         return [one for one in self if one.completed and one.interaction_id not in parents]
 
 
-def _has_replies(messages: Sequence[Message]) -> bool:
+def _has_assistant_message(messages: Sequence[Message]) -> bool:
     return any(one["role"] == "assistant" for one in messages)
 
 

@@ -144,7 +144,7 @@ class UpdateBackoff:
     def __init__(self) -> None:
         self._failures: dict[tuple[str, int], _Failures] = {}
 
-    def due(
+    def get_retryable(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
     ) -> list[ReplicaKey]:
         """Those of `keys` that may be tried at `now`, a time of `time.monotonic`.
@@ -154,7 +154,7 @@ class UpdateBackoff:
         longest_s = MAX_URGENT_PAUSE_S if is_urgent else MAX_PAUSE_S
         return [key for key in keys if now >= self._get_retry_time(key, longest_s)]
 
-    def note(
+    def record_update(
         self, ok: Iterable[ReplicaKey], failed: Iterable[ReplicaKey], now: float, cost_s: float
     ) -> None:
         """An update that took `cost_s` has ended at `now`."""

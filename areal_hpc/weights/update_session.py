@@ -130,12 +130,12 @@ class GroupUpdate(Generic[SessionT]):
         self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def each(self, name: str, step: SessionStep[SessionT]) -> None:
+    def run_step(self, name: str, step: SessionStep[SessionT]) -> None:
         """Take one step with all groups at once; those that fail it, or are late, drop out."""
-        self.start(name, step)()
+        self.start_step(name, step)()
 
-    def start(self, name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
-        """Begin one step with all groups; the result waits until it is over, as `each` does."""
+    def start_step(self, name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
+        """Begin one step with all groups; the result waits until it is over, as `run_step` does."""
         ends_at = time.monotonic() + self._step_s
         steps = [(session, self._pool.submit(step, session)) for session in self.live]
 

@@ -186,7 +186,9 @@ class CompletionService:
         """Generate on the session's replica; on another one if that is lost."""
         lost: set[int] = set()
         while True:
-            replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at, lost)
+            replica = await self._router.pick_replica(
+                prompt.session.session_id, prompt.give_up_at, lost
+            )
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
             try:
@@ -218,7 +220,7 @@ class CompletionService:
         self, prompt: Prompt, choice: int, generation: Generation, said: ReplyDelta
     ) -> RecordedReply:
         session = prompt.session
-        if session.ended or not self._recorder.holds(session):
+        if session.ended or not self._recorder.has_session(session):
             raise RequestError(403, "the session ended during generation")
         interaction = prompt.interaction(choice, generation, said)
         try:

@@ -94,7 +94,7 @@ class _GenerateReply(Struct):
     meta_info: _Meta
 
 
-class _PieceReply(Struct):
+class _StreamEventReply(Struct):
     text: str
     output_ids: list[int]
     meta_info: _Meta
@@ -105,7 +105,7 @@ class _StreamError(Struct):
 
 
 _reply_decoder = msgspec.json.Decoder(_GenerateReply)
-_piece_decoder = msgspec.json.Decoder(_PieceReply)
+_stream_event_decoder = msgspec.json.Decoder(_StreamEventReply)
 _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
@@ -203,7 +203,7 @@ class ChunkReader:
         if data.startswith(b'{"error"'):
             raise _build_refusal(self._where, data)
         self._is_sound = False  # unless this comes to its end
-        reply = _decode_reply(_piece_decoder, self._where, data)
+        reply = _decode_reply(_stream_event_decoder, self._where, data)
         meta = reply.meta_info
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens

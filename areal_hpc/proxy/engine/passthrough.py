@@ -76,7 +76,7 @@ class GeneratePassthrough:
             raise RequestError(400, message, key="input_ids")
         body = self._fit_reply_limit(request, body)
         give_up_at = time.monotonic() + self._timeout_s
-        replica = await self._router.pick(session.session_id, give_up_at)
+        replica = await self._router.pick_replica(session.session_id, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
         self._router.on_call_started(replica)
         session.in_flight += 1

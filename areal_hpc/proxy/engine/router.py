@@ -44,7 +44,7 @@ class Router:
         """Replicas that may answer now."""
         return len(self._serving)
 
-    async def follow(self) -> None:
+    async def poll_replicas(self) -> None:
         """Look again and again until cancelled."""
         while True:
             self._refresh_now.clear()
@@ -72,7 +72,7 @@ class Router:
         """A replica serves these weights, or has sampled from them."""
         self.newest_version = max(self.newest_version, packed)
 
-    async def pick(
+    async def pick_replica(
         self, session_id: str, give_up_at: float, avoid: Container[int] = ()
     ) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
@@ -110,7 +110,7 @@ class Router:
             del self._serving[replica.index]
         self._refresh_now.set()
 
-    def forget(self, session_id: str) -> None:
+    def forget_session(self, session_id: str) -> None:
         """The session makes no more calls."""
         self._home.pop(session_id, None)
 

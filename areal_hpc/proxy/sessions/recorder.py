@@ -39,7 +39,7 @@ class JournalRotation:
     all_settled: bool
     """The ledger knows of every sealed ticket."""
 
-    def needs(self, record: JournalRecord) -> bool:
+    def must_keep(self, record: JournalRecord) -> bool:
         """True for a record that a restarted proxy must read."""
         match decode_event(record.payload):
             case events.TicketFinished(ref=ref):
@@ -112,7 +112,7 @@ class JournaledRecorder:
                 raise
         self._apply_event(event)
 
-    def holds(self, session: Session) -> bool:
+    def has_session(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
         return self.store.sessions.get(session.session_id) is session
 
@@ -186,7 +186,7 @@ class JournaledRecorder:
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        self._journal.rotate(rotation.needs)
+        self._journal.rotate(rotation.must_keep)
 
     async def rotate_if_due(self) -> None:
         """Rotate the journal if that is due.
@@ -199,9 +199,9 @@ class JournaledRecorder:
         if grown and self._gone_sessions:
             rotation = self.plan_rotation()
             await asyncio.to_thread(self.rotate, rotation)
-            self.forget(rotation)
+            self.forget_rotated(rotation)
 
-    def forget(self, rotation: JournalRotation) -> None:
+    def forget_rotated(self, rotation: JournalRotation) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.bytes_written
         self._gone_sessions -= rotation.gone

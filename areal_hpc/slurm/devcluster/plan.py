@@ -26,10 +26,10 @@ NAMESPACE_SLURMD_PORT = 6818
 
 LOOPBACK = "127.0.0.1"
 
-DATABASE_FILES = ("slurmdbd.conf", "mariadb.cnf")
+ACCOUNTING_ONLY_FILES = ("slurmdbd.conf", "mariadb.cnf")
 """Only a cluster with accounting has these."""
 
-NAMESPACE_FILES = ("hosts",)
+NAMESPACE_ONLY_FILES = ("hosts",)
 """Only nodes with an /etc of their own have these."""
 
 _TEMPLATES = jinja2.Environment(
@@ -171,8 +171,8 @@ def plan_devcluster(
         files={
             paths.config(name): _TEMPLATES.get_template(f"{name}.j2").render(words)
             for name in (template.removesuffix(".j2") for template in _TEMPLATES.list_templates())
-            if (settings.accounting or name not in DATABASE_FILES)
-            and (settings.namespaces or name not in NAMESPACE_FILES)
+            if (settings.accounting or name not in ACCOUNTING_ONLY_FILES)
+            and (settings.namespaces or name not in NAMESPACE_ONLY_FILES)
         },
         daemons=_plan_daemons(settings, facts, paths),
         nodes=nodes,

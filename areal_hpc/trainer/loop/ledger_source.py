@@ -113,9 +113,9 @@ class LedgerSource(BatchSource):
         with self._record.timer.phase("publish"):
             outdated = self._publisher.outdated(self._record.version)
         now = time.monotonic()
-        self._targets = self._backoff.due(outdated, now)
+        self._targets = self._backoff.get_retryable(outdated, now)
         if not self._targets and not self._is_served:
-            self._targets = self._backoff.due(outdated, now, is_urgent=True)
+            self._targets = self._backoff.get_retryable(outdated, now, is_urgent=True)
         self._next_poll_at = now + REPLICA_POLL_S
         if self._async_evaluation:
             self._poll_async_evaluation(self._async_evaluation)
@@ -126,7 +126,7 @@ class LedgerSource(BatchSource):
         version = self._record.version
         outdated = evaluation.receivers(self._publisher.evaluation_replicas, version)
         is_last = version.step >= self._schedule.total_steps
-        self._targets = self._backoff.due(outdated, time.monotonic(), is_urgent=is_last)
+        self._targets = self._backoff.get_retryable(outdated, time.monotonic(), is_urgent=is_last)
         return bool(self._targets)
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -136,7 +136,7 @@ class LedgerSource(BatchSource):
         with self._record.timer.phase("publish"):
             report = self._publisher.publish(version, self._specs, parameters, self._targets)
         now = time.monotonic()
-        self._backoff.note(report.ok, report.failed, now, now - began_at)
+        self._backoff.record_update(report.ok, report.failed, now, now - began_at)
         is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)
         # From now, not from the look that found them: an update that keeps failing must leave
         # room for the rest of the loop. The evaluation cell is looked at before a step is taken:

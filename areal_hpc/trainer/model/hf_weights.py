@@ -78,8 +78,8 @@ def load_hf(policy: Policy, read: ReadSlices) -> None:
     """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
     tp = policy.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for parameter in policy.table:
-        targets = [policy.local(parameter)]
+    for parameter in policy.weight_map:
+        targets = [policy.get_local_part(parameter)]
         if parameter.megatron == EMBEDDING_NAME:
             targets.append(policy.tied_copy)
         held = [target for target in targets if target is not None]
@@ -95,7 +95,7 @@ def list_hf_specs(policy: Policy) -> list[HfSpec]:
     """Name, shape and dtype of every tensor `export_hf` yields, in its order. Moves no data."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
-        for parameter in policy.table
+        for parameter in policy.weight_map
         for tensor in parameter.hf
     ]
 
@@ -107,7 +107,7 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
     and sees the same tensors. One may be a view of a live parameter: do not write to it.
     """
-    for parameter in policy.table:
+    for parameter in policy.weight_map:
         shards = _gather_shards(policy, _broadcast_from_owner(policy, parameter), parameter)
         tensors = to_hf(parameter, shards, policy.arch)
         for tensor, spec in zip(tensors, parameter.hf, strict=True):
@@ -118,7 +118,7 @@ def _broadcast_from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
     """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     spread = parallel_state.get_expert_model_parallel_group()
-    local = policy.local(parameter)
+    local = policy.get_local_part(parameter)
     if stages.size() == 1 and (parameter.expert is None or spread.size() == 1):
         assert local is not None
         return local.detach()

@@ -55,11 +55,11 @@ class Policy:
         self._held = dict(self.gpt.named_parameters())
 
     @property
-    def table(self) -> list[Parameter]:
+    def weight_map(self) -> list[Parameter]:
         """Every parameter of the whole network."""
         return build_weight_map(self.arch)
 
-    def local(self, parameter: Parameter) -> torch.Tensor | None:
+    def get_local_part(self, parameter: Parameter) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
         name = parameter.megatron
         if parameter.expert is not None:

@@ -58,7 +58,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
             reasons = filtered if drop.kind == "filtered" else drops
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(paths.index_dir)
-    batch_size, offpolicyness, total_steps = _read_limits(paths)
+    batch_size, offpolicyness, total_steps = _read_recipe_limits(paths)
     return TicketRecords(
         checkpoint,
         manifests,
@@ -109,7 +109,7 @@ def _iterate_whole_manifests(
         yield step, manifest
 
 
-def _read_limits(paths: RunPaths) -> tuple[int, int, int]:
+def _read_recipe_limits(paths: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.

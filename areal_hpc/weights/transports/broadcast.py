@@ -197,15 +197,15 @@ class BroadcastTransport(Transport[BroadcastSession]):
 
         def ship(full: OpenBucket) -> WaitSent:
             complete = order.version if full.bucket is last else None
-            return update.start("send", lambda session: session.send(full, complete))
+            return update.start_step("send", lambda session: session.send(full, complete))
 
         with timer.phase("group_join"):
             self._gather_groups(update, order)
         with timer.phase("pause_call"):
-            update.each("pause", lambda session: session.pause())
+            update.run_step("pause", lambda session: session.pause())
         with timer.phase("transfer"):
             send_all(order.buckets, order.arrivals, self._open_bucket, ship, watch)
-            update.each("end", lambda session: session.end())
+            update.run_step("end", lambda session: session.end())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
 
@@ -223,7 +223,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 standing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(order.version, keys))
-        update.each("join", lambda session: session.join())
+        update.run_step("join", lambda session: session.join())
         update.live += standing
 
     def _new_session(

@@ -60,7 +60,7 @@ class WeightsFolder:
             self._partial.rename(self._root / self.name)
             fsync_path(self._root)
 
-    def discard(self) -> None:
+    def discard_partial(self) -> None:
         """Delete what was written so far: it will not be completed."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -134,9 +134,9 @@ class DiskTransport(Transport[DiskSession]):
         for key in order.replicas:
             update.live.append(DiskSession(self._connect_replica(key, order.version), self._config))
         with timer.phase("pause_call"):
-            update.each("pause", lambda session: session.pause())
+            update.run_step("pause", lambda session: session.pause())
         with timer.phase("load"):
-            update.each("load", lambda session: session.load(folder.name, order.version))
+            update.run_step("load", lambda session: session.load(folder.name, order.version))
 
     def _write_folder(self, order: UpdateOrder, watch: WatchBucket) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
@@ -149,7 +149,7 @@ class DiskTransport(Transport[DiskSession]):
             send_all(order.buckets, order.arrivals, self._buffers.open, ship, watch)
             folder.put_in_place()
         except WeightStorageError:
-            folder.discard()
+            folder.discard_partial()
             raise
         self._folder = folder
         return folder

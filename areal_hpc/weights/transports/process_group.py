@@ -103,9 +103,7 @@ class UpdateProcessGroup:
             self._wait_until(
                 lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _WAKE_PERIOD_S
             )
-            self._wait_until(
-                lambda wait_s: _wait_until_done(works, wait_s), refused, trouble, _POLL_S
-            )
+            self._wait_until(lambda wait_s: _poll_once(works, wait_s), refused, trouble, _POLL_S)
             for work in works:
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
@@ -158,7 +156,7 @@ def _make_future(work: dist.Work) -> Future[None]:
     return future
 
 
-def _wait_until_done(works: Sequence[dist.Work], wait_s: float) -> bool:
+def _poll_once(works: Sequence[dist.Work], wait_s: float) -> bool:
     if all(work.is_completed() for work in works):
         return True
     time.sleep(wait_s)

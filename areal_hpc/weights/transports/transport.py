@@ -82,11 +82,11 @@ class Transport(ABC, Generic[SessionT]):
             self._transfer(update, order, timer, watch)
             digests = expected if compares else None
             with timer.phase("verify"):
-                update.each("verify", lambda session: session.verify(order.version, digests))
+                update.run_step("verify", lambda session: session.verify(order.version, digests))
             with timer.phase("flush"):
-                update.each("flush", lambda session: session.flush())
+                update.run_step("flush", lambda session: session.flush())
             with timer.phase("resume"):
-                update.each("resume", lambda session: session.resume(order.version))
+                update.run_step("resume", lambda session: session.resume(order.version))
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.give_up()
             raise

@@ -137,7 +137,7 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
     with ThreadPoolExecutor() as pool:
         update: GroupUpdate[BroadcastSession] = GroupUpdate(pool, step_s=0.5)
         update.live = [punctual, late]
-        update.each("doze", doze)
+        update.run_step("doze", doze)
         is_over.set()
     assert update.live == [punctual]
     assert [*update.failed] == [lost[1]]

@@ -54,8 +54,8 @@ def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], sai
 
 def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
     """What plays held-out tasks, as the recipe says; nothing for the same agent."""
-    found = PPOTrainer(config, train_dataset=ROWS).translated(*agents, **kwargs)[0].evaluation
-    return found.workflow, found.workflow_kwargs
+    recipe, _ = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe(*agents, **kwargs)
+    return recipe.evaluation.workflow, recipe.evaluation.workflow_kwargs
 
 
 def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> No
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
-    cluster = PPOTrainer(config, train_dataset=ROWS).translated("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe("a.B")[0].cluster
     assert cluster.agents.python == sys.executable
     site = tmp_path / "site.yaml"
     site.write_text("slurm: {partition: long}\nagents: {python: /their/python}\n")
     config.scheduler.site = str(site)
-    cluster = PPOTrainer(config, train_dataset=ROWS).translated("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe("a.B")[0].cluster
     assert (cluster.agents.python, cluster.slurm.partition) == ("/their/python", "long")
     assert cluster.fileroot == tmp_path
 

@@ -17,7 +17,7 @@ def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
     (ref,) = evaluation.lease("a", 1, 0.0)
     given_up = TicketRef(ref.ticket_id, ref.attempt, eval_step=5)
     assert not evaluation.settle(given_up, 1.0)
-    evaluation.fail(given_up, "timed out")
+    evaluation.fail_task(given_up, "timed out")
     assert evaluation.rewards == {}
     evaluation.report("a", [given_up], 1.0)
     assert evaluation.pending == 1

@@ -151,7 +151,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def compact(self) -> None:
         rotation = self.recorder.plan_rotation()
         self.recorder.rotate(rotation)
-        self.recorder.forget(rotation)
+        self.recorder.forget_rotated(rotation)
 
     @rule()
     def crash(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 
-MODEL_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,10 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
 def _parse_checked(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
-    if family not in MODEL_FAMILIES:
+    if family not in SUPPORTED_MODEL_TYPES:
         raise RecipeError(
-            f"model_type must be one of {', '.join(MODEL_FAMILIES)}, got {family!r}", key=where
+            f"model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, got {family!r}",
+            key=where,
         )
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise RecipeError(f"attention_bias and mlp_bias are not supported for {family}", key=where)
