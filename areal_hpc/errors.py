@@ -42,7 +42,7 @@ class ArealError(Exception):
         super().__init__(str(self.problems[0]))
 
     @classmethod
-    def of(cls, problems: Iterable[Problem]) -> ArealError:
+    def from_problems(cls, problems: Iterable[Problem]) -> ArealError:
         """One error that reports every problem at once."""
         found = tuple(problems)
         error = cls(found[0].message, key=found[0].key, hint=found[0].hint)
@@ -52,10 +52,10 @@ class ArealError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # An exception's own form calls `__init__` with the message alone.
-        return (_make_blank, (type(self), self.args), self.__dict__)
+        return (_make_without_init, (type(self), self.args), self.__dict__)
 
 
-def _make_blank(cls: type[ArealError], args: tuple[object, ...]) -> ArealError:
+def _make_without_init(cls: type[ArealError], args: tuple[object, ...]) -> ArealError:
     return cls.__new__(cls, *args)
 
 
@@ -225,7 +225,7 @@ class UnknownInteractionError(InvalidRewardError, KeyError):
     __str__ = Exception.__str__  # KeyError would quote the sentence
 
 
-class UnsoundCallError(ValueError):
+class UntrainableCallError(ValueError):
     """A model call that could never be trained on: it was neither journaled nor applied."""
 
 

@@ -18,14 +18,14 @@ from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.service_client import ServiceClient, Services
+from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     Acknowledged,
@@ -35,11 +35,11 @@ from areal_hpc.wire.ledger import (
     Empty,
     LedgerStatus,
     OpenGenerationRequest,
-    PublishRequest,
-    SettledTicket,
+    SealedTicket,
     SettleRequest,
     TicketGrant,
     TicketRef,
+    WeightsPublishedRequest,
 )
 from areal_hpc.wire.trajectory import Trajectory
 
@@ -125,7 +125,7 @@ class Storehouse:
             self._tally.sealed += 1
             self._tally.settled += len(tickets)
 
-    async def _write(self, refs: Sequence[TicketRef]) -> list[SettledTicket]:
+    async def _write(self, refs: Sequence[TicketRef]) -> list[SealedTicket]:
         n_samples = self._tempo.n_samples
         rewards = [float(episode % 2) for episode in range(n_samples)]
         file = format_shard_name(self._cell, self._sequence)
@@ -135,11 +135,11 @@ class Storehouse:
             shards_dir, index_dir = self._paths.shards_dir, self._paths.index_dir
             loop = asyncio.get_running_loop()
             shard = await loop.run_in_executor(
-                self._pool, seal_shard, rows, shards_dir, index_dir, self._cell
+                self._pool, write_sealed_shard, rows, shards_dir, index_dir, self._cell
             )
             file = shard.file
         return [
-            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards, NO_VERSION)
+            SealedTicket(ref, file, [*range(first, first + n_samples)], rewards, NO_VERSION)
             for first, ref in zip(range(0, len(refs) * n_samples, n_samples), refs, strict=True)
         ]
 
@@ -164,8 +164,8 @@ class SleepingRunner(TicketRunner):
     """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, job: RolloutJobConfig, services: Services, tickets: LeasedTickets, events: EventLog,
-        stores: Storehouse, tempo: Tempo, tally: Tally,
+        self, job: RolloutJobConfig, services: ServiceClients, tickets: LeasedTickets,
+        events: EventLog, stores: Storehouse, tempo: Tempo, tally: Tally,
     ) -> None:  # fmt: skip
         super().__init__(
             job,
@@ -183,7 +183,7 @@ class SleepingRunner(TicketRunner):
 
     async def _run_training_ticket(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
-        self._tickets.begin(grant)
+        self._tickets.begin_episodes(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
         await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
         for _ in range(grant.n_episodes):
@@ -211,14 +211,14 @@ class SleepingCell(LeaseLoop):
             evaluation_sampling=SamplingConfig(),
             episode_slots=tempo.n_samples * tempo.tickets_at_once,
         )
-        services = Services(ledger=ledger, proxy=ledger)
+        services = ServiceClients(ledger=ledger, proxy=ledger)
         tickets = LeasedTickets(job.episode_slots, tempo.n_samples)
         events = EventLog(paths.events, "cells")
         runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
         super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
         self._stores = stores
 
-    async def _seal_now(self) -> None:
+    async def _request_seal(self) -> None:
         await self._stores.seal_now()
         self._tickets.changed.set()
 
@@ -270,7 +270,7 @@ async def _train(
             began = time.monotonic()
             await asyncio.to_thread(read_rows, manifest, paths.shards_dir)
             tally.read_s.append(time.monotonic() - began)
-        await ledger.call("/publish", PublishRequest(1, step), Acknowledged)
+        await ledger.call("/publish", WeightsPublishedRequest(1, step), Acknowledged)
         tally.steps = step
 
 

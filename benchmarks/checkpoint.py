@@ -96,9 +96,9 @@ def measure(
     for number in range(rounds + 1):
         state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
-        copy_s = seconds_of(partial(store.begin, trainee.policy, trainee.optimizer, state))
+        copy_s = seconds_of(partial(store.begin_save, trainee.policy, trainee.optimizer, state))
         beside_s = seconds_of(lambda: trainee.step(rows))
-        poll_s = seconds_of(store.finish)
+        poll_s = seconds_of(store.finish_save)
         in_process_s = seconds_of(partial(checkpoint_in_process, trainee, alone, number))
         checkpoint = find_latest(folder / "beside")
         assert checkpoint is not None

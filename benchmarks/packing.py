@@ -30,17 +30,17 @@ from torch.nn import functional
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.packing import (
     Pack,
-    PackLayout,
+    PackSplit,
     TrainingRow,
     build_pack,
     compute_padded_length,
     plan_packs,
 )
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, build_rows, read_batch
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from benchmarks._pairs import (
@@ -60,11 +60,11 @@ CURRENT = WeightVersion.unpack(FIRST_VERSION + 2)
 OBJECTIVE = ObjectiveConfig()
 PAGE_TOKENS = 256
 LAYOUTS = (
-    PackLayout(),
-    PackLayout(tp=2),
-    PackLayout(cp=2),
-    PackLayout(tp=2, cp=2),
-    PackLayout(tp=8, cp=4),
+    PackSplit(),
+    PackSplit(tp=2),
+    PackSplit(cp=2),
+    PackSplit(tp=2, cp=2),
+    PackSplit(tp=8, cp=4),
 )
 """Padding is counted under each."""
 
@@ -75,9 +75,9 @@ class Ours:
     """The product's way, from shards on disk."""
 
     def __init__(self, trajectories: Sequence[Trajectory], folder: Path) -> None:
-        shard = seal_shard(trajectories, folder, folder / "index", "bench")
+        shard = write_sealed_shard(trajectories, folder, folder / "index", "bench")
         tickets = [
-            SettledTicket(
+            SealedTicket(
                 TicketRef(one.ticket_id, one.attempt),
                 shard.file,
                 one.rows,
@@ -99,14 +99,12 @@ class Ours:
     def pack(self) -> list[Pack]:
         rows = build_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
-        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackLayout())
+        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackSplit())
         channels = list(rows[0].channels)
-        return [
-            build_pack([rows[index] for index in part], channels, PackLayout()) for part in plan
-        ]
+        return [build_pack([rows[index] for index in part], channels, PackSplit()) for part in plan]
 
 
-def padding_waste(lengths: Sequence[int], split: PackLayout) -> float:
+def padding_waste(lengths: Sequence[int], split: PackSplit) -> float:
     """Share of all places that hold no token."""
     (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=split)
     sizes = [sum(compute_padded_length(lengths[index], split) for index in part) for part in plan]

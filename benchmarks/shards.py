@@ -31,7 +31,7 @@ import numpy.typing as npt
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import Trajectory
 from benchmarks._pairs import (
     Samples,
@@ -59,12 +59,12 @@ class Bench:
         self.group_path = folder / "group.h5"
         self.raw_path = folder / "raw.bin"
         self.shard_bytes = self.shard.stat().st_size
-        self.token_bytes = sum(ShardReader(self.shard).column(name).nbytes for name in COLUMNS)
+        self.token_bytes = sum(ShardReader(self.shard).read_column(name).nbytes for name in COLUMNS)
         self.content = np.random.default_rng(0).bytes(self.shard_bytes)
 
     def seal(self) -> str:
         shards_dir, index_dir = self.folder / "shards", self.folder / "index"
-        return seal_shard(self.trajectories, shards_dir, index_dir, "bench").file
+        return write_sealed_shard(self.trajectories, shards_dir, index_dir, "bench").file
 
     def forget_seal(self) -> None:
         for path in self.shard.parent.iterdir():

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.transports.broadcast import sends_in_place
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
@@ -97,7 +97,7 @@ class Sender:
             for bucket in self._buckets
         ]
         packed = not sends_in_place(backend, replicas_per_group=1)
-        self._open_bucket = PackingBuffers(self.device).open if packed else OpenBucket
+        self._open_bucket = PackingBuffers(self.device).open_bucket if packed else OpenBucket
         self._pool = ThreadPoolExecutor(1)
         self._group = UpdateProcessGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
         self._done = torch.zeros(1, device=self.device)
@@ -137,7 +137,7 @@ class Sender:
             return self._pool.submit(self._group.broadcast, full.messages, no_refusal).result
 
         arrivals = iter(self._weights.items())
-        self._order("codec", lambda: send_all(self._buckets, arrivals, self._open_bucket, ship))
+        self._order("codec", lambda: send_buckets(self._buckets, arrivals, self._open_bucket, ship))
 
     def _order(self, what: str, send: Callable[[], object]) -> None:
         assert self._peer.stdin is not None

@@ -16,14 +16,14 @@ from areal_hpc.agents.math_tools import (
 )
 
 
-class Calculation(BaseModel):
+class CalculatorInput(BaseModel):
     """Input of the calculator."""
 
     expression: str = Field(max_length=60)
 
 
 CALCULATOR_TOOL = StructuredTool.from_function(
-    calculate, description=CALCULATOR_DESCRIPTION, args_schema=Calculation
+    calculate, description=CALCULATOR_DESCRIPTION, args_schema=CalculatorInput
 )
 
 

@@ -9,7 +9,7 @@ from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.recipe.user_functions import import_by_path
 
-BUILD_FUNCTION_PATH = f"{__name__}.build_math_agent"
+MATH_AGENT_BUILDER_PATH = f"{__name__}.build_math_agent"
 
 
 class AgentsSdkWorkflow:
@@ -89,5 +89,5 @@ def _build_team_member(name: str, duty: str, *others: Agent) -> Agent:
 class AgentsSdkMathTeam(AgentsSdkWorkflow):
     """The team. Arguments: those of `AgentsSdkWorkflow`."""
 
-    def __init__(self, agent_builder_path: str = BUILD_FUNCTION_PATH, **others: Any) -> None:
+    def __init__(self, agent_builder_path: str = MATH_AGENT_BUILDER_PATH, **others: Any) -> None:
         super().__init__(agent_builder_path, **others)

@@ -10,7 +10,7 @@ from areal_hpc.dataset.sources import iterate_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
-RECIPE_KEY = "train_dataset"
+TRAIN_DATASET_KEY = "train_dataset"
 PUBLIC_DATASETS = {
     "gsm8k": ("main/{split}-*.parquet", f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}")
 }
@@ -31,19 +31,20 @@ def get_custom_dataset(
     Raises:
         RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
     """
-    sources = _find_sources(split, dataset_config.path)
-    given = [row for source in sources for row in iterate_rows(source, RECIPE_KEY)]
+    sources = _build_task_set_configs(split, dataset_config.path)
+    given = [row for source in sources for row in iterate_rows(source, TRAIN_DATASET_KEY)]
     longest = dataset_config.max_length
     if longest is None:
         return given
     if tokenizer is None:
         raise RecipeError(
-            f"max_length={longest} needs a tokenizer to count with", key=f"{RECIPE_KEY}.max_length"
+            f"max_length={longest} needs a tokenizer to count with",
+            key=f"{TRAIN_DATASET_KEY}.max_length",
         )
     return [row for row in given if _count_tokens(row, tokenizer) <= longest]
 
 
-def _find_sources(split: str, given: str) -> Iterator[TaskSetConfig]:
+def _build_task_set_configs(split: str, given: str) -> Iterator[TaskSetConfig]:
     path = Path(given).expanduser()
     lines = path / f"{split}.jsonl"
     if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
@@ -57,7 +58,7 @@ def _find_sources(split: str, given: str) -> Iterator[TaskSetConfig]:
     found = sorted(path.glob(pattern))
     if not found:
         raise RecipeError(
-            f"{path} holds neither {lines.name} nor {pattern}", key=f"{RECIPE_KEY}.path"
+            f"{path} holds neither {lines.name} nor {pattern}", key=f"{TRAIN_DATASET_KEY}.path"
         )
     for file in found:
         yield TaskSetConfig(path=file, to_task=form)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from areal_hpc.errors import RecipeError
 
-AREAL_ROOT = "areal"
+AREAL_PACKAGE = "areal"
 MODULE_ALIASES = {
     "areal.infra": "areal.launcher",
     "areal.infra.launcher": "areal.launcher",
@@ -34,7 +34,7 @@ class ArealFinder(MetaPathFinder):
         Raises:
             ModuleNotFoundError: The name begins with `areal`, and there is no such module here.
         """
-        if name.partition(".")[0] != AREAL_ROOT:
+        if name.partition(".")[0] != AREAL_PACKAGE:
             return None
         here = f"areal_hpc.{MODULE_ALIASES.get(name, name)}"
         try:
@@ -42,7 +42,7 @@ class ArealFinder(MetaPathFinder):
         except ModuleNotFoundError:
             is_here = False
         if not is_here:
-            raise ModuleNotFoundError(_describe_unknown(name), name=name)
+            raise ModuleNotFoundError(_describe_unknown_module(name), name=name)
         return ModuleSpec(name, _AliasLoader(here), is_package=True)
 
 
@@ -69,7 +69,7 @@ def install_import_hook() -> None:
     """
     if any(isinstance(one, ArealFinder) for one in sys.meta_path):
         return
-    if PathFinder.find_spec(AREAL_ROOT) is not None:
+    if PathFinder.find_spec(AREAL_PACKAGE) is not None:
         raise RecipeError(
             "AReaL itself is installed in this environment, so the import hook for `areal` is "
             "not installed",
@@ -79,10 +79,10 @@ def install_import_hook() -> None:
     sys.meta_path.insert(0, ArealFinder())
 
 
-def _describe_unknown(name: str) -> str:
+def _describe_unknown_module(name: str) -> str:
     package = Path(__file__).parent
     paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
-    known = [".".join([AREAL_ROOT, *path.parts]) for path in paths]
+    known = [".".join([AREAL_PACKAGE, *path.parts]) for path in paths]
     near = difflib.get_close_matches(name, [*known, *MODULE_ALIASES], n=1)
     return f"areal_hpc does not provide {name!r}" + (f"; did you mean {near[0]}?" if near else "")
 

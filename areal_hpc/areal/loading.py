@@ -24,7 +24,7 @@ def read_areal_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         raise RecipeError(f"there is no configuration at {path}", key=str(path))
     wrong = [item for item in overrides if "=" not in item]
     if wrong:
-        raise RecipeError.of(
+        raise RecipeError.from_problems(
             Problem(f"expected key=value, got {item!r}", hint="write actor.path=/models/mine")
             for item in wrong
         )
@@ -49,7 +49,7 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: st
     """
     problems = list(_find_unknown_keys(values, OmegaConf.structured(config_class), ""))
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config_class), dict(values))
         config: Any = OmegaConf.to_object(merged)

@@ -9,7 +9,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from areal_hpc.areal.api.cli_args import BaseExperimentConfig
-from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
+from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_path_kwargs
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
@@ -18,7 +18,7 @@ from areal_hpc.recipe.loading import build_recipe, read_site_file
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rollout.execution.agent_pickle import (
-    PICKLE_MODULE,
+    PICKLED_AGENT_MODULE,
     get_import_path,
     is_json_serializable,
     pickle_agent,
@@ -31,7 +31,7 @@ NEW_RUN_HINT = "use another trial_name to start a new run"
 IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
-EVALUATION_PICKLE_MODULE = f"{PICKLE_MODULE}_for_evaluation"
+EVALUATION_PICKLE_MODULE = f"{PICKLED_AGENT_MODULE}_for_evaluation"
 """Holds an agent that plays held-out tasks alone."""
 
 
@@ -95,7 +95,7 @@ class PPOTrainer:
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        recipe, notes = self.translate_to_recipe(
+        recipe, notes = self.prepare_recipe(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
         sys_path = (_get_script_dir(),)
@@ -108,7 +108,7 @@ class PPOTrainer:
         if result.exit_code:
             raise SystemExit(result.exit_code)
 
-    def translate_to_recipe(
+    def prepare_recipe(
         self,
         workflow: Any = None,
         eval_workflow: Any = None,
@@ -123,23 +123,25 @@ class PPOTrainer:
         Raises:
             RecipeError: Something must change before this can run.
         """
-        kwargs = map_areal_paths(workflow_kwargs or {})
+        kwargs = map_areal_path_kwargs(workflow_kwargs or {})
         rows = self._rows.get("train")
         translation = translate_to_recipe(self._config, None if rows is None else len(rows))
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
-        paths = RunPaths(_build_run_dir(self._config))
+        paths = RunPaths(_get_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _build_agent_keys(workflow, kwargs, paths, PICKLE_MODULE)
+            rollout |= _build_agent_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
-        others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
+        others = (
+            kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
+        )
         if other and not _is_same_agent(workflow, kwargs, other, others):
             evaluation |= _build_agent_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
-            rollout["should_accept"] = _filter_path(dynamic_filter_fn)
+            rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
         tree["cluster"] = _merge_cluster(self._config, tree.get("cluster", {}))
@@ -175,7 +177,7 @@ def _is_same_agent(
     return pickle_agent((workflow, kwargs)) == pickle_agent((other, others))
 
 
-def _build_run_dir(config: BaseExperimentConfig) -> Path:
+def _get_run_dir(config: BaseExperimentConfig) -> Path:
     for name in ("experiment_name", "trial_name"):
         if not getattr(config, name):
             raise RecipeError("this key is required", key=name, hint=f"add {name}=... to the call")
@@ -196,7 +198,7 @@ def _build_agent_keys(
     return {"workflow": path, "workflow_kwargs": {}}
 
 
-def _filter_path(function: Any) -> str:
+def _get_filter_import_path(function: Any) -> str:
     if isinstance(function, str):
         return function
     path = get_import_path(function)

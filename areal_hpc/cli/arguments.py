@@ -58,7 +58,7 @@ class CommandGroup:
         parser.set_defaults(command=command)
         return parser
 
-    def add_family(self, name: str, **options: Any) -> CommandGroup:
+    def add_subcommand_group(self, name: str, **options: Any) -> CommandGroup:
         """The commands of `areal-hpc NAME ACTION`; options as for `add`."""
         actions = self._add_parser(name, options).add_subparsers(required=True, metavar="ACTION")
         return CommandGroup(actions, tells_help=True)

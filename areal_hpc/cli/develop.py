@@ -19,7 +19,7 @@ ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    _add_devcluster(commands)
+    _add_devcluster_commands(commands)
     bench = commands.add(
         "bench",
         _run_benchmark,
@@ -33,8 +33,8 @@ def add_commands(commands: CommandGroup) -> None:
     )
 
 
-def _add_devcluster(commands: CommandGroup) -> None:
-    actions = commands.add_family(
+def _add_devcluster_commands(commands: CommandGroup) -> None:
+    actions = commands.add_subcommand_group(
         "devcluster",
         help="run a local multi-node Slurm for development and tests",
         description="A real Slurm of several nodes on this machine, from the distribution's "
@@ -45,7 +45,7 @@ def _add_devcluster(commands: CommandGroup) -> None:
     place.add_argument(
         "--state-dir",
         type=Path,
-        default=_get_default_root(),
+        default=_get_default_state_dir(),
         metavar="DIR",
         help="state directory (default: %(default)s)",
     )
@@ -85,19 +85,21 @@ def _start_devcluster(arguments: argparse.Namespace) -> int:
 
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
-    start_cluster(_get_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
+    start_cluster(
+        _get_devcluster_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True)
+    )
     given = arguments.state_dir
-    option = "" if given == _get_default_root() else f" --state-dir {shlex.quote(str(given))}"
+    option = "" if given == _get_default_state_dir() else f" --state-dir {shlex.quote(str(given))}"
     print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
 
 def _stop_devcluster(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import stop_cluster
+    from areal_hpc.slurm.devcluster.cluster import stop_and_remove_cluster
 
     began = time.monotonic()
-    paths = _get_paths(arguments)
-    if stop_cluster(paths):
+    paths = _get_devcluster_paths(arguments)
+    if stop_and_remove_cluster(paths):
         print(f"removed {paths.root} after {time.monotonic() - began:.1f} s")
     else:
         print(f"there is no devcluster in {paths.root}")
@@ -107,16 +109,15 @@ def _stop_devcluster(arguments: argparse.Namespace) -> int:
 def _print_environment(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import read_plan
 
-    print(
-        f"export SLURM_CONF={shlex.quote(str(read_plan(_get_paths(arguments)).paths.slurm_conf))}"
-    )
+    slurm_conf = read_plan(_get_devcluster_paths(arguments)).paths.slurm_conf
+    print(f"export SLURM_CONF={shlex.quote(str(slurm_conf))}")
     return 0
 
 
 def _kill_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import kill_node
 
-    kill_node(_get_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
+    kill_node(_get_devcluster_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
     what = "has no slurmd" if arguments.only_slurmd else "is off"
     print(f"{arguments.node} {what}; slurmctld notices within half a minute")
     return 0
@@ -125,7 +126,7 @@ def _kill_node(arguments: argparse.Namespace) -> int:
 def _restore_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import restore_node
 
-    restore_node(_get_paths(arguments), arguments.node, arguments.timeout_s)
+    restore_node(_get_devcluster_paths(arguments), arguments.node, arguments.timeout_s)
     print(f"{arguments.node} is up")
     return 0
 
@@ -133,7 +134,7 @@ def _restore_node(arguments: argparse.Namespace) -> int:
 def _print_health(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
 
-    made = read_plan(_get_paths(arguments))
+    made = read_plan(_get_devcluster_paths(arguments))
     found = check_health(made)
     for part in found:
         print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
@@ -150,11 +151,11 @@ def _print_health(arguments: argparse.Namespace) -> int:
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 
 
-def _get_default_root() -> Path:
+def _get_default_state_dir() -> Path:
     return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
 
 
-def _get_paths(arguments: argparse.Namespace) -> DevclusterPaths:
+def _get_devcluster_paths(arguments: argparse.Namespace) -> DevclusterPaths:
     return DevclusterPaths(arguments.state_dir.absolute())
 
 

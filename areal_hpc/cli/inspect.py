@@ -67,7 +67,7 @@ def add_commands(commands: CommandGroup) -> None:
         "running). Exits with 65 if a ticket was lost or trained twice.",
     )
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
-    verbs = commands.add_family("shards", help="inspect recorded trajectories")
+    verbs = commands.add_subcommand_group("shards", help="inspect recorded trajectories")
     help_ = "one line per sealed shard"
     listing = verbs.add("ls", _list_shards, ["run"], help=help_)
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
@@ -83,12 +83,12 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
-    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
     from areal_hpc.view.summary import format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
-    run, advance = read_jobs(paths, JobQueue()), read_run_progress(paths)
+    run, advance = read_jobs(paths, QueuePoller()), read_run_progress(paths)
     lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
     lines += format_run_progress(advance)
     if not run.is_local:
@@ -100,11 +100,11 @@ def _show_status(arguments: argparse.Namespace) -> int:
 
 
 def _explain_failure(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.diagnosis import diagnose, format_diagnosis
     from areal_hpc.view.inspection import inspect_run
 
-    diagnosis = diagnose(inspect_run(parse_run_dir(arguments.run), JobQueue()))
+    diagnosis = diagnose(inspect_run(parse_run_dir(arguments.run), QueuePoller()))
     print("\n".join(format_diagnosis(diagnosis, str(arguments.run))))
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
@@ -128,7 +128,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
 
     def show(lines: list[tuple[LogFile, str]]) -> None:
         for file, line in lines:
-            print(_color_line(file.source, line), flush=arguments.follow)
+            print(_format_log_line(file.source, line), flush=arguments.follow)
 
     follower = LogFollower(paths, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
@@ -144,13 +144,13 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     try:
         while follower is not None:
             show(follower.read_new_lines())
-            follower.wait()
+            follower.sleep_until_next_poll()
     except KeyboardInterrupt:
         return 0  # the way out of --follow
     return 0
 
 
-def _color_line(source: str, line: str) -> str:
+def _format_log_line(source: str, line: str) -> str:
     if not sys.stdout.isatty():
         return f"{source} | {line}"
     color = ANSI_COLORS[sum(source.encode()) % len(ANSI_COLORS)]
@@ -159,7 +159,7 @@ def _color_line(source: str, line: str) -> str:
 
 def _compare_runs(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import find_runs
-    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.compare import render_comparison
 
     runs = find_runs(arguments.place)
@@ -168,7 +168,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
             f"there is no run in {arguments.place}",
             hint="give a file root, an experiment's directory or a run's",
         )
-    print("\n".join(render_comparison(runs, JobQueue())))
+    print("\n".join(render_comparison(runs, QueuePoller())))
     return 0
 
 
@@ -184,19 +184,25 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     _print_first_lines(lines, most)
     for problem in audit.problems:
         print(f"problem: {problem}")
-    _print_first_lines([_describe_untrained(part) for part in audit.untrained], most)
+    _print_first_lines([_describe_untrained_batch(part) for part in audit.untrained], most)
     state = "finished" if audit.is_finished else "not finished"
-    dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
-    unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
+    dropped, filtered = (
+        len(audit.with_status(TicketStatus.DROPPED)),
+        len(audit.with_status(TicketStatus.FILTERED)),
+    )
+    unsound, skipped = (
+        len(audit.with_status(TicketStatus.UNSOUND)),
+        len(audit.with_status(TicketStatus.SKIPPED)),
+    )
     print(
         f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
     )
-    print(audit.verdict)
+    print(audit.summary_line)
     return 0 if audit.is_clean else ShardError.exit_code
 
 
-def _describe_untrained(part: UntrainedRecord) -> str:
+def _describe_untrained_batch(part: UntrainedRecord) -> str:
     tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
     return f"untrained: batch {part.step}{tickets}: {part.reason}"
 
@@ -209,21 +215,21 @@ def _print_first_lines(lines: Sequence[str], most: int | None) -> None:
 
 
 def _list_shards(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import format_shards_json, list_shards
+    from areal_hpc.view.shard_report import format_shard_table, format_shards_json
 
-    write = format_shards_json if arguments.json else list_shards
+    write = format_shards_json if arguments.json else format_shard_table
     print(write(parse_run_dir(arguments.run)))
     return 0
 
 
 def _show_rows(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import find_ticket_rows, show_trajectory
+    from areal_hpc.view.shard_report import find_ticket_rows, format_trajectory
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
     rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
-    tokenizer = _find_tokenizer(RunPaths(run_dir))
-    print("\n\n".join(show_trajectory(path, row, tokenizer) for row in rows))
+    tokenizer = _find_tokenizer_file(RunPaths(run_dir))
+    print("\n\n".join(format_trajectory(path, row, tokenizer) for row in rows))
     return 0
 
 
@@ -245,7 +251,7 @@ def _verify_shards(arguments: argparse.Namespace) -> int:
     return ShardError.exit_code if report.problems else 0
 
 
-def _find_tokenizer(paths: RunPaths) -> Path | None:
+def _find_tokenizer_file(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
     from areal_hpc.recipe.loading import load_recipe
 

@@ -82,7 +82,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.view.jobs import get_job_label, list_job_ids
+    from areal_hpc.view.jobs import get_run_label, list_job_ids
     from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
@@ -91,7 +91,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
     paths.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
     find_jobs = partial(list_job_ids, paths)
-    ended = cancel_jobs(find_jobs, label=get_job_label(paths), grace_s=grace_s, say=say)
+    ended = cancel_jobs(find_jobs, label=get_run_label(paths), grace_s=grace_s, say=say)
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
 
@@ -102,10 +102,10 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
-    from areal_hpc.view.jobs import find_submit_dir
+    from areal_hpc.view.jobs import find_work_dir
 
     paths = _parse_slurm_run_dir(arguments.run)
-    folder = find_submit_dir(read_submissions(paths.submissions)[-1])
+    folder = find_work_dir(read_submissions(paths.submissions)[-1])
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
     recipe = load_recipe(paths.recipe, arguments.overrides)
@@ -124,7 +124,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
 
 
 def _export_model(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.plan import get_initial_policy
+    from areal_hpc.launch.plan import get_initial_policy_path
     from areal_hpc.recipe.loading import load_recipe
 
     paths = parse_run_dir(arguments.run)
@@ -141,9 +141,9 @@ def _export_model(arguments: argparse.Namespace) -> int:
     from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
     checkpoint = choose_checkpoint(paths.checkpoints_dir, arguments.step)
-    target = (out or paths.export(format_step_dir(checkpoint.state.step))).resolve()
+    target = (out or paths.export_dir(format_step_dir(checkpoint.state.step))).resolve()
     print(f"exporting step {checkpoint.state.step} of {paths.root}", flush=True)
-    base = get_initial_policy(recipe, paths)
+    base = get_initial_policy_path(recipe, paths)
     export_checkpoint(checkpoint, base, target, partial(print, flush=True))
     print(target)
     return 0

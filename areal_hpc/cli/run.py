@@ -28,7 +28,9 @@ def add_commands(commands: CommandGroup) -> None:
     )
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
     commands.add("plan", _print_plan, ["recipe", "overrides"], help=help_)
-    commands.add("recipe-keys", _print_keys, help="print the reference table of all recipe keys")
+    commands.add(
+        "recipe-keys", _print_recipe_keys, help="print the reference table of all recipe keys"
+    )
     submit = commands.add(
         "submit",
         _submit_recipe,
@@ -92,7 +94,7 @@ def _describe_gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
         yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
 
 
-def _print_keys(arguments: argparse.Namespace) -> int:
+def _print_recipe_keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.reference import render_key_table
 
     print(render_key_table(), end="")
@@ -101,9 +103,9 @@ def _print_keys(arguments: argparse.Namespace) -> int:
 
 def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
-    from areal_hpc.launch.run import is_already_finished, say, submit
+    from areal_hpc.launch.run import report_if_finished, say, submit
     from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.view.dry_run import format_requests
+    from areal_hpc.view.dry_run import format_dry_run
 
     if arguments.sweep:
         return _submit_sweep(arguments)
@@ -111,10 +113,10 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
         requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
-        print(format_requests(paths, requests), end="")
+        print(format_dry_run(paths, requests), end="")
         return 0
     if arguments.write_only:
-        if not arguments.fresh and is_already_finished(recipe, paths):
+        if not arguments.fresh and report_if_finished(recipe, paths):
             return 0
         say(f"run      {paths.root}")
         for script in slurm_launcher.write_scripts(recipe, say=say, fresh=arguments.fresh):
@@ -126,9 +128,9 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
-    from areal_hpc.launch.sweep import build_array_requests, read_sweep, submit_sweep
+    from areal_hpc.launch.sweep import build_array_requests, parse_sweep, submit_sweep
     from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.view.dry_run import format_requests
+    from areal_hpc.view.dry_run import format_dry_run
 
     for option in ("wait", "write_only"):
         if getattr(arguments, option):
@@ -140,10 +142,10 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     def read(further: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
 
-    sweep = read_sweep(read, arguments.sweep)
+    sweep = parse_sweep(read, arguments.sweep)
     if arguments.dry_run:
         requests = build_array_requests(sweep, Path.cwd(), arguments.after)
-        print(format_requests(sweep.paths, requests, len(sweep.runs)), end="")
+        print(format_dry_run(sweep.array_paths, requests, len(sweep.runs)), end="")
         return 0
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)

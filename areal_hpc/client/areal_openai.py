@@ -26,14 +26,14 @@ from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
-from areal_hpc.session.export import ExportStyle, RowPlan, plan_all_rows
-from areal_hpc.session.rewards import find_rewarded_interaction, validate_reward
+from areal_hpc.session.export import ExportStyle, RowPlan, plan_rows_with_unrewarded
+from areal_hpc.session.rewards import find_interaction_to_reward, validate_reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 
-BASE_URL = "http://in-process.invalid/v1"
+PLACEHOLDER_BASE_URL = "http://in-process.invalid/v1"
 """Never resolved; the SDK wants one."""
 MAX_REQUEST_BYTES = 1 << 30
-MAX_CONTEXT_TOKENS = 32768
+DEFAULT_CONTEXT_TOKENS = 32768
 """Where neither the caller nor the tokenizer says how long a sequence may be."""
 
 
@@ -80,7 +80,7 @@ class ArealOpenAI(AsyncOpenAI):
         recorder.record(
             SessionOpened(session_id, hash_key(key), StartSessionRequest("client", disposable=True))
         )
-        self._engine = EngineEndpoint.at(engine)
+        self._engine = EngineEndpoint.from_address(engine)
         self._owns_engine = not isinstance(engine, EngineEndpoint)
         self.tree = recorder.store.sessions[session_id].tree
         """What was recorded."""
@@ -92,7 +92,7 @@ class ArealOpenAI(AsyncOpenAI):
         )
         super().__init__(
             api_key=key,
-            base_url=BASE_URL,
+            base_url=PLACEHOLDER_BASE_URL,
             max_retries=0,
             timeout=request_timeout_s,
             http_client=DefaultAsyncHttpxClient(transport=transport),
@@ -120,7 +120,7 @@ class ArealOpenAI(AsyncOpenAI):
             UnknownInteractionError: (a KeyError) It is not one of this client's.
             InvalidRewardError: (a ValueError) The reward is no finite number.
         """
-        interaction = find_rewarded_interaction(self.tree, interaction_id)
+        interaction = find_interaction_to_reward(self.tree, interaction_id)
         interaction.reward = validate_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
@@ -132,7 +132,7 @@ class ArealOpenAI(AsyncOpenAI):
         """
         if not len(self.tree):
             raise RuntimeError("there is no completed interaction to reward")
-        self.tree.last.reward = validate_reward(reward)
+        self.tree.last_completed.reward = validate_reward(reward)
 
     def set_final_reward(self, reward: float) -> None:
         """The older name of `set_last_reward`."""
@@ -169,8 +169,8 @@ class ArealOpenAI(AsyncOpenAI):
         if interaction_id not in self.tree:
             return None
         reward = self.tree[interaction_id].reward
-        (plan,) = plan_all_rows(self.tree, "individual", {interaction_id: reward})
-        return self._build_recorded(plan)
+        (plan,) = plan_rows_with_unrewarded(self.tree, "individual", {interaction_id: reward})
+        return self._build_recorded_interaction(plan)
 
     def export_interactions(
         self,
@@ -202,10 +202,13 @@ class ArealOpenAI(AsyncOpenAI):
         rewards = {
             one.interaction_id: one.reward for one in self.tree if one.interaction_id not in orphans
         }
-        recorded = [self._build_recorded(plan) for plan in plan_all_rows(self.tree, style, rewards)]
+        recorded = [
+            self._build_recorded_interaction(plan)
+            for plan in plan_rows_with_unrewarded(self.tree, style, rewards)
+        ]
         return {one.interaction_id: one for one in recorded}
 
-    def _build_recorded(self, plan: RowPlan) -> RecordedInteraction:
+    def _build_recorded_interaction(self, plan: RowPlan) -> RecordedInteraction:
         last = plan.path[-1]
         answer = self._answers.get(last.interaction_id)
         return RecordedInteraction(plan, answer, last.reward, last.reward)
@@ -249,4 +252,4 @@ def _make_asgi_transport(
 def _get_max_sequence_tokens(tokenizer: Any) -> int:
     limit = getattr(tokenizer, "model_max_length", None)
     # transformers says 10**30 when it does not know.
-    return limit if isinstance(limit, int) and limit < 10**9 else MAX_CONTEXT_TOKENS
+    return limit if isinstance(limit, int) and limit < 10**9 else DEFAULT_CONTEXT_TOKENS

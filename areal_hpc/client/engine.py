@@ -9,7 +9,7 @@ from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
-from areal_hpc.proxy.engine.tool_parsers import ToolParsers
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.proxy import EngineAddress
 from areal_hpc.wire.replicas import ReplicaView
 
@@ -27,7 +27,7 @@ class EngineEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def at(cls, place: EngineEndpoint | EngineAddress | str) -> EngineEndpoint:
+    def from_address(cls, place: EngineEndpoint | EngineAddress | str) -> EngineEndpoint:
         """The engine itself, or one for an address."""
         if isinstance(place, EngineEndpoint):
             return place
@@ -61,13 +61,13 @@ class SingleServerRouter(Router):
 
 
 _PARSERS_BY_LOOP: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], ToolParsers]
+    asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], ParserProcessClient]
 ] = WeakKeyDictionary()
 
 
 def get_shared_parsers(
     tool_call_parser: str | None, reasoning_parser: str | None, serve_python: str
-) -> ToolParsers | None:
+) -> ParserProcessClient | None:
     """The parsers that clients of the running event loop share; None if there is nothing to parse.
 
     Their process starts with the first reply that has to be parsed, which then takes some seconds
@@ -79,5 +79,5 @@ def get_shared_parsers(
     key = (tool_call_parser, reasoning_parser, serve_python)
     if key not in of_loop:
         python = get_interpreter("serve", serve_python)
-        of_loop[key] = ToolParsers(python, tool_call_parser, reasoning_parser)
+        of_loop[key] = ParserProcessClient(python, tool_call_parser, reasoning_parser)
     return of_loop[key]

@@ -11,7 +11,9 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import REPO_PATTERN, find_snapshot
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 
-_SESSION_TOKENIZERS: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = WeakKeyDictionary()
+_SESSION_TOKENIZER_CACHE: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = (
+    WeakKeyDictionary()
+)
 """Copying a large vocabulary takes a quarter of a second, and clients are made per episode."""
 
 
@@ -30,13 +32,13 @@ def load_session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
         if not folder.exists() and re.fullmatch(REPO_PATTERN, str(tokenizer)):
             folder = find_snapshot(str(tokenizer), "model", None, "tokenizer")
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
-    found = _SESSION_TOKENIZERS.get(tokenizer)
+    found = _SESSION_TOKENIZER_CACHE.get(tokenizer)
     if found is None:
-        found = _SESSION_TOKENIZERS[tokenizer] = _copy_tokenizer(tokenizer)
+        found = _SESSION_TOKENIZER_CACHE[tokenizer] = _convert_tokenizer(tokenizer)
     return found
 
 
-def _copy_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
+def _convert_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RecipeError(

@@ -48,7 +48,7 @@ class ServerPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePart:
+class NodeOptions:
     """One node's part of a server that spans several."""
 
     node: int
@@ -77,7 +77,7 @@ def build_replica_command(
     index: int,
     ports: ServerPorts,
     random_seed: int,
-    part: NodePart | None = None,
+    part: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
     launcher = "areal_hpc.inference.cpu.sglang_cpu" if device == "cpu" else "sglang.launch_server"

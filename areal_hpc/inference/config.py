@@ -9,7 +9,7 @@ from pydantic import Field
 
 from areal_hpc.inference.command import (
     Device,
-    NodePart,
+    NodeOptions,
     ServerCommand,
     ServerPorts,
     build_replica_command,
@@ -17,7 +17,7 @@ from areal_hpc.inference.command import (
 )
 from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.jobs.config import JobConfig
-from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, read_named_gpus
+from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
 from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
@@ -51,12 +51,12 @@ def build_command(
     index: int,
     incarnation: int,
     ports: ServerPorts,
-    part: NodePart | None = None,
+    part: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command of one start of a replica, or of one node's part of it: else the first node's."""
     nodes = job.inference.nodes_per_replica
     if part is None and nodes > 1:
-        part = NodePart(0, nodes, get_rendezvous_address(ports), get_advertised_host())
+        part = NodeOptions(0, nodes, get_rendezvous_address(ports), get_advertised_host())
     command = build_replica_command(
         job.inference,
         python=job.serve_python,
@@ -72,7 +72,7 @@ def build_command(
 
 def get_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
     """Log folder of this cell's replicas."""
-    return get_task_log_dir(paths.log_dir(max(paths.attempts(), default=1)) / job.cell)
+    return get_task_log_dir(paths.log_dir(max(paths.list_attempts(), default=1)) / job.cell)
 
 
 def resolve_device(
@@ -81,4 +81,4 @@ def resolve_device(
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    return "cuda" if list_device_files(dev) and read_named_gpus(environ) != () else "cpu"
+    return "cuda" if list_device_files(dev) and parse_visible_devices(environ) != () else "cpu"

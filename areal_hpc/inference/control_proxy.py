@@ -23,13 +23,13 @@ from areal_hpc.inference.replica import ControlCaller, Replica
 from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, is_authorized, read_body
 from areal_hpc.wire.replicas import (
-    DEADLINE_HEADER,
     FORWARDED_ROUTES,
     GENERATION_HEADER,
     INCARNATION_HEADER,
+    SENDER_TIMEOUT_HEADER,
     FenceRequest,
-    LoadRequest,
-    NodePartRequest,
+    FollowerPollRequest,
+    LoadWeightsRequest,
     ReplicaList,
     ServeRequest,
 )
@@ -59,7 +59,7 @@ class ControlProxyApp(JsonApp):
         self._replicas = replicas
         self._admin_key = admin_key
         self._weights_dir = weights_dir
-        self._pauses = [UpdatePauseTimer(replica, self._read_loads) for replica in replicas]
+        self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
@@ -75,10 +75,10 @@ class ControlProxyApp(JsonApp):
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 return _encode_reply(
-                    ReplicaList(self._cell, [one.view() for one in self._replicas])
+                    ReplicaList(self._cell, [one.build_view() for one in self._replicas])
                 )
             case "POST", ["follow"]:
-                part = await _decode_body(request, NodePartRequest)
+                part = await _decode_body(request, FollowerPollRequest)
                 try:
                     return _encode_reply(
                         self._replicas[0].nodes.answer_node(part, time.monotonic())
@@ -90,9 +90,11 @@ class ControlProxyApp(JsonApp):
                 return _encode_reply(self._find_replica(index).fence(_read_caller(request), fence))
             case "POST", ["replicas", index, "serve"]:
                 serve = await _decode_body(request, ServeRequest)
-                return _encode_reply(self._find_replica(index).serve(_read_caller(request), serve))
+                return _encode_reply(
+                    self._find_replica(index).start_serving(_read_caller(request), serve)
+                )
             case "POST", ["replicas", index, "load"]:
-                load = self._build_load_body(await _decode_body(request, LoadRequest))
+                load = self._build_load_body(await _decode_body(request, LoadWeightsRequest))
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
@@ -105,7 +107,7 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
 
-    def _build_load_body(self, request: LoadRequest) -> bytes:
+    def _build_load_body(self, request: LoadWeightsRequest) -> bytes:
         """SGLang would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / request.folder
         if not _WEIGHTS_FOLDER_PATTERN.fullmatch(request.folder) or not folder.is_dir():
@@ -140,8 +142,8 @@ class ControlProxyApp(JsonApp):
             self._pauses[replica.index].on_call_accepted(route, body, url, asked_at)
         return status, content
 
-    async def _read_loads(self, url: str) -> bytes:
-        async with self._get_session().get(f"{url}/v1/loads?include=core") as answer:
+    async def _fetch_server_load(self, url: str) -> bytes:
+        async with self._get_http_session().get(f"{url}/v1/loads?include=core") as answer:
             answer.raise_for_status()
             return await answer.read()
 
@@ -159,7 +161,9 @@ class ControlProxyApp(JsonApp):
         async def ask() -> tuple[int, bytes]:
             headers = {"content-type": "application/json"}
             method, data = ("GET", None) if route in _READ_ONLY_ROUTES else ("POST", body)
-            call = self._get_session().request(method, f"{url}/{route}", data=data, headers=headers)
+            call = self._get_http_session().request(
+                method, f"{url}/{route}", data=data, headers=headers
+            )
             async with call as answer:
                 return answer.status, await answer.read()
 
@@ -174,7 +178,7 @@ class ControlProxyApp(JsonApp):
             asked.cancel()
             left.cancel()
 
-    def _get_session(self) -> aiohttp.ClientSession:
+    def _get_http_session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
             # Each call has a limit of its own.
             self._upstream = aiohttp.ClientSession(
@@ -197,7 +201,7 @@ def _read_caller(request: Request) -> ControlCaller:
     return ControlCaller(
         incarnation=int(_read_number_header(request, INCARNATION_HEADER)),
         generation=int(_read_number_header(request, GENERATION_HEADER)),
-        deadline_s=_read_number_header(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
+        deadline_s=_read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 
 

@@ -49,7 +49,7 @@ def run(config: dict[str, Any]) -> None:
     try:
         while not stop.requested:
             for replica in replicas:
-                replica.tick()
+                replica.maintain_server()
             stop.wait(POLL_S)
     finally:
         rendezvous.remove_endpoint(paths.rendezvous_dir, service)

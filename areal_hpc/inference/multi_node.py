@@ -8,7 +8,7 @@ import threading
 
 from areal_hpc.inference.command import ServerPorts
 from areal_hpc.jobs.topology import get_advertised_host
-from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
+from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 
 NODE_TIMEOUT_S = 15.0
 """A node that runs a part and is not heard of for so long is lost."""
@@ -20,22 +20,22 @@ class NodePartTracker:
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
         self._lock = threading.Lock()
-        self._wanted = NodePartReply(0, "")
+        self._wanted = FollowerPollReply(0, "")
         self._heard_at_s: dict[int, float] = {}
         """Time at which each node last reported its part of the present incarnation."""
         self._loss = ""
 
-    def begin_parts(self, incarnation: int, meeting_point: str) -> None:
+    def assign_incarnation(self, incarnation: int, meeting_point: str) -> None:
         """Have every further node run its part."""
         with self._lock:
-            self._wanted, self._loss = NodePartReply(incarnation, meeting_point), ""
+            self._wanted, self._loss = FollowerPollReply(incarnation, meeting_point), ""
             self._heard_at_s.clear()
 
-    def end_parts(self) -> None:
+    def clear_assignment(self) -> None:
         """Have no part run."""
-        self.begin_parts(0, "")
+        self.assign_incarnation(0, "")
 
-    def answer_node(self, request: NodePartRequest, now_s: float) -> NodePartReply:
+    def answer_node(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
         """Hear a node; what it is to run.
 
         Raises:
@@ -48,7 +48,7 @@ class NodePartTracker:
                 self._heard_at_s[request.node] = now_s
             elif request.node in self._heard_at_s:
                 self._loss = f"lost its process on node {request.node} of the cell"
-            return NodePartReply(0, "") if self._loss else self._wanted
+            return FollowerPollReply(0, "") if self._loss else self._wanted
 
     def describe_loss(self, now_s: float) -> str:
         """Why the present incarnation cannot go on, in words; empty while it can."""

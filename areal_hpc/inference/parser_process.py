@@ -18,11 +18,11 @@ import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
 from areal_hpc.wire.parsers import (
-    ConstrainRequest,
-    ParsedCall,
+    ParsedToolCall,
     ParseRequest,
     ParserReply,
-    ReplyOpening,
+    ReplyParseContext,
+    ToolGrammarRequest,
 )
 
 # isort: split
@@ -31,7 +31,7 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 MAX_OPEN_REPLIES = 4096
-MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
+CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
 
 
@@ -65,11 +65,11 @@ class ReplyFormats:
         return ReasoningParser(
             self._reasoning_parser,
             stream_reasoning=True,
-            force_reasoning=self._begins_inside(prompt_end),
+            force_reasoning=self._prompt_opens_reasoning(prompt_end),
             tool_call_parser_active=may_call,
         )
 
-    def _begins_inside(self, prompt_end: str) -> bool | None:
+    def _prompt_opens_reasoning(self, prompt_end: str) -> bool | None:
         """True if the prompt opened the reasoning; None when it has no sign of it."""
         detector = ReasoningParser(self._reasoning_parser).detector
         opened = prompt_end.rfind(detector.think_start_token)
@@ -80,13 +80,13 @@ class ReplyFormats:
         """True if a grammar has to wait for the end of the reasoning."""
         if not self._reasoning_parser:
             return False
-        inside = self._begins_inside(prompt_end)
+        inside = self._prompt_opens_reasoning(prompt_end)
         if inside is not None:
             return inside
         default = ReasoningParser(self._reasoning_parser).detector.reasoning_default
         return default in ("always", "thinking", "enable_thinking")
 
-    def build_tool_grammar(self, request: ConstrainRequest) -> tuple[str, str]:
+    def build_tool_grammar(self, request: ToolGrammarRequest) -> tuple[str, str]:
         """(sampling parameter, its value) that holds the model to the asked tool choice.
 
         Raises:
@@ -100,8 +100,8 @@ class ReplyFormats:
         parser = self.build_call_parser(chosen)
         if parser is None:
             return "", ""
-        if not request.parallel and _get_call_frames(parser) is not None:
-            return "structural_tag", _build_one_call_tag(parser, chosen, request.required)
+        if not request.parallel and _get_structure_info(parser) is not None:
+            return "structural_tag", _build_single_call_grammar(parser, chosen, request.required)
         if not request.parallel and not request.required:
             raise ValueError(
                 f"tool_choice=auto cannot limit format {self._tool_parser} to one call"
@@ -120,7 +120,7 @@ class ReplyFormats:
         return kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _get_call_frames(parser: Any) -> Any:
+def _get_structure_info(parser: Any) -> Any:
     """Name -> how a call of that tool begins and ends; None where JSON alone does not fill it."""
     if not parser.detector.supports_structural_tag():
         return None
@@ -132,9 +132,9 @@ def _get_call_frames(parser: Any) -> Any:
     return frames
 
 
-def _build_one_call_tag(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
+def _build_single_call_grammar(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
     """A structural tag after whose first call the reply ends."""
-    frames = _get_call_frames(parser)
+    frames = _get_structure_info(parser)
     tags = []
     for tool in tools:
         function = tool["function"]
@@ -155,7 +155,7 @@ def _build_one_call_tag(parser: Any, tools: Sequence[dict[str, Any]], required: 
 class ReplyParser:
     """One reply while it is being said."""
 
-    def __init__(self, formats: ReplyFormats, opening: ReplyOpening) -> None:
+    def __init__(self, formats: ReplyFormats, opening: ReplyParseContext) -> None:
         self._formats = formats
         self._tools = opening.tools
         self._calls = formats.build_call_parser(opening.tools)
@@ -168,21 +168,21 @@ class ReplyParser:
         self._reasoned = False
         self._held = ""
         """Line breaks that are part of the reasoning only if more of it follows."""
-        self._markers = _list_marker_texts(self._calls) if self._calls is not None else []
+        self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
     def stop_parsing(self, text: str) -> str:
         """Everything that has not been shown, as it is; from now on nothing is parsed."""
         self._calls = self._reasoning = None
         self._body += "" if self._body.endswith(text) else text
-        return self._show_until(len(self._body))
+        return self._pop_text_until(len(self._body))
 
     def feed(self, text: str, last: bool) -> ParserReply:
         """What can be shown after the next text, all of it after the last."""
         reasoning, body = "", text
         if self._reasoning is not None:
-            reasoning, body = _fill_pair(self._reasoning.parse_stream_chunk(text))
+            reasoning, body = _replace_none(self._reasoning.parse_stream_chunk(text))
             if last:
-                more_reasoning, more_body = _fill_pair(self._reasoning.parse_stream_end())
+                more_reasoning, more_body = _replace_none(self._reasoning.parse_stream_end())
                 reasoning, body = reasoning + more_reasoning, body + more_body
             reasoning, body = self._trim_line_breaks(reasoning, body)
         self._body += body
@@ -190,10 +190,10 @@ class ReplyParser:
         if last:
             shown.text, shown.calls = self._finish_reply()
         elif self._calls is None:
-            shown.text = self._show_until(len(self._body))
+            shown.text = self._pop_text_until(len(self._body))
         elif self._markers and not self._calls.has_tool_call(self._body):
-            shown.text = self._show_until(
-                len(self._body) - _count_marker_prefix(self._body, self._markers)
+            shown.text = self._pop_text_until(
+                len(self._body) - _count_partial_marker_chars(self._body, self._markers)
             )
         return shown
 
@@ -207,17 +207,17 @@ class ReplyParser:
         self._reasoned = self._reasoned or bool(kept)
         return kept, body if self._body else body.lstrip("\n")
 
-    def _show_until(self, end: int) -> str:
+    def _pop_text_until(self, end: int) -> str:
         start, self._shown_chars = self._shown_chars, max(end, self._shown_chars)
         return self._body[start:end]
 
-    def _finish_reply(self) -> tuple[str, list[ParsedCall]]:
+    def _finish_reply(self) -> tuple[str, list[ParsedToolCall]]:
         """What has not been shown yet, and the calls."""
         if self._calls is None or not self._calls.has_tool_call(self._body):
-            return self._show_until(len(self._body)), []
+            return self._pop_text_until(len(self._body)), []
         text, calls = _parse_calls(self._formats.build_call_parser(self._tools), self._body)
         if not calls:
-            return self._show_until(len(self._body)), []
+            return self._pop_text_until(len(self._body)), []
         shown = self._body[: self._shown_chars]
         if text.startswith(shown):
             text = text[len(shown) :]
@@ -238,16 +238,16 @@ class ReplyParser:
         )
 
 
-def _list_marker_texts(parser: Any) -> list[str]:
+def _list_call_markers(parser: Any) -> list[str]:
     """Texts with which a call of this format begins."""
-    markers = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
-    frames = _get_call_frames(parser)
+    markers = {getattr(parser.detector, name, "") for name in CALL_MARKER_ATTRIBUTES}
+    frames = _get_structure_info(parser)
     if frames is not None:
         markers.add(frames("x").trigger)
     return sorted(markers - {"", None}, key=len, reverse=True)
 
 
-def _count_marker_prefix(text: str, markers: Sequence[str]) -> int:
+def _count_partial_marker_chars(text: str, markers: Sequence[str]) -> int:
     """Number of characters at the end of `text` that may be the beginning of a marker."""
     return max(
         count
@@ -257,13 +257,13 @@ def _count_marker_prefix(text: str, markers: Sequence[str]) -> int:
     )
 
 
-def _fill_pair(texts: tuple[str | None, str | None]) -> tuple[str, str]:
+def _replace_none(texts: tuple[str | None, str | None]) -> tuple[str, str]:
     return texts[0] or "", texts[1] or ""
 
 
-def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
+def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedToolCall]]:
     text, items = parser.parse_non_stream(body)
-    return text, [ParsedCall(item.name or "", item.parameters) for item in items]
+    return text, [ParsedToolCall(item.name or "", item.parameters) for item in items]
 
 
 class ParserServer:
@@ -273,10 +273,10 @@ class ParserServer:
         self._formats = formats
         self._replies: dict[int, ReplyParser] = {}
 
-    def answer(self, request: ParseRequest | ConstrainRequest) -> ParserReply:
+    def answer(self, request: ParseRequest | ToolGrammarRequest) -> ParserReply:
         """The reply to a request. SGLang's failures become its `error`."""
         try:
-            if isinstance(request, ConstrainRequest):
+            if isinstance(request, ToolGrammarRequest):
                 grammar, value = self._formats.build_tool_grammar(request)
                 reasons_first = self._formats.reasons_first(request.prompt_end)
                 reply = ParserReply(
@@ -312,7 +312,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
     process = ParserServer(ReplyFormats(*sys.argv[1:3]))
-    decoder = msgspec.json.Decoder(ParseRequest | ConstrainRequest)
+    decoder = msgspec.json.Decoder(ParseRequest | ToolGrammarRequest)
     out.write(msgspec.json.encode(ParserReply()) + b"\n")
     for line in sys.stdin.buffer:
         out.write(msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")

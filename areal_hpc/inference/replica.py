@@ -30,7 +30,7 @@ from areal_hpc.wire.replicas import (
     ReplicaState,
     ReplicaView,
     ServeRequest,
-    UpdatePause,
+    UpdatePauseStats,
 )
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class ControlCaller:
 class Replica:
     """A server and its successors.
 
-    `tick` runs in the job's main thread; the control proxy's thread reads `view` and reports what
-    passed through it. A lock keeps the two from seeing half a change.
+    `maintain_server` runs in the job's main thread; the control proxy's thread calls `build_view`
+    and reports what passed through it. A lock keeps the two from seeing half a change.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Replica:
         self._state: ReplicaState = "starting"
         self._update_state = WeightUpdateState()
         self._incarnation = self._read_last_incarnation()
-        self._update_pause: UpdatePause | None = None
+        self._update_pause: UpdatePauseStats | None = None
         self._generation = 0
         self._probe: HealthProbe | None = None
         self._ready_at = 0.0
@@ -88,10 +88,10 @@ class Replica:
         self._failures_in_a_row = 0
         self._not_before = 0.0
 
-    def view(self) -> ReplicaView:
+    def build_view(self) -> ReplicaView:
         """State of this replica as its cell reports it."""
         with self._lock:
-            version = self._update_state.version
+            version = self._update_state.served_version
             return ReplicaView(
                 self.index,
                 self._incarnation,
@@ -114,7 +114,7 @@ class Replica:
 
     # -- the job's main thread ---------------------------------------------------------------
 
-    def tick(self) -> None:
+    def maintain_server(self) -> None:
         """Look after the server once: start, promote or replace it.
 
         Raises:
@@ -126,18 +126,18 @@ class Replica:
             if now >= self._not_before:
                 self._start_server()
         elif death := self._server.describe_exit() or self.nodes.describe_loss(now):
-            self._on_exit(self._server, death)
+            self._handle_failure(self._server, death)
         elif self._state == "starting":
             self._check_startup(self._server, now)
         elif route := self._update_state.unanswered:
-            self._on_exit(self._server, f"did not respond to {route}", is_crash=False)
-        elif self._has_lost_sender(now):
+            self._handle_failure(self._server, f"did not respond to {route}", is_crash=False)
+        elif self._detect_lost_sender(now):
             self._handle_lost_sender(self._server)
-        elif self._probe is not None and self._probe.poll(
+        elif self._probe is not None and self._probe.check_timed_out(
             may_ask=not self._update_state.has_sender
         ):
             timeout_s = self._config.health_timeout_s
-            self._on_exit(self._server, f"was unresponsive for {timeout_s:.0f} s")
+            self._handle_failure(self._server, f"was unresponsive for {timeout_s:.0f} s")
 
     def _start_server(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
@@ -147,7 +147,7 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.begin_parts(incarnation, get_rendezvous_address(ports))
+        self.nodes.assign_incarnation(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _check_startup(self, server: SGLangServer, now: float) -> None:
@@ -160,35 +160,37 @@ class Replica:
             self._failures_in_a_row = 0
             self._record_event("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > timeout_s:
-            self._on_exit(server, f"was not ready within {timeout_s:.0f} s")
-        elif server.is_lingering(now):
-            self._on_exit(server, "could not bind its port")
+            self._handle_failure(server, f"was not ready within {timeout_s:.0f} s")
+        elif server.failed_to_bind(now):
+            self._handle_failure(server, "could not bind its port")
 
-    def _has_lost_sender(self, now: float) -> bool:
+    def _detect_lost_sender(self, now: float) -> bool:
         with self._lock:
-            self._update_state.is_closing = self._update_state.is_overdue(now)
+            self._update_state.is_closing = self._update_state.is_sender_overdue(now)
             return self._update_state.is_closing
 
     def _handle_lost_sender(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._update_state.is_changed:
-            self._on_exit(
+            self._handle_failure(
                 server, "has weights from an update whose sender disappeared", is_crash=False
             )
         elif self._update_state.is_paused and not server.continue_generation():
-            self._on_exit(server, "did not resume after its sender disappeared", is_crash=False)
+            self._handle_failure(
+                server, "did not resume after its sender disappeared", is_crash=False
+            )
         else:
             with self._lock:
-                self._update_state.expire()
-            self._record_event("weight_sender_lost", version=self._update_state.version)
+                self._update_state.drop_lost_sender()
+            self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
-    def _on_exit(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
+    def _handle_failure(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
         An end that was not the server's own fault does not count.
         """
-        usage_error, starting = server.usage_error, self._state == "starting"
-        self.nodes.end_parts()
+        usage_error, starting = server.has_usage_error, self._state == "starting"
+        self.nodes.clear_assignment()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         self._record_event("replica_died", reason=reason)
@@ -227,7 +229,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self.nodes.end_parts()
+        self.nodes.clear_assignment()
         if self._server is not None:
             self._server.kill(grace_s)
 
@@ -243,14 +245,14 @@ class Replica:
         with self._lock:
             self._check_caller(caller)
             self._update_state.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
-            return self.view()
+            return self.build_view()
 
-    def serve(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
+    def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._check_caller(caller)
-            self._update_state.serve(request.version)
-            return self.view()
+            self._update_state.mark_serving(request.version)
+            return self.build_view()
 
     def begin_control_call(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be forwarded."""
@@ -272,7 +274,7 @@ class Replica:
                 route, now, caller.deadline_s, accepted=bool(accepted)
             )
 
-    def note_update_pause(self, pause: UpdatePause) -> None:
+    def record_update_pause(self, pause: UpdatePauseStats) -> None:
         """Tokens come again after an update."""
         with self._lock:
             self._update_pause = pause

@@ -22,7 +22,7 @@ from areal_hpc.wire.http import responds_ok
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
-_PROBE_TIMEOUT_S = 0.5
+_READY_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
 _PROCESS_TITLE_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
@@ -32,7 +32,7 @@ _LOCAL_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_PORT = 10000
 _MIN_PORT_COUNT = 1000
 """Fewer, and cells that start together would choose alike."""
-_LOG_PERIOD_S = 2.0
+_LOG_READ_INTERVAL_S = 2.0
 _PROBES_PER_TIMEOUT = 6
 """A server has several chances to answer before it counts as silent."""
 
@@ -73,7 +73,7 @@ class SGLangServer:
         self.started_at = time.monotonic()
         self._http_port = ports.http
         self._members: list[psutil.Process] | None = None  # once it has been ready
-        self._log_due_at = self.started_at + _LOG_PERIOD_S
+        self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
         # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
         # What torch compiled stays where the next server finds it.
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
@@ -101,7 +101,7 @@ class SGLangServer:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        if not responds_ok("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
+        if not responds_ok("GET", f"{self.url}/ready", _READY_TIMEOUT_S):
             return False
         if self._members is None:
             if not _is_listening(self.pid, self._http_port):
@@ -129,18 +129,18 @@ class SGLangServer:
             return f"lost its process {member.pid}"
         return ""
 
-    def is_lingering(self, now: float) -> bool:
+    def failed_to_bind(self, now: float) -> bool:
         """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
 
         Its log may be on storage that all cells share, so it is read every two seconds at most.
         """
         if now < self._log_due_at:
             return False
-        self._log_due_at = now + _LOG_PERIOD_S
+        self._log_due_at = now + _LOG_READ_INTERVAL_S
         return self.lost_port_race()
 
     @property
-    def usage_error(self) -> bool:
+    def has_usage_error(self) -> bool:
         """True when SGLang did not understand its command line."""
         return self._process.poll() == 2  # argparse's exit code
 
@@ -204,7 +204,7 @@ class HealthProbe:
         self._probe: threading.Thread | None = None
         self._asked_at = self._alive_at = time.monotonic()
 
-    def poll(self, *, may_ask: bool) -> bool:
+    def check_timed_out(self, *, may_ask: bool) -> bool:
         """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
         While an update is under way it may not be asked: the server then need not answer, and its

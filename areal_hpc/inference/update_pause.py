@@ -17,13 +17,13 @@ import msgspec
 
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.update_state import WEIGHT_CHANGING_ROUTES
-from areal_hpc.wire.replicas import UpdatePause
+from areal_hpc.wire.replicas import UpdatePauseStats
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.01
-MAX_WAIT_S = 120.0
-_SERVE_WAIT_S = 5.0
+FIRST_TOKEN_POLL_S = 0.01
+FIRST_TOKEN_TIMEOUT_S = 120.0
+_SERVING_TIMEOUT_S = 5.0
 
 
 class _SchedulerLoad(msgspec.Struct):
@@ -62,7 +62,7 @@ class UpdatePauseTimer:
             self._start_task(self._read_load_before(url))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
-            self._start_task(self._await_first_token(url, self._before, paused_s, asked_at))
+            self._start_task(self._measure_pause(url, self._before, paused_s, asked_at))
             self._before, self._paused_at = None, 0.0
 
     def _start_task(self, look: Awaitable[None]) -> None:
@@ -80,26 +80,26 @@ class UpdatePauseTimer:
     async def _read_load_before(self, url: str) -> None:
         self._before = await self._read_newest_load(url)
 
-    async def _await_first_token(
+    async def _measure_pause(
         self, url: str, before: _SchedulerLoad, paused_s: float, continued_at: float
     ) -> None:
         token_at = continued_at
         if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
-            give_up_at = continued_at + MAX_WAIT_S
+            give_up_at = continued_at + FIRST_TOKEN_TIMEOUT_S
             while (
                 load := await self._read_newest_load(url)
             ) is None or load.timestamp < continued_at:
                 if time.time() > give_up_at:
                     return
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(FIRST_TOKEN_POLL_S)
             token_at = load.timestamp
         # The sender opens the replica right after it let generation go on.
-        give_up_at = time.time() + _SERVE_WAIT_S
-        while not (version := self._replica.view().version) and time.time() < give_up_at:
-            await asyncio.sleep(POLL_S)
+        give_up_at = time.time() + _SERVING_TIMEOUT_S
+        while not (version := self._replica.build_view().version) and time.time() < give_up_at:
+            await asyncio.sleep(FIRST_TOKEN_POLL_S)
         reprefill_s = token_at - continued_at
-        self._replica.note_update_pause(
-            UpdatePause(
+        self._replica.record_update_pause(
+            UpdatePauseStats(
                 version,
                 round(paused_s + reprefill_s, 4),
                 round(reprefill_s, 4),

@@ -32,7 +32,7 @@ class WeightUpdateState:
         """A change of the weights was begun and has not been verified."""
 
     @property
-    def version(self) -> str:
+    def served_version(self) -> str:
         """Version that agents may be served; empty when there is none."""
         return "" if self._is_fenced else self._version
 
@@ -41,7 +41,7 @@ class WeightUpdateState:
         """A sender is at work, so health cannot be judged by what SGLang answers."""
         return self._sender_until < math.inf
 
-    def is_overdue(self, now: float) -> bool:
+    def is_sender_overdue(self, now: float) -> bool:
         """The sender has vanished."""
         return now >= self._sender_until and not self._calls_in_flight
 
@@ -49,14 +49,14 @@ class WeightUpdateState:
         """Take the replica out of service. A second fence does not put off the deadline."""
         self._is_fenced = True
         self._fence_stays = stays
-        self._extend_sender_deadline(now + deadline_s)
+        self._start_sender_deadline(now + deadline_s)
 
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
         self._calls_in_flight += 1
         if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
-            self._extend_sender_deadline(now + deadline_s)
+            self._start_sender_deadline(now + deadline_s)
 
     def on_call_finished(
         self, route: str, now: float, deadline_s: float, *, accepted: bool
@@ -73,23 +73,23 @@ class WeightUpdateState:
             self.is_paused = False
         elif route == "pause_generation":
             self.is_paused = True
-            self._extend_sender_deadline(now + deadline_s)
+            self._start_sender_deadline(now + deadline_s)
         elif self.has_sender:
             self._sender_until = now + deadline_s
 
-    def serve(self, version: str) -> None:
+    def mark_serving(self, version: str) -> None:
         """The weights were verified."""
         self._version = version
         self.is_changed = self._is_fenced = self._fence_stays = False
         self._sender_until = math.inf
 
-    def expire(self) -> None:
+    def drop_lost_sender(self) -> None:
         """The sender vanished before it changed anything: the old weights are as good as ever."""
         assert not self.is_changed
         self.is_paused = self.is_closing = False
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _extend_sender_deadline(self, until: float) -> None:
+    def _start_sender_deadline(self, until: float) -> None:
         if not self.has_sender:
             self._sender_until = until

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
+from areal_hpc.inference.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
 from areal_hpc.inference.sglang_server import STOP_GRACE_S, SGLangServer, find_free_ports
@@ -21,13 +21,13 @@ from areal_hpc.jobs.topology import get_advertised_host, get_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
-from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
+from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 5.0
-BuildPartCommand = Callable[[int, ServerPorts, NodePart], ServerCommand]
+BuildPartCommand = Callable[[int, ServerPorts, NodeOptions], ServerCommand]
 """(incarnation, ports, part) to the command of that start of the part."""
 
 
@@ -47,7 +47,7 @@ def run(config: dict[str, Any]) -> None:
     )
     try:
         while not stop.requested:
-            worker.tick()
+            worker.sync_with_head_node()
             stop.wait(POLL_S)
     finally:
         worker.end()
@@ -84,42 +84,42 @@ class WorkerNode:
         self._incarnation = 0
         self._answered_at_s = time.monotonic()
 
-    def tick(self) -> None:
+    def sync_with_head_node(self) -> None:
         """Ask once, and do what was said."""
         if self._server is not None and (death := self._server.describe_exit()):
             log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
-            self._end_part()
+            self._stop_server_part()
         try:
             reply = self._ask_head_node()
         except ClusterError as error:
             silent_s = time.monotonic() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
                 log.error("stopped: the head node is unreachable: %s", error)
-                self._end_part()
+                self._stop_server_part()
             return
         self._answered_at_s = time.monotonic()
         if reply.incarnation != self._incarnation:
-            self._end_part()
+            self._stop_server_part()
             if reply.incarnation:
-                self._begin_part(reply)
+                self._start_server_part(reply)
 
-    def _ask_head_node(self) -> NodePartReply:
+    def _ask_head_node(self) -> FollowerPollReply:
         service = rendezvous.format_control_proxy_name(self._cell)
         endpoint = rendezvous.find_endpoint(self._rendezvous_dir, service)
         if endpoint is None:
             raise ClusterError(f"the control proxy of {self._cell} is not published")
-        request = NodePartRequest(self._node, self._incarnation)
-        return self._client.call(f"{endpoint.url}/follow", request, NodePartReply)
+        request = FollowerPollRequest(self._node, self._incarnation)
+        return self._client.call(f"{endpoint.url}/follow", request, FollowerPollReply)
 
-    def _begin_part(self, reply: NodePartReply) -> None:
+    def _start_server_part(self, reply: FollowerPollReply) -> None:
         ports = find_free_ports()
-        part = NodePart(self._node, self._nodes, reply.meeting_point, get_advertised_host())
+        part = NodeOptions(self._node, self._nodes, reply.meeting_point, get_advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
         self._server = SGLangServer(self._launch(reply.incarnation, ports, part), ports, log_path)
         self._incarnation = reply.incarnation
         log.info("restart %d: starting this node's part", reply.incarnation)
 
-    def _end_part(self) -> None:
+    def _stop_server_part(self) -> None:
         if self._server is not None:
             self._server.request_stop()
             self._server.kill(STOP_GRACE_S)
@@ -127,5 +127,5 @@ class WorkerNode:
 
     def end(self) -> None:
         """End the part, and ask no more."""
-        self._end_part()
+        self._stop_server_part()
         self._client.close()

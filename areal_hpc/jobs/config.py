@@ -17,7 +17,7 @@ class JobConfig(BaseConfig):
 
     run_dir: Path
 
-    def build_process(
+    def build_process_spec(
         self,
         name: str,
         *,

@@ -23,7 +23,7 @@ class VisibleGpus:
 
 def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> VisibleGpus:
     """The GPUs that the variable names; if it is not set, those with a device file."""
-    named = read_named_gpus(environ)
+    named = parse_visible_devices(environ)
     if named is not None:
         return VisibleGpus(
             named, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}"
@@ -32,7 +32,7 @@ def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> Vi
     return VisibleGpus(tuple(map(str, range(len(list_device_files(dev))))), f"{dev}/nvidia[0-9]*")
 
 
-def read_named_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+def parse_visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs that the variable names, each once; None if it is not set, which hides none."""
     if VISIBLE_DEVICES_VARIABLE not in environ:
         return None

@@ -49,12 +49,12 @@ def probe_node(
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
-        findings += check_gpus(asked, *list_gpus())
+        findings += check_gpus(asked, *query_gpu_errors())
     return findings
 
 
-def list_gpus() -> tuple[dict[str, int], str]:
-    """What `read_gpus` makes of the GPUs that the driver sees, and its complaint if it has one."""
+def query_gpu_errors() -> tuple[dict[str, int], str]:
+    """What `parse_gpu_errors` makes of the driver's GPUs, and the driver's complaint if any."""
     try:
         fields = "index,ecc.errors.uncorrected.volatile.total"
         answer = subprocess.run(
@@ -67,10 +67,10 @@ def list_gpus() -> tuple[dict[str, int], str]:
     except subprocess.TimeoutExpired:
         return {}, f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
     complaint = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()
-    return read_gpus(answer.stdout) if not complaint else {}, complaint
+    return parse_gpu_errors(answer.stdout) if not complaint else {}, complaint
 
 
-def read_gpus(listed: str) -> dict[str, int]:
+def parse_gpu_errors(listed: str) -> dict[str, int]:
     """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
     rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
     return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
@@ -151,7 +151,7 @@ class ReachabilityServer:
             ) from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
-    def answer(self, for_s: float) -> None:
+    def start_answering(self, for_s: float) -> None:
         """Answer in the background."""
         threading.Thread(
             target=self._answer_probes, args=(for_s,), name="greeter", daemon=True

@@ -52,7 +52,7 @@ class ProgressTracker:
         except FileNotFoundError:
             return 0
 
-    def close(self, outcomes: Sequence[TaskExit]) -> int:
+    def update_failure_count(self, outcomes: Sequence[TaskExit]) -> int:
         """Count this start; failures in a row without progress. A stop counts for nothing."""
         lived_s = time.monotonic() - self._began_at
         made_progress = (
@@ -121,7 +121,7 @@ def _request_restart(
     excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
     try:
         if hold:
-            _hold_job(launch.paths, job_id)
+            _requeue_held(launch.paths, job_id)
             return "held"
         scontrol.control_job("requeue", job_id)
     except SlurmCommandError as refusal:
@@ -136,7 +136,7 @@ def _request_restart(
     return "requeued"
 
 
-def _hold_job(job: JobPaths, job_id: str) -> None:
+def _requeue_held(job: JobPaths, job_id: str) -> None:
     """Noted first: a job that is held and not on the list would be held for good."""
     note = job.hold_note
     note.parent.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from areal_hpc.jobs.topology import (
     TaskPosition,
     expand_node_list,
     find_interface,
-    find_reachable_host,
+    find_own_address,
     get_slurm_restart_count,
 )
 from areal_hpc.rundir.events import EventLog
@@ -47,7 +47,7 @@ POLL_S = 2.0
 """Between two looks at the shared storage."""
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
-LEAVE_TIMEOUT_S = 60.0
+TASK_EXIT_TIMEOUT_S = 60.0
 """Longest that the tasks of a job wait for one another at its end."""
 PREEMPTED_REASON = "preempted by a job of higher priority"
 WAIT_FOR_KILL_S = 300.0
@@ -78,7 +78,7 @@ class SlurmTask:
         self._is_superseded = self._is_preempted = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
-    def start(self) -> TaskExit | None:
+    def prepare_start(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
         Raises:
@@ -88,15 +88,15 @@ class SlurmTask:
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
             if position.is_first:
-                self._start = self._join_start(environ, nodes)
+                self._start = self._publish_start(environ, nodes)
             else:
                 self._start = starts.wait_for_start(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
-                    starts.report_node(self._starts_dir, self._start, position.node_rank)
+                    starts.report_node_joined(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
-            return self._exclude_node(self._node, [NodeProblem(str(error))])
+            return self._report_node_problems(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
@@ -105,25 +105,25 @@ class SlurmTask:
         least_free_bytes = self._slurm.least_free_bytes
         findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
         if findings:
-            return self._exclude_node(self._node, findings)
+            return self._report_node_problems(self._node, findings)
         if position.is_first and nodes > 1:
-            return self._report_absent_nodes(
+            return self._wait_for_nodes(
                 self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
             )
         return None
 
-    def _join_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
+    def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
         address = ""
         if nodes > 1:
-            greeter = ReachabilityServer(find_reachable_host(self._slurm.interface, environ))
-            greeter.answer(self._slurm.join_timeout_s)
+            greeter = ReachabilityServer(find_own_address(self._slurm.interface, environ))
+            greeter.start_answering(self._slurm.join_timeout_s)
             address = greeter.address
-        start = starts.take_next_start(self._starts_dir, self._incarnation, self._node, address)
+        start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
         self._ends_at = time_limit.read_end_time(environ)
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
-    def _report_absent_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
+    def _wait_for_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
@@ -133,10 +133,10 @@ class SlurmTask:
         )
         # With most of them away it is rather the first that is alone.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
-        self._absent = [self._exclude_node(nodes[place], [finding]) for place in absent]
+        self._absent = [self._report_node_problems(nodes[place], [finding]) for place in absent]
         return self._absent[0] if self._absent else None
 
-    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit:
+    def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES
@@ -160,14 +160,14 @@ class SlurmTask:
             RecipeError: The interface that the site names does not exist here.
         """
         assert self._start is not None
-        host = find_reachable_host(self._slurm.interface, os.environ)
+        host = find_own_address(self._slurm.interface, os.environ)
         interface = find_interface(host)
         return {
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
             "AREAL_HPC_JOB_START": str(self._start.number),
             starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
-            time_limit.CHECKPOINT_TIME_VARIABLE: str(self._paths.checkpoint_time),
+            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_time),
         }
 
     @property
@@ -175,7 +175,7 @@ class SlurmTask:
         assert self._start is not None
         return starts.get_stop_note_path(self._starts_dir, self._start)
 
-    def poll(self, *, is_leading: bool) -> TaskExit | None:
+    def poll_for_stop(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
         Where a process runs whose end ends the job (`is_leading`), it is not disturbed when the
@@ -207,12 +207,12 @@ class SlurmTask:
         if self._ends_at is not None:
             # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
             lead_s = self._launch.stop_grace_s + self._slurm.margin_s
-            lead_s += time_limit.read_checkpoint_time_s(self._paths)
+            lead_s += time_limit.read_checkpoint_duration_s(self._paths)
             if time.time() >= self._ends_at - lead_s:
                 return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
         return None
 
-    def begin_stop(self, outcome: TaskExit) -> float:
+    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
         """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
@@ -239,7 +239,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + time_limit.read_checkpoint_time_s(self._paths)
+        wanted_s = grace_s + time_limit.read_checkpoint_duration_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
         except ClusterError:
@@ -264,17 +264,17 @@ class SlurmTask:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
-            outcome = self._finalize_job(outcome)
+            outcome = self._end_or_requeue_job(outcome)
             write_task_exit(self._paths, rank, outcome)
             left.touch()
         elif outcome.exit_code:
-            _wait_until(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
+            _wait_until(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
 
-    def _finalize_job(self, own: TaskExit) -> TaskExit:
+    def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather_task_exits(own), *self._absent]
         faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
-        failures = self._progress_tracker.close(outcomes)
+        failures = self._progress_tracker.update_failure_count(outcomes)
         decision = decide_restart(outcomes, failures)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
@@ -305,7 +305,7 @@ class SlurmTask:
     def _gather_task_exits(self, own: TaskExit) -> list[TaskExit]:
         """Exit statuses of the tasks, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own}
-        own_patience_s = LEAVE_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
+        own_patience_s = TASK_EXIT_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
         give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
 
         def all_are_there() -> bool:

@@ -44,7 +44,7 @@ class StopNotice(Struct, frozen=True):
     """Unix time at which processes that still run are killed."""
 
 
-def take_next_start(folder: Path, incarnation: str, node: str, address: str) -> JobStart:
+def claim_next_start(folder: Path, incarnation: str, node: str, address: str) -> JobStart:
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
     start = JobStart(number, incarnation, node, address)
@@ -74,7 +74,7 @@ def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) 
     )
 
 
-def report_node(folder: Path, start: JobStart, node_rank: int) -> None:
+def report_node_joined(folder: Path, start: JobStart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
     get_number_path(folder, start.number, f".node{node_rank}").touch()
 

@@ -45,7 +45,7 @@ BACKOFF = Backoff(0.5, 10.0)
 PROCESS_MAIN = "areal_hpc.jobs.process_main"
 
 
-def run_job(launch_path: str) -> None:
+def run_task(launch_path: str) -> None:
     """Run one task of a job to its end. This is the function that submitit calls.
 
     Exits with 0 when the job is complete, with the failed process's code otherwise. The
@@ -86,7 +86,7 @@ class LocalTask:
         self._launch = launch
         self._position = position
 
-    def start(self) -> TaskExit | None:
+    def prepare_start(self) -> TaskExit | None:
         """Nothing stands in the way."""
         return None
 
@@ -94,14 +94,14 @@ class LocalTask:
         """Nothing to know."""
         return {}
 
-    def poll(self, *, is_leading: bool) -> TaskExit | None:
+    def poll_for_stop(self, *, is_leading: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
         if lock is None or is_lock_held(lock):
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
 
-    def begin_stop(self, outcome: TaskExit) -> float:
+    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
         """Seconds that processes get to stop by themselves."""
         return self._launch.stop_grace_s
 
@@ -147,7 +147,7 @@ class _ManagedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def reason(self) -> str:
+    def read_exit_reason(self) -> str:
         """The error the process left, or the end of its log."""
         left = get_process_error_path(self.config_path)
         if left.exists():
@@ -205,7 +205,7 @@ class _Supervisor:
         return outcome
 
     def _run_processes(self) -> TaskExit:
-        if (refusal := self._task.start()) is not None:
+        if (refusal := self._task.prepare_start()) is not None:
             return refusal
         self._surroundings = self._task.build_environment()
         for child in self._children:
@@ -245,7 +245,7 @@ class _Supervisor:
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         is_leading = any(child.spec.ends_job for child in self._children)
-        if (outcome := self._task.poll(is_leading=is_leading)) is not None:
+        if (outcome := self._task.poll_for_stop(is_leading=is_leading)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
             if child.process is None:
@@ -276,7 +276,7 @@ class _Supervisor:
         made_progress = now - child.started_at >= policy.healthy_s
         child.crashes = policy.count_failures(child.crashes, made_progress=made_progress)
         if policy.decide([code], child.crashes) == "fail":
-            return TaskExit(code, spec.name, child.reason(), str(child.log_path))
+            return TaskExit(code, spec.name, child.read_exit_reason(), str(child.log_path))
         child.process = None
         child.not_before = now + BACKOFF.get_pause_s(child.crashes - 1)
         return None
@@ -287,7 +287,7 @@ class _Supervisor:
             if child.running:
                 assert child.process is not None
                 child.process.terminate()
-        grace_s = self._task.begin_stop(outcome)
+        grace_s = self._task.decide_stop_grace_s(outcome)
         give_up_at = time.monotonic() + grace_s
         while any(child.running for child in self._children) and time.monotonic() < give_up_at:
             time.sleep(POLL_S)

@@ -9,8 +9,8 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 
-CHECKPOINT_TIME_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
-"""Variable that names the file for `record_checkpoint_time`."""
+CHECKPOINT_DURATION_FILE_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
+"""Variable that names the file for `record_checkpoint_duration`."""
 
 
 def read_end_time(environ: Mapping[str, str]) -> float | None:
@@ -27,13 +27,13 @@ def read_end_time(environ: Mapping[str, str]) -> float | None:
         return None
 
 
-def record_checkpoint_time(seconds: float) -> None:
+def record_checkpoint_duration(seconds: float) -> None:
     """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
-    if path := os.environ.get(CHECKPOINT_TIME_VARIABLE):
+    if path := os.environ.get(CHECKPOINT_DURATION_FILE_VARIABLE):
         write_atomic(Path(path), f"{seconds:.3f}".encode())
 
 
-def read_checkpoint_time_s(job: JobPaths) -> float:
+def read_checkpoint_duration_s(job: JobPaths) -> float:
     """Seconds that the job's last save took; 0 before the first."""
     try:
         return float(job.checkpoint_time.read_text())

@@ -55,12 +55,12 @@ def get_task_log_dir(otherwise: Path) -> Path:
     return Path(os.environ.get("AREAL_HPC_LOG_DIR", otherwise))
 
 
-def get_job_start() -> int:
+def get_job_start_number() -> int:
     """Which start of its job this process belongs to, from 1; 0 where starts are not counted."""
     return int(os.environ.get("AREAL_HPC_JOB_START", "0"))
 
 
-def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:
+def find_own_address(interface: str, environ: Mapping[str, str]) -> str:
     """The IPv4 address by which other nodes of the cluster reach this one.
 
     Asked in turn: `AREAL_HPC_HOST`; the named interface; what this host's name resolves to, unless

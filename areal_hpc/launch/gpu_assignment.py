@@ -28,7 +28,7 @@ def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> GpuAss
     # Trainer and inference name the same device: a recipe is refused otherwise.
     is_cpu = recipe.trainer.device == "auto" and not visible.ids
     if needed > len(visible.ids) and not is_cpu:
-        raise RecipeError.of([_describe_shortage(stage, needed, visible, recipe)])
+        raise RecipeError.from_problems([_describe_shortage(stage, needed, visible, recipe)])
     left = iter(visible.ids)
     return {
         job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]

@@ -18,10 +18,10 @@ from areal_hpc.trainer.model.families.architecture import find_layout_problems, 
 MIN_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
-MAX_LOAD_S = 120
+USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
-_LOAD_AGENT_SCRIPT = """
+_LOAD_USER_CODE_SCRIPT = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.recipe.user_functions import load_user_function
@@ -55,8 +55,8 @@ def check_inputs(
     ]
     problems += [*_check_run_directory(recipe.run_dir), *_check_model(recipe)]
     if (tiny := recipe.model.tiny) is not None:
-        problems += _check_layout(build_tiny_config(tiny), "model.tiny", recipe)
-    for part, key in recipe.task_sets:
+        problems += _check_parallel_sizes(build_tiny_config(tiny), "model.tiny", recipe)
+    for part, key in recipe.task_sets_with_keys:
         try:
             list_source_files(part, key)
         except RecipeError as error:
@@ -126,10 +126,12 @@ def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Pro
         yield Problem(f"{path} has no *.safetensors weights", key)
     if (path / "config.json").is_file():
         where = path / "config.json"
-        yield from _check_layout(json.loads(where.read_bytes()), str(where), recipe)
+        yield from _check_parallel_sizes(json.loads(where.read_bytes()), str(where), recipe)
 
 
-def _check_layout(config: Mapping[str, Any], where: str, recipe: Recipe) -> Iterator[Problem]:
+def _check_parallel_sizes(
+    config: Mapping[str, Any], where: str, recipe: Recipe
+) -> Iterator[Problem]:
     """Is it a network that can be trained, and does it split as the recipe asks?"""
     try:
         arch = parse_architecture(config, where)
@@ -163,24 +165,24 @@ def _check_user_code(
         asked["agents"] = [one for one in named if one[0]]
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
-            yield from _check_loading(python, asked, key, what)
+            yield from _check_user_code_loads(python, asked, key, what)
 
 
-def _check_loading(
+def _check_user_code_loads(
     python: str, request: Mapping[str, Any], key: str, what: str
 ) -> Iterator[Problem]:
     """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(
-            [python, "-c", _LOAD_AGENT_SCRIPT],
+            [python, "-c", _LOAD_USER_CODE_SCRIPT],
             input=json.dumps(request),
             capture_output=True,
             text=True,
-            timeout=MAX_LOAD_S,
+            timeout=USER_CODE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        message = f"{what} did not finish loading within {MAX_LOAD_S} s"
+        message = f"{what} did not finish loading within {USER_CODE_TIMEOUT_S} s"
         yield Problem(message, key, "move slow work out of module imports and constructors")
         return
     if answer.returncode == 0:

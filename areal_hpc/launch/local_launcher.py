@@ -11,7 +11,7 @@ from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
-from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch import setup
 from areal_hpc.launch.gpu_assignment import (
     GpuAssignment,
@@ -20,7 +20,7 @@ from areal_hpc.launch.gpu_assignment import (
     format_assignment,
 )
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
+from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
@@ -42,7 +42,7 @@ class ProgressReporter(Protocol):
     def say(self, message: str) -> None:
         """One line that stays."""
 
-    def show_news(self, stage: str) -> None:
+    def show_progress(self, stage: str) -> None:
         """Refresh what changes. Called several times a second."""
 
 
@@ -62,7 +62,7 @@ def run(
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
-    with hold_prepared_run(
+    with lock_prepared_run(
         recipe,
         say=reporter.say,
         fresh=fresh,
@@ -93,7 +93,7 @@ def run_stage(
     """
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
-        ready = PreparedRun(paths, setup.create_attempt(paths), pythons, (stage,))
+        ready = PreparedRun(paths, setup.create_attempt_log_dir(paths), pythons, (stage,))
         LocalLauncher(recipe, ready, reporter, stop).run(stage)
 
 
@@ -174,7 +174,7 @@ class LocalLauncher:
             stop_grace_s=cluster.stop_grace_s,
             gpus=self._gpus[spec.name],
         )
-        handle = submit_local(launch, run_job)
+        handle = submit_local(launch, run_task)
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 
@@ -188,15 +188,15 @@ class LocalLauncher:
         while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise RunInterruptedError
-            self._reporter.show_news(stage.name)
+            self._reporter.show_progress(stage.name)
             for job in list(self._jobs):
                 failure = self._find_failure(job)
                 if failure is not None and not stage.done_marker.exists():
-                    self._submit_again(job, failure)
+                    self._handle_job_failure(job, failure)
             time.sleep(0.2)
-        self._reporter.show_news(stage.name)
+        self._reporter.show_progress(stage.name)
 
-    def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
+    def _handle_job_failure(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
         step, now = self._read_last_step(), time.monotonic()
         progress = made_progress(

@@ -21,7 +21,7 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE, format_
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import TaskSplit
 
-MAX_RESTARTS = 20
+MAX_PROCESS_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
 
 
@@ -72,26 +72,26 @@ def plan_run(
         return (reinforcement,)
     process = SftJobConfig(
         run_dir=paths.root,
-        model_path=get_base_model(recipe, paths),
+        model_path=get_base_model_path(recipe, paths),
         dataset_path=paths.dataset("sft"),
         seed=recipe.seed,
         sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
-    ).build_process("sft", ends_job=True, uses_gpus=True)
+    ).build_process_spec("sft", ends_job=True, uses_gpus=True)
     sft = build_training_job("sft", recipe, [process])
     return (JobStage("sft", sft, (), paths.sft_export), reinforcement)
 
 
-def get_base_model(recipe: Recipe, paths: RunPaths) -> Path:
+def get_base_model_path(recipe: Recipe, paths: RunPaths) -> Path:
     """The model before any training."""
     return recipe.model.path.resolve() if recipe.model.path else paths.tiny_model_dir
 
 
-def get_initial_policy(recipe: Recipe, paths: RunPaths) -> Path:
+def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return paths.sft_export if recipe.sft else get_base_model(recipe, paths)
+    return paths.sft_export if recipe.sft else get_base_model_path(recipe, paths)
 
 
 def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
@@ -128,7 +128,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
     )
     trainer = TrainerJobConfig(
         run_dir=paths.root,
-        model_path=get_initial_policy(recipe, paths),
+        model_path=get_initial_policy_path(recipe, paths),
         seed=recipe.seed,
         trainer=recipe.trainer,
         weights=recipe.weights,
@@ -142,8 +142,8 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         "trainer",
         recipe,
         [
-            ledger.build_process(LEDGER_SERVICE, tasks="first", restarts=MAX_RESTARTS),
-            trainer.build_process("trainer", ends_job=True, uses_gpus=True),
+            ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_PROCESS_RESTARTS),
+            trainer.build_process_spec("trainer", ends_job=True, uses_gpus=True),
         ],
     )
 
@@ -162,7 +162,7 @@ def _plan_cell_job(
     recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
 ) -> JobSpec:
     inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
-    model = get_initial_policy(recipe, paths)
+    model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
         run_dir=paths.root,
         cell=name,
@@ -171,7 +171,7 @@ def _plan_cell_job(
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
-    ).build_process("inference", tasks="first", restarts=MAX_RESTARTS, uses_gpus=True)
+    ).build_process_spec("inference", tasks="first", restarts=MAX_PROCESS_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=paths.root,
@@ -185,7 +185,7 @@ def _plan_cell_job(
         reasoning_parser=inference.reasoning_parser,
         serve_python=facts.serve_python,
         online=rollout.agent.mode == "online",
-    ).build_process("proxy", tasks="first", restarts=MAX_RESTARTS)
+    ).build_process_spec("proxy", tasks="first", restarts=MAX_PROCESS_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=paths.root,
         cell=name,
@@ -197,7 +197,7 @@ def _plan_cell_job(
         splits=splits,
         sys_path=facts.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
-    ).build_process("driver", tasks="first", restarts=MAX_RESTARTS, ends_job=True)
+    ).build_process_spec("driver", tasks="first", restarts=MAX_PROCESS_RESTARTS, ends_job=True)
     nodes = inference.nodes_per_replica
     gpus = inference.replicas_per_cell * inference.tp // nodes
     return JobSpec(

@@ -46,7 +46,7 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
         )
     if model.path is not None:
         found.append(PrefetchItem("model.path", str(model.path), "model"))
-    for part, key in recipe.task_sets:
+    for part, key in recipe.task_sets_with_keys:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)
             found.append(PrefetchItem(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
@@ -80,7 +80,7 @@ def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> Non
         where = f"at {folder.name[:12]}" if want.patterns else ""
         say(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())
 
 

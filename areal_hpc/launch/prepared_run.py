@@ -12,7 +12,7 @@ from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import latest_by_name, read_submissions
+from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.queue import filter_live_jobs
@@ -31,7 +31,7 @@ class PreparedRun:
 
 
 @contextmanager
-def hold_prepared_run(
+def lock_prepared_run(
     recipe: Recipe,
     *,
     say: Callable[[str], None],
@@ -55,17 +55,17 @@ def hold_prepared_run(
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     refuse_live_jobs(paths)
     if fresh and (kept := archive_run(paths)) is not None:
         say(f"moved    the earlier run to {kept}")
     with hold_lock(paths.lock):
-        setup.report_recipe_changes(recipe, paths, say)
+        setup.check_recipe_changes(recipe, paths, say)
         if not is_finished(recipe, paths):
             paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
         paths.cancelled_marker.unlink(missing_ok=True)
         facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
-        attempt = setup.create_attempt(paths)
+        attempt = setup.create_attempt_log_dir(paths)
         setup.record_provenance(recipe, paths, attempt)
         stages = plan_run(recipe, paths, facts)
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
@@ -78,7 +78,7 @@ def refuse_live_jobs(paths: RunPaths) -> None:
     Raises:
         ClusterError: Some do, or slurmctld does not answer.
     """
-    newest = latest_by_name(read_submissions(paths.submissions))
+    newest = get_latest_submissions(read_submissions(paths.submissions))
     names = {submission.job_id: job for job, submission in newest.items()}
     if live := filter_live_jobs(list(names)):
         raise ClusterError(

@@ -15,12 +15,12 @@ import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import local_launcher, setup
-from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy
+from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import MARKER_FILE, list_checkpoints, list_leftovers
-from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
+from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
@@ -134,14 +134,14 @@ class ReplayRun:
             return  # by an earlier try
         config = ReplayJobConfig(
             run_dir=self._out.root,
-            model_path=get_initial_policy(recipe, self._run),
+            model_path=get_initial_policy_path(recipe, self._run),
             seed=recipe.seed,
             trainer=recipe.trainer,
             first_step=self.start.step + 1,
             last_step=last_step,
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
         )
-        process = config.build_process(name, ends_job=True, uses_gpus=True)
+        process = config.build_process_spec(name, ends_job=True, uses_gpus=True)
         job = build_training_job(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER_FILE
         stage = JobStage(name, job, (), done_marker)
@@ -174,9 +174,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     computed, learnt, problems = [], [], []
     for item in overrides:
         key, _, value = item.partition("=")
-        if setup.is_key_among(key, COMPUTE_KEYS):
+        if setup.is_key_at_or_below(key, COMPUTE_KEYS):
             computed.append(item)
-        elif setup.is_key_among(key, LEARNING_KEYS):
+        elif setup.is_key_at_or_below(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
@@ -184,14 +184,14 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         if key == "trainer.device":  # no engine takes part, but recipes want both alike
             computed.append(f"inference.device={value}")
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     return computed, learnt
 
 
 def find_start(run: RunPaths, first_step: int) -> ReplayStart:
     """The newest checkpoint from which `first_step` can still be reached."""
     checkpoints = list_checkpoints(run.checkpoints_dir)
-    known = read_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
+    known = read_ledger_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
     forks = tuple(sorted(known, key=lambda fork: fork.generation)) or (GenerationFork(1, 0),)
     for one in reversed(checkpoints):
         if one.state.step < first_step:
@@ -223,7 +223,7 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
         found = check_shard(path, index[name]) if name in index else ["it is not in the index"]
         problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
     if problems:
-        raise ShardError.of(problems)
+        raise ShardError.from_problems(problems)
 
 
 def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:

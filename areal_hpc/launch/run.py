@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from areal_hpc import errors
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
-from areal_hpc.recipe.loading import build_recipe, load_recipe, read_overrides
+from areal_hpc.recipe.loading import build_recipe, load_recipe, parse_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
@@ -76,9 +76,9 @@ def run(
         ClusterError: Another launcher works in this run directory.
         JobFailedError: A job failed for good.
     """
-    recipe = _build_recipe(recipe, overrides)
+    recipe = _load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
-    if not fresh and is_already_finished(recipe, paths, new_run_hint):
+    if not fresh and report_if_finished(recipe, paths, new_run_hint):
         return _read_result(paths, "finished")
     try:
         with (
@@ -98,7 +98,7 @@ def run(
         draw_learning_curve(paths)
         print("stopped; run the same command again to resume")
         return _read_result(paths, "interrupted")
-    return _summarize_end(paths)
+    return _report_finished_run(paths)
 
 
 def submit(
@@ -122,9 +122,9 @@ def submit(
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
         JobFailedError: A job failed for good while this waited.
     """
-    recipe = _build_recipe(recipe, overrides)
+    recipe = _load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
-    if not fresh and is_already_finished(recipe, paths, new_run_hint):
+    if not fresh and report_if_finished(recipe, paths, new_run_hint):
         return _read_result(paths, "finished")
     for note in (*notes, f"run      {paths.root}"):
         say(note)
@@ -138,10 +138,10 @@ def submit(
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {get_program_name()} status {paths.root}")
         return _read_result(paths, "interrupted")
-    return _summarize_end(paths)
+    return _report_finished_run(paths)
 
 
-def is_already_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
+def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
     """True if a run has nothing left to do; its summary is then printed."""
     if not is_finished(recipe, paths):
         return False
@@ -221,17 +221,17 @@ def say(message: str) -> None:
     print(message, flush=True)
 
 
-def _build_recipe(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
+def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, given)
     if not given:
         return recipe
     tree = OmegaConf.create(recipe.model_dump(mode="json"))
-    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
+    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, parse_overrides(given))))
 
 
-def _summarize_end(paths: RunPaths) -> RunResult:
+def _report_finished_run(paths: RunPaths) -> RunResult:
     draw_learning_curve(paths)
     print(format_summary(paths))
     return _read_result(paths, "finished")

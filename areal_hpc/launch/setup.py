@@ -24,7 +24,7 @@ from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 
-TOKENIZER_ROWS = 2000
+MAX_TOKENIZER_TRAINING_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""
 IMMUTABLE_KEYS = (
     "seed",
@@ -54,7 +54,7 @@ def set_up_run_dir(
     sources, task_counts = recipe.train_dataset.sources, paths.task_counts
     if not train.exists() or (sources and not task_counts.exists()):
         say("data     writing the train set")
-        counts = materialize(recipe.train_dataset.parts("train_dataset"), train, check)
+        counts = materialize(recipe.train_dataset.list_sources("train_dataset"), train, check)
         if sources:
             write_atomic(task_counts, json.dumps(counts).encode())
     if recipe.valid_dataset is not None and not valid.exists():
@@ -84,21 +84,21 @@ def set_up_run_dir(
 def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
     """Text that the tokenizer of a tiny model is trained on."""
     with demonstrations.open() as stream:
-        for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
+        for _, line in zip(range(MAX_TOKENIZER_TRAINING_ROWS), stream, strict=False):
             for message in json.loads(line)["messages"]:
                 yield message["content"]
 
 
-def create_attempt(paths: RunPaths) -> int:
+def create_attempt_log_dir(paths: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
-    attempt = max(paths.attempts(), default=0) + 1
+    attempt = max(paths.list_attempts(), default=0) + 1
     paths.log_dir(attempt).mkdir(parents=True)
     paths.latest_log.unlink(missing_ok=True)
     paths.latest_log.symlink_to(paths.log_dir(attempt).name)
     return attempt
 
 
-def report_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+def check_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Tell what differs from the recipe this run was started with.
 
     Raises:
@@ -117,15 +117,15 @@ def report_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if is_key_among(key, IMMUTABLE_KEYS)
+        if is_key_at_or_below(key, IMMUTABLE_KEYS)
     ]
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     for key in changed:
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
 
 
-def is_key_among(key: str, known: Sequence[str]) -> bool:
+def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:
     """True if a key of a recipe is one of those known, or below one of them."""
     return any(key == one or key.startswith(f"{one}.") for one in known)
 

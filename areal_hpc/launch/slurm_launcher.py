@@ -13,10 +13,10 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError, SlurmTimeoutError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
-from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.local_launcher import ProgressReporter
 from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
+from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
@@ -24,21 +24,21 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     SlurmLaunchInfo,
     Submission,
-    latest_by_name,
+    get_latest_submissions,
     read_submissions,
     read_task_exits,
     record_submission,
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import cancel_submitted
+from areal_hpc.slurm.cancel import try_cancel_jobs
 from areal_hpc.slurm.queue import filter_live_jobs
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_slurm, write_job_files
 
-POLL_S = 0.5
+RUN_FILES_POLL_S = 0.5
 """Between two looks at the run's files."""
-QUEUE_POLL_S = 15.0
+FIRST_QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
 JOBS_END_TIMEOUT_S = 120.0
@@ -61,15 +61,15 @@ def submit(
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
     with (
-        hold_prepared_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
+        lock_prepared_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
         cancel_all_on_failure() as job_ids,
     ):
         dependency = build_dependency(after)
         for stage in ready.stages:
             for request, launch in _build_jobs(stage, recipe, ready):
-                asked = request.depending_on(dependency) if dependency else request
-                job_ids.append(submit_slurm(asked, launch, run_job))
-                record_job(ready, request.job, job_ids[-1])
+                asked = request.with_dependency(dependency) if dependency else request
+                job_ids.append(submit_slurm(asked, launch, run_task))
+                record_job_submission(ready, request.job, job_ids[-1])
                 say(f"job      {request.job:<10} {job_ids[-1]:<9} {request.shape}")
             dependency = build_dependency([job_ids[-len(stage.jobs)]])  # the leader's
 
@@ -82,9 +82,9 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
         ClusterError: Jobs of the run wait or run.
     """
     build_requests(recipe, Path.cwd())
-    with hold_prepared_run(recipe, say=say, fresh=fresh) as ready:
+    with lock_prepared_run(recipe, say=say, fresh=fresh) as ready:
         return [
-            write_job_files(request, launch, run_job).script
+            write_job_files(request, launch, run_task).script
             for stage in ready.stages
             for request, launch in _build_jobs(stage, recipe, ready)
         ]
@@ -97,7 +97,7 @@ def cancel_all_on_failure() -> Iterator[list[str]]:
     try:
         yield job_ids
     except BaseException:  # boundary: half a run would wait for its other half, and cost
-        cancel_submitted(job_ids)
+        try_cancel_jobs(job_ids)
         raise
 
 
@@ -110,7 +110,7 @@ def _build_jobs(
         yield request, build_launch_file(spec, stage, recipe, ready)
 
 
-def record_job(ready: PreparedRun, job: str, job_id: str) -> None:
+def record_job_submission(ready: PreparedRun, job: str, job_id: str) -> None:
     """Write down that a job was submitted."""
     paths = ready.paths
     submission = Submission(job, job_id, ready.attempt, time.time(), str(paths.job(job).script))
@@ -130,7 +130,7 @@ def build_launch_file(
         log_dir=str(paths.log_dir(ready.attempt)),
         events=str(paths.events),
         pythons=ready.pythons,
-        variables=build_role_variables(recipe, network.variables()),
+        variables=build_role_variables(recipe, network.build_variables()),
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
             submissions=str(paths.submissions),
@@ -184,7 +184,7 @@ def build_requests(
     dependency = build_dependency(after)
     for stage in stages:
         for job in stage.jobs if dependency else ():
-            requests[job.name] = requests[job.name].depending_on(dependency)
+            requests[job.name] = requests[job.name].with_dependency(dependency)
         leading = f"{stage.leader.name.upper()}_JOBID"
         dependency = f"aftercorr:{leading}" if place.is_array else build_dependency([leading])
     return list(requests.values())
@@ -204,29 +204,29 @@ def watch(
         JobFailedError: The leading job is gone for good, and the run is not finished.
         RunInterruptedError: `stop` was set. The jobs go on.
     """
-    poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
+    poll_s, asked_at, was_gone = FIRST_QUEUE_POLL_S, time.monotonic(), False
     while not paths.finished_marker.exists():
         left = (one for one in plan_run(recipe, paths) if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
-        reporter.show_news(stage.name)
-        if stop.wait(POLL_S):
+        reporter.show_progress(stage.name)
+        if stop.wait(RUN_FILES_POLL_S):
             raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
             continue
-        is_gone = _is_gone(paths, stage.leader.name)
+        is_gone = _is_job_gone(paths, stage.leader.name)
         if is_gone and was_gone and not paths.finished_marker.exists():
             raise _build_gone_job_error(paths, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
-        poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
+        poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
-    reporter.show_news("train")
+    reporter.show_progress("train")
     _wait_for_jobs_to_end(paths, reporter, stop)
 
 
-def _is_gone(paths: RunPaths, job: str) -> bool:
+def _is_job_gone(paths: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
-    newest = latest_by_name(read_submissions(paths.submissions))[job]
+    newest = get_latest_submissions(read_submissions(paths.submissions))[job]
     try:
         return not filter_live_jobs([newest.job_id])
     except ClusterError:
@@ -234,7 +234,7 @@ def _is_gone(paths: RunPaths, job: str) -> bool:
 
 
 def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
-    for job in (leader, *latest_by_name(read_submissions(paths.submissions))):
+    for job in (leader, *get_latest_submissions(read_submissions(paths.submissions))):
         if (crash := find_crash(job, list(read_task_exits(paths.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
@@ -248,7 +248,9 @@ def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
 def _wait_for_jobs_to_end(
     paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
 ) -> None:
-    live = [one.job_id for one in latest_by_name(read_submissions(paths.submissions)).values()]
+    live = [
+        one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
+    ]
     give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now

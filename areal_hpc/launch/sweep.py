@@ -8,16 +8,16 @@ from pathlib import Path
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, hold_prepared_run
+from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.launch.slurm_launcher import (
     build_dependency,
     build_launch_file,
     build_requests,
     build_run_context,
     cancel_all_on_failure,
-    record_job,
+    record_job_submission,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -34,12 +34,12 @@ class Sweep:
     runs: tuple[Recipe, ...]
 
     @property
-    def paths(self) -> RunPaths:
+    def array_paths(self) -> RunPaths:
         """The directory of the arrays' files; each run has a directory of its own beside it."""
         return RunPaths(self.base.run_dir.resolve())
 
 
-def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
+def parse_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
     """The sweep that `KEY=V1,V2,...` asks for. Each run's trial is called after its value.
 
     Raises:
@@ -68,11 +68,11 @@ def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
         message = "the runs of a sweep must request the same resources"
         hint = "submit them one by one, each with a trial_name of its own"
         problems.append(Problem(message, key, hint))
-    if sweep.paths.recipe.exists():
-        message = f"there is a run in {sweep.paths.root}, where the arrays' files would lie"
+    if sweep.array_paths.recipe.exists():
+        message = f"there is a run in {sweep.array_paths.root}, where the arrays' files would lie"
         problems.append(Problem(message, "trial_name", "give the sweep another trial_name"))
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     return sweep
 
 
@@ -86,7 +86,7 @@ def build_array_requests(
 
 def _build_context(sweep: Sweep, working_folder: Path) -> RunContext:
     first = sweep.runs[0]
-    place = build_run_context(first, sweep.paths, get_interpreters(first), working_folder)
+    place = build_run_context(first, sweep.array_paths, get_interpreters(first), working_folder)
     return replace(
         place,
         name=f"{sweep.base.experiment_name}-{sweep.base.trial_name}",
@@ -110,7 +110,7 @@ def submit_sweep(
     """
     with ExitStack() as stack:
         ready = [
-            stack.enter_context(hold_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
+            stack.enter_context(lock_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
         ]
         submitted = stack.enter_context(cancel_all_on_failure())
         dependency = build_dependency(after)
@@ -120,7 +120,7 @@ def submit_sweep(
                 job_ids, shape = _submit_array(sweep, ready, stages, specs, dependency)
                 submitted += job_ids
                 for one, job_id in zip(ready, job_ids, strict=True):
-                    record_job(one, specs[0].name, job_id)
+                    record_job_submission(one, specs[0].name, job_id)
                 leading = leading or job_ids[0].partition("_")[0]
                 say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
@@ -141,5 +141,5 @@ def _submit_array(
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
         alone += build_job_requests([spec], slurm, place)
         launches.append(build_launch_file(spec, stage, run, one))
-    asked = request.depending_on(dependency) if dependency else request
-    return submit_array(asked, alone, launches, run_job), request.shape
+    asked = request.with_dependency(dependency) if dependency else request
+    return submit_array(asked, alone, launches, run_task), request.shape

@@ -11,16 +11,16 @@ from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 
-def read_settled(paths: RunPaths) -> Iterator[SettledTicket]:
+def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
     """Every ticket of every sealed shard, those of old batches and of lost races included."""
     for shard in read_index(paths.index_dir):
         for ticket in shard.tickets:
             ref = TicketRef(ticket.ticket_id, ticket.attempt)
-            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
+            yield SealedTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
 
 
 def form_next_batch(
@@ -32,15 +32,15 @@ def form_next_batch(
     Changes nothing: the caller makes it durable and then calls `record_batch`.
     """
     policy, size = tickets.policy, tickets.policy.batch_size
-    if tickets.n_settled < size or tickets.formed_steps >= policy.total_steps:
+    if tickets.n_settled < size or tickets.n_formed >= policy.total_steps:
         return None
     taken = tickets.list_first_settled(size)
-    current = WeightVersion(generation, tickets.formed_steps)
+    current = WeightVersion(generation, tickets.n_formed)
     stale = sum(
         _compute_ticket_age(one, current, forks) > policy.max_head_offpolicyness for one in taken
     )
     return BatchManifest(
-        tickets.formed_steps + 1, generation, taken, tickets.drop_stats.counts(stale)
+        tickets.n_formed + 1, generation, taken, tickets.drop_stats.build_batch_counts(stale)
     )
 
 
@@ -62,7 +62,7 @@ class StalenessCheck:
 
         `forks` are all generations of the run.
         """
-        policy, current = tickets.policy, WeightVersion(generation, tickets.formed_steps)
+        policy, current = tickets.policy, WeightVersion(generation, tickets.n_formed)
         known_young = self._passed if current == self._version else 0
         if policy.stale_groups == "train_with_correction" or known_young == tickets.n_settled:
             return []
@@ -78,7 +78,7 @@ class StalenessCheck:
 
 
 def _compute_ticket_age(
-    ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]
+    ticket: SealedTicket, current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:

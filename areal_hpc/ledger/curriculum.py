@@ -50,13 +50,13 @@ class Curriculum:
         # By first ticket: a write that failed may have left the line, which then counts.
         self._unwritten: dict[int, DrawnTasks] = {}
         for drawn in read_lines(path, DrawnTasks):
-            self._take_drawn(drawn)
+            self._assign_drawn_tasks(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)
         self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
         self._noted: set[int] = set()
 
-    def task_of(self, ticket_id: int) -> int:
+    def get_or_draw_task(self, ticket_id: int) -> int:
         """The task of a ticket.
 
         Raises:
@@ -70,10 +70,10 @@ class Curriculum:
             drawn = self._unwritten.get(first_ticket) or self._draw_tasks(first_ticket)
             self._unwritten[first_ticket] = drawn
             append_line(self._path, drawn, sync=True)
-            self._take_drawn(self._unwritten.pop(first_ticket))
+            self._assign_drawn_tasks(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 
-    def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
+    def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
         """A group is over; repeats change nothing, nor does the order."""
         task = self._tasks.get(ticket_id)
         if task is None or ticket_id in self._noted or not rewards:
@@ -84,7 +84,7 @@ class Curriculum:
             self._newest[task] = ticket_id
             self._reward[task] = np.mean(rewards)
 
-    def _take_drawn(self, drawn: DrawnTasks) -> None:
+    def _assign_drawn_tasks(self, drawn: DrawnTasks) -> None:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 

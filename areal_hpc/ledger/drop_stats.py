@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import BatchCounts, TicketRef
+from areal_hpc.wire.ledger import TicketCounts, TicketRef
 
-MAX_FAILED_BATCHES = 2
+MAX_FAILED_STREAK_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
-MAX_REJECTED_BATCHES = 20
+MAX_REJECTED_STREAK_BATCHES = 20
 """Batches' worth of tickets that worked and were all turned away."""
-MIN_REJECTED_TICKETS = 100
+MIN_REJECTED_STREAK_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
 
 _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
@@ -26,9 +26,9 @@ class DropStats:
     """Which tickets came to nothing and why, how many since the last batch, how many in a row."""
 
     def __init__(self, batch_size: int) -> None:
-        max_rejected = max(MIN_REJECTED_TICKETS, MAX_REJECTED_BATCHES * batch_size)
+        max_rejected = max(MIN_REJECTED_STREAK_TICKETS, MAX_REJECTED_STREAK_BATCHES * batch_size)
         self._most: dict[DropKind, int] = dict.fromkeys(_DROP_PHRASE_BY_KIND, max_rejected)
-        self._most["failed"] = MAX_FAILED_BATCHES * batch_size
+        self._most["failed"] = MAX_FAILED_STREAK_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
         self._too_old: set[TicketRef] = set()
         self._total: Counter[DropKind] = Counter()
@@ -52,7 +52,7 @@ class DropStats:
         """Without those whose rows were too old: their drivers never hear of it."""
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
-    def note(self, drop: DroppedTicket) -> None:
+    def record_drop(self, drop: DroppedTicket) -> None:
         """A ticket, or an attempt of it, came to nothing."""
         if drop.kind != "requeued":
             self._kind_of[drop.ref.ticket_id] = drop.kind
@@ -66,11 +66,11 @@ class DropStats:
         if drop.kind == "filtered":  # its agent works
             self._in_a_row["failed"] = 0
 
-    def note_settled(self) -> None:
+    def record_settled(self) -> None:
         """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
-    def note_batch(self, counts: BatchCounts) -> None:
+    def record_batch(self, counts: TicketCounts) -> None:
         """A batch was formed, and its manifest says this."""
         self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
         self._reported.update(
@@ -84,10 +84,10 @@ class DropStats:
         """Only what fails from here on is trouble."""
         self._in_a_row.clear()
 
-    def counts(self, stale_trained: int) -> BatchCounts:
+    def build_batch_counts(self, stale_trained: int) -> TicketCounts:
         """Counts for the next batch's manifest, of tickets that are not in it."""
         since = self._total - self._reported
-        return BatchCounts(
+        return TicketCounts(
             stale_trained=stale_trained,
             stale_dropped=since["stale"],
             stale_requeued=since["requeued"],

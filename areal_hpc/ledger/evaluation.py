@@ -7,7 +7,7 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
-ATTEMPTS_PER_GENERATION = 1_000_000
+GENERATION_STRIDE = 1_000_000
 """Attempts of generation k begin above k times this: a result tells whose weights it is of."""
 
 
@@ -29,12 +29,12 @@ class EvaluationState:
         self.failures: dict[int, str] = {}
         """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
         self._pending = OrderedDict.fromkeys(
-            range(n_tasks), generation * ATTEMPTS_PER_GENERATION + first_attempt
+            range(n_tasks), generation * GENERATION_STRIDE + first_attempt
         )
         self._leased = LeaseTable()
 
     @property
-    def pending(self) -> int:
+    def n_pending(self) -> int:
         """Tickets that can be granted now."""
         return len(self._pending)
 
@@ -53,16 +53,16 @@ class EvaluationState:
             refs.append(TicketRef(index, attempt, self.step))
         return refs
 
-    def report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
+    def record_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
         """Take a cell's word on what it runs; the rest of its leases here wait."""
         ours = [ref for ref in held if ref.eval_step == self.step]
         for ref in ours:
             self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
-        self._give_back(self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours}))
+        self._return_to_pending(self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours}))
 
-    def settle(self, ref: TicketRef, reward: float) -> bool:
+    def record_reward(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
-        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.generation):
+        if (ref.eval_step, ref.attempt // GENERATION_STRIDE) != (self.step, self.generation):
             return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False
@@ -73,16 +73,16 @@ class EvaluationState:
 
     def fail_task(self, ref: TicketRef, reason: str) -> None:
         """The agent kept failing on this task: it scores 0."""
-        if self.settle(ref, 0.0):
+        if self.record_reward(ref, 0.0):
             self.failures[ref.ticket_id] = reason
 
-    def expire(self, before_s: float) -> int:
+    def expire_leases(self, before_s: float) -> int:
         """Make tickets not reported since `before_s` pending again; return how many."""
         silent = self._leased.pop_silent(before_s)
-        self._give_back(silent)
+        self._return_to_pending(silent)
         return len(silent)
 
-    def _give_back(self, leases: Sequence[tuple[int, Lease]]) -> None:
+    def _return_to_pending(self, leases: Sequence[tuple[int, Lease]]) -> None:
         for index, lease in leases:
             self._pending[index] = lease.newest_attempt + 1
 

@@ -39,16 +39,16 @@ class LedgerApp(JsonApp):
             "/lease": (wire.LeaseRequest, service.lease),
             "/settle": (wire.SettleRequest, service.settle),
             "/drop": (wire.DropRequest, service.drop),
-            "/report_evaluation": (wire.EvaluationResultRequest, service.evaluated),
+            "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenGenerationRequest, service.open_generation),
-            "/batch": (wire.BatchRequest, service.batch),
-            "/publish": (wire.PublishRequest, service.publish),
-            "/evaluate": (wire.EvaluateRequest, service.evaluate),
-            "/finish": (wire.FinishRequest, service.finish),
+            "/batch": (wire.BatchRequest, service.get_batch),
+            "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
+            "/evaluate": (wire.EvaluateRequest, service.get_evaluation),
+            "/finish": (wire.FinishRunRequest, service.finish),
             "/status": (wire.Empty, service.status),
         }
 
-    def close(self) -> None:
+    def end_long_polls(self) -> None:
         """Answer every waiting request now: the server stops."""
         if not self._closing.done():
             self._closing.set_result(None)
@@ -74,7 +74,7 @@ class LedgerApp(JsonApp):
         try:
             return 200, msgspec.json.encode(await handler(decoded, patience))
         finally:
-            patience.end()
+            patience.stop_disconnect_watch()
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""

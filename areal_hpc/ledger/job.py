@@ -13,7 +13,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.requeue import release_held_jobs
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
-from areal_hpc.ledger.batch_formation import read_settled
+from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.curriculum import RECIPE_KEY, Curriculum
 from areal_hpc.ledger.http_app import LedgerApp
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.1
 EXPIRY_CHECKS_PER_TIMEOUT = 30
-RELEASE_PERIOD_S = 20.0
+HELD_JOB_RELEASE_PERIOD_S = 20.0
 """Cells that are held look for a ledger no more: it looks for them."""
 
 
@@ -81,25 +81,25 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = time.monotonic()
-    releasing = asyncio.create_task(_release_cells(paths))
+    releasing = asyncio.create_task(_keep_releasing_held_jobs(paths))
     while not stop.requested and not serving.done():
         await asyncio.sleep(STOP_POLL_S)
         if time.monotonic() - checked_at_s >= expiry_check_every_s:
             service.expire_leases()
             checked_at_s = time.monotonic()
     releasing.cancel()
-    app.close()
+    app.end_long_polls()
     server.should_exit = True
     await serving
 
 
-async def _release_cells(paths: RunPaths) -> None:
+async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
         released = await asyncio.to_thread(release_held_jobs, paths.jobs_dir)
         if released:
             log.info("released held jobs: %s", ", ".join(released))
-        await asyncio.sleep(RELEASE_PERIOD_S)
+        await asyncio.sleep(HELD_JOB_RELEASE_PERIOD_S)
 
 
 def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
@@ -112,8 +112,8 @@ def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    for ticket in read_settled(paths):
-        curriculum.note(ticket.ref.ticket_id, ticket.rewards)
+    for ticket in read_sealed_tickets(paths):
+        curriculum.record_rewards(ticket.ref.ticket_id, ticket.rewards)
     for drop in read_drops(paths):
-        curriculum.note(drop.ref.ticket_id, drop.rewards)
+        curriculum.record_rewards(drop.ref.ticket_id, drop.rewards)
     return curriculum

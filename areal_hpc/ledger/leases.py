@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from itertools import takewhile
 
-from areal_hpc.ledger.request_checks import require_newest_cell
+from areal_hpc.ledger.request_checks import require_newest_job_start
 from areal_hpc.wire.ledger import LeaseRequest
 
 
@@ -53,7 +53,7 @@ class LeaseTable:
         """The lease of a ticket, if it has one."""
         return self._leases.get(ticket_id)
 
-    def has_any(self, cell: str) -> bool:
+    def has_any_of_cell(self, cell: str) -> bool:
         """True if `cell` has a lease here."""
         return bool(self._of_cell[cell])
 
@@ -78,7 +78,7 @@ class LeaseTable:
 
 
 MIN_HEARTBEAT_S = 0.25
-HEARTBEATS_PER_S = 1000
+MAX_HEARTBEATS_PER_S = 1000
 """Of all cells together, so that most of the ledger's core stays for tickets."""
 
 
@@ -95,12 +95,12 @@ class CellHeartbeats:
     @property
     def pause_s(self) -> float:
         """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
-        return max(MIN_HEARTBEAT_S, len(self) / HEARTBEATS_PER_S)
+        return max(MIN_HEARTBEAT_S, len(self) / MAX_HEARTBEATS_PER_S)
 
     def record(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life, unless a later start of its job has been heard."""
         newest = self._job_starts.get(request.cell, 0)
-        require_newest_cell(request.cell, request.job_start, newest)
+        require_newest_job_start(request.cell, request.job_start, newest)
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
 

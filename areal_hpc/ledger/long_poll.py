@@ -54,7 +54,7 @@ class LongPoll:
             raise ClientDisconnect
         return news.done()
 
-    def end(self) -> None:
+    def stop_disconnect_watch(self) -> None:
         """Stop listening for the caller."""
         if self._hang_up is not None:
             self._hang_up.cancel()

@@ -1,7 +1,7 @@
 """Validation of ledger requests: each function raises `LedgerRequestError`, 400 or 409."""
 
 from areal_hpc.errors import LedgerRequestError
-from areal_hpc.wire.ledger import SettledTicket
+from areal_hpc.wire.ledger import SealedTicket
 
 
 def require_current_generation(generation: int, current: int) -> None:
@@ -26,7 +26,7 @@ def require_newest_generation(generation: int, newest: int) -> None:
         )
 
 
-def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
+def require_newest_job_start(cell: str, job_start: int, newest: int) -> None:
     """Demand that Slurm has not started the cell's job again on other nodes."""
     if job_start < newest:
         raise LedgerRequestError(
@@ -36,7 +36,7 @@ def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
         )
 
 
-def require_valid_settle(ticket: SettledTicket) -> None:
+def require_valid_settle(ticket: SealedTicket) -> None:
     """Demand that a settled ticket is one of training with a reward for every row."""
     if len(ticket.rows) != len(ticket.rewards):
         raise LedgerRequestError(

@@ -48,22 +48,22 @@ class LedgerService:
         self._stream = stream
         self._n_valid_tasks = n_valid_tasks
         self._clock = clock
-        before = manifests.read_state(paths)
+        before = manifests.read_ledger_state(paths)
         self.incarnation = before.incarnation + 1
         """Which start of the run's ledger this is, from 1."""
         self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
         self._listens_until_s = clock() + policy.report_within_s
-        self._tickets = TicketTable.rebuilt(
+        self._tickets = TicketTable.rebuild(
             policy,
             incarnation=self.incarnation,
             version_step=before.version_step,
             manifests=manifests.read_manifests(paths),
             dropped=read_drops(paths),
-            settled=batch_formation.read_settled(paths),
+            settled=batch_formation.read_sealed_tickets(paths),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
-        manifests.write_state(paths, self._state)
+        manifests.write_ledger_state(paths, self._state)
         self._evaluation: EvaluationState | None = None
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
@@ -78,9 +78,11 @@ class LedgerService:
         until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
         while not self._stopped:
             grants = self._grant_tickets(request)
-            seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
+            seal_now = self._is_sealing_urgent() and self._tickets.has_finished_tickets(
+                request.cell
+            )
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
-                over = self._tickets.over(request.finished)
+                over = self._tickets.filter_settled_or_dropped(request.finished)
                 return wire.LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
         return wire.LeaseReply(stop=True)
 
@@ -103,7 +105,7 @@ class LedgerService:
             if self._evaluation is not None:
                 self._evaluation.fail_task(ref, request.reason)
         else:
-            drop = DroppedTicket.asked(request)
+            drop = DroppedTicket.from_request(request)
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
@@ -113,7 +115,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def evaluated(
+    async def record_evaluation_result(
         self, request: wire.EvaluationResultRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
@@ -121,7 +123,7 @@ class LedgerService:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         if self._evaluation is not None:
             mean_reward = sum(request.rewards) / len(request.rewards)
-            self._evaluation.settle(request.ref, mean_reward)
+            self._evaluation.record_reward(request.ref, mean_reward)
         self._notify_waiting()
         return ACKNOWLEDGED
 
@@ -129,8 +131,8 @@ class LedgerService:
         """Re-issue what silent cells held. Call about every second."""
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
-        lost = self._tickets.expire(now_s)
-        lost += self._evaluation.expire(before_s) if self._evaluation else 0
+        lost = self._tickets.expire_leases(now_s)
+        lost += self._evaluation.expire_leases(before_s) if self._evaluation else 0
         if lost:
             log.warning(
                 "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
@@ -144,19 +146,19 @@ class LedgerService:
         self, request: wire.OpenGenerationRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
-        self._follow_trainer(self._state.opened(request.generation, request.base_step))
-        self._note_trainer_alive()
+        self._apply_state(self._state.with_opened_generation(request.generation, request.base_step))
+        self._allow_grants()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
-    async def batch(self, request: wire.BatchRequest, patience: LongPoll) -> wire.BatchReply:
+    async def get_batch(self, request: wire.BatchRequest, patience: LongPoll) -> wire.BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
             self._check_generation(request.generation)
-            manifest = self._form_manifest(request)
+            manifest = self._get_or_form_manifest(request)
             trouble = (
                 "" if manifest else self._stream.trouble or self._tickets.drop_stats.find_problem()
             )
@@ -168,14 +170,16 @@ class LedgerService:
                     continue
             return wire.BatchReply(manifest, self._tickets.n_settled, trouble)
 
-    async def publish(self, request: wire.PublishRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def record_published_step(
+        self, request: wire.WeightsPublishedRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._check_generation(request.generation)
         if request.step > self._tickets.version_step:
-            self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
+            self._apply_state(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
 
-    async def evaluate(
+    async def get_evaluation(
         self, request: wire.EvaluateRequest, patience: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
@@ -183,11 +187,11 @@ class LedgerService:
         until_s = self._clock() + request.wait_s
         while True:
             self._check_generation(request.generation)
-            done, mean_reward = self._follow_evaluation(request.step, request.n_tasks)
+            done, mean_reward = self._start_or_check_evaluation(request.step, request.n_tasks)
             if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
                 return wire.EvaluateReply(done, request.n_tasks, mean_reward)
 
-    async def finish(self, request: wire.FinishRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def finish(self, request: wire.FinishRunRequest, patience: LongPoll) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._check_generation(request.generation)
         self._stopped = True
@@ -219,9 +223,9 @@ class LedgerService:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
-        self._tickets.report(request.cell, held, request.finished, now_s)
+        self._tickets.record_report(request.cell, held, request.finished, now_s)
         if self._evaluation is not None:
-            self._evaluation.report(request.cell, request.held, now_s)
+            self._evaluation.record_report(request.cell, request.held, now_s)
         if request.finished:
             self._notify_waiting()
 
@@ -239,45 +243,45 @@ class LedgerService:
         """True when nothing but a seal stands between the trainer and its batch."""
         tickets = self._tickets
         return tickets.sealing_completes_batch() and (
-            self._clock() < self._batch_wanted_until_s or tickets.capacity() <= 0
+            self._clock() < self._batch_wanted_until_s or tickets.count_leasable() <= 0
         )
 
     def _notify_waiting(self) -> None:
         self._progress.notify_all()
         if (
             self._stopped
-            or (self._evaluation is not None and self._evaluation.pending)
-            or self._tickets.capacity() > 0
+            or (self._evaluation is not None and self._evaluation.n_pending)
+            or self._tickets.count_leasable() > 0
             or self._is_sealing_urgent()
         ):
             self._work.notify_all()
 
-    def _form_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
+    def _get_or_form_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
-        if 1 <= step <= tickets.formed_steps:
+        if 1 <= step <= tickets.n_formed:
             return manifests.read_manifest(self._paths, step)
-        request_checks.require_next_step(step, tickets.formed_steps, self._policy.total_steps)
+        request_checks.require_next_step(step, tickets.n_formed, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
         for drop in self._ages.find_too_old(tickets, generation, forks):
-            self._check_newest_on_disk(generation)
+            self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.drop_settled(drop)
             self._notify_waiting()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
-            self._check_newest_on_disk(generation)
+            self._check_newest_generation_on_disk(generation)
             manifest = manifests.write_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest
 
-    def _follow_evaluation(self, step: int, n_tasks: int) -> tuple[int, float | None]:
+    def _start_or_check_evaluation(self, step: int, n_tasks: int) -> tuple[int, float | None]:
         """Tasks done, and the mean reward once all are. A new one takes the place of the last."""
         evaluation = self._evaluation
         if evaluation is None or (evaluation.step, evaluation.n_tasks) != (step, n_tasks):
             self._evaluation = None
             result = manifests.read_evaluation(self._paths, step)
-            if result and result.n_tasks == n_tasks and self._state.keeps(result):
+            if result and result.n_tasks == n_tasks and self._state.is_evaluation_current(result):
                 return n_tasks, result.mean_reward
             first_attempt, generation = self._tickets.first_attempt, self._state.generation
             evaluation = EvaluationState(
@@ -290,26 +294,28 @@ class LedgerService:
             self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
-    def _follow_trainer(self, state: LedgerState) -> None:
+    def _apply_state(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
-        self._check_newest_on_disk(state.generation)  # the newest trainer may have another ledger
-        request_checks.require_formed_step(state.version_step, self._tickets.formed_steps)
+        self._check_newest_generation_on_disk(
+            state.generation
+        )  # the newest trainer may have another ledger
+        request_checks.require_formed_step(state.version_step, self._tickets.n_formed)
         if state != self._state:
-            manifests.write_state(self._paths, state)
+            manifests.write_ledger_state(self._paths, state)
             self._state = state
-        self._tickets.publish(state.version_step)
+        self._tickets.set_version_step(state.version_step)
         self._notify_waiting()
 
     def _check_generation(self, generation: int) -> None:
         request_checks.require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
-            self._check_newest_on_disk(generation)
-            self._note_trainer_alive()
+            self._check_newest_generation_on_disk(generation)
+            self._allow_grants()
 
-    def _note_trainer_alive(self) -> None:
+    def _allow_grants(self) -> None:
         """The version is that of a living trainer: grant once the cells could report as well."""
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
-    def _check_newest_on_disk(self, generation: int) -> None:
+    def _check_newest_generation_on_disk(self, generation: int) -> None:
         newest = read_newest_number(self._paths.generations_dir)
         request_checks.require_newest_generation(generation, max(self._state.generation, newest))

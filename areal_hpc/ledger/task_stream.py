@@ -13,7 +13,7 @@ from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 _SEED_MASK = 2**31 - 1
 """Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
-MIX_BLOCK_SIZE = 1000
+MAX_MIX_BLOCK_TICKETS = 1000
 """Weights are kept to one part in so many."""
 SHARE_TOLERANCE = 1e-6
 """Weights such as 0.1 are no exact fractions in a computer."""
@@ -46,22 +46,22 @@ def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
 
 
 @lru_cache(maxsize=8)
-def compute_block_counts(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
+def count_block_tickets_by_source(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
     """Number of a block's tickets that each source gets: at least one.
 
     A block is as short as the weights allow (two equal sources take turns within every two), and
     of about a thousand tickets if no shorter one gives them exactly.
     """
     total = sum(source.weight for source in sources)
-    for block in range(len(sources), MIX_BLOCK_SIZE):
+    for block in range(len(sources), MAX_MIX_BLOCK_TICKETS):
         exact = [block * source.weight / total for source in sources]
         if all(share > 0.5 and abs(share - round(share)) < SHARE_TOLERANCE for share in exact):
             return tuple(round(share) for share in exact)
-    return tuple(max(1, round(MIX_BLOCK_SIZE * source.weight / total)) for source in sources)
+    return tuple(max(1, round(MAX_MIX_BLOCK_TICKETS * source.weight / total)) for source in sources)
 
 
 @lru_cache(maxsize=8)
-def _shuffle_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
+def _shuffle_block_sources(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """Which source each ticket of a block takes its task from, shuffled."""
     order = [source for source, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/sources/{block}").shuffle(order)
@@ -74,9 +74,9 @@ def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -
     Tickets come in blocks in which each source has its share; a source's own tickets run through
     its tasks in passes.
     """
-    shares = compute_block_counts(sources)
+    shares = count_block_tickets_by_source(sources)
     block, place = divmod(ticket_id, sum(shares))
-    order = _shuffle_block(block, shares, seed)
+    order = _shuffle_block_sources(block, shares, seed)
     source = order[place]
     number = block * shares[source] + order[:place].count(source)
     first_task = sum(one.n_tasks for one in sources[:source])
@@ -119,7 +119,7 @@ class TaskStream:
         if ref.eval_step >= 0:
             return TicketGrant(ref, ref.ticket_id, derive_seed("eval", ref.ticket_id, self.seed), 1)
         if self.curriculum is not None:
-            task = self.curriculum.task_of(ref.ticket_id)
+            task = self.curriculum.get_or_draw_task(ref.ticket_id)
         elif len(self.sources) == 1:
             task = get_task(ref.ticket_id, self.sources[0].n_tasks, self.seed)
         else:
@@ -130,7 +130,7 @@ class TaskStream:
     def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
         """The group of a training ticket is over."""
         if self.curriculum is not None:
-            self.curriculum.note(ticket_id, rewards)
+            self.curriculum.record_rewards(ticket_id, rewards)
 
     @property
     def trouble(self) -> str:

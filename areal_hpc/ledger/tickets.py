@@ -30,9 +30,9 @@ from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissi
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import DroppedTicket
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 
-ATTEMPTS_PER_INCARNATION = 1000
+INCARNATION_STRIDE = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
@@ -54,20 +54,20 @@ class TicketTable:
         self.grants_from_s = grants_from_s
         """Nothing is granted earlier: after a restart, cells first report what they still hold, so
         that running work is not issued a second time."""
-        self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
+        self.first_attempt = (incarnation - 1) * INCARNATION_STRIDE + 1
         """Attempts below this were issued by an earlier start of the ledger."""
         self._next_id = 0
         self._waiting: OrderedDict[int, int] = OrderedDict()  # id -> newest attempt issued
         self._leased = LeaseTable()
         self._finished = LeaseTable()
-        self._settled: OrderedDict[int, SettledTicket] = OrderedDict()  # in arrival order
+        self._settled: OrderedDict[int, SealedTicket] = OrderedDict()  # in arrival order
         self._newest_attempts: dict[int, int] = {}  # of settled tickets
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
         self.drop_stats = DropStats(policy.batch_size)
 
     @classmethod
-    def rebuilt(
+    def rebuild(
         cls,
         policy: TicketPolicy,
         *,
@@ -75,7 +75,7 @@ class TicketTable:
         version_step: int,
         manifests: Iterable[BatchManifest],
         dropped: Iterable[DroppedTicket],
-        settled: Iterable[SettledTicket],
+        settled: Iterable[SealedTicket],
         grants_from_s: float,
     ) -> TicketTable:
         """The state after a restart, from what is on disk.
@@ -90,14 +90,14 @@ class TicketTable:
         for drop in dropped:
             tickets._note_issued_up_to(drop.ref.ticket_id)
             if drop.kind == "requeued":
-                tickets.drop_stats.note(drop)
+                tickets.drop_stats.record_drop(drop)
             else:
                 tickets.drop(drop)
         tickets.drop_stats.reset_streaks()
         for ticket in settled:
             tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.settle(ticket)
-        tickets.publish(min(version_step, tickets.formed_steps))
+        tickets.set_version_step(min(version_step, tickets.n_formed))
         return tickets
 
     # What is where ---------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class TicketTable:
         return len(self._settled)
 
     @property
-    def formed_steps(self) -> int:
+    def n_formed(self) -> int:
         """Batches handed out so far are those of steps 1 to this."""
         return len(self._batch_sizes)
 
@@ -146,7 +146,7 @@ class TicketTable:
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
-    def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
+    def filter_settled_or_dropped(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
         is_too_old = self.drop_stats.is_too_old
         return [
@@ -155,16 +155,16 @@ class TicketTable:
             if self.state_of(ref.ticket_id) in TERMINAL_STATES or is_too_old(ref)
         ]
 
-    def capacity(self) -> int:
+    def count_leasable(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
         counts = TicketCounts(
-            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.formed_steps
+            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.n_formed
         )
         return count_admissible(self.policy, counts)
 
-    def has_finished(self, cell: str) -> bool:
+    def has_finished_tickets(self, cell: str) -> bool:
         """True if a ticket that `cell` finished is not yet settled."""
-        return self._finished.has_any(cell)
+        return self._finished.has_any_of_cell(cell)
 
     def sealing_completes_batch(self) -> bool:
         """True when the next batch lacks only tickets that are finished and not sealed."""
@@ -173,7 +173,7 @@ class TicketTable:
 
     # What cells do ---------------------------------------------------------------------------
 
-    def report(
+    def record_report(
         self, cell: str, held: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
     ) -> None:
         """Take a cell's word on what it runs and what it finished.
@@ -184,7 +184,7 @@ class TicketTable:
         held, finished = map(self.drop_stats.filter_not_too_old, (held, finished))
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
-                self._take_back(cell, ref, self._leased, now_s)
+                self._restore_lease(cell, ref, self._leased, now_s)
         for ref in finished:
             if self._finished.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 continue
@@ -193,7 +193,7 @@ class TicketTable:
                 assert lease is not None
                 self._finished.add(ref.ticket_id, lease)
             else:
-                self._take_back(cell, ref, self._finished, now_s)
+                self._restore_lease(cell, ref, self._finished, now_s)
         # A driver asks again only after it took in the last reply, unless that was lost; and one
         # that was restarted holds nothing.
         reported = {ref.ticket_id for ref in (*held, *finished)}
@@ -205,7 +205,7 @@ class TicketTable:
         if now_s < self.grants_from_s:
             return []
         refs: list[TicketRef] = []
-        for _ in range(min(count, self.capacity())):
+        for _ in range(min(count, self.count_leasable())):
             if self._waiting:
                 ticket_id, newest = self._waiting.popitem(last=False)
             else:
@@ -215,28 +215,28 @@ class TicketTable:
             refs.append(TicketRef(ticket_id, newest + 1))
         return refs
 
-    def settle(self, ticket: SettledTicket) -> bool:
+    def settle(self, ticket: SealedTicket) -> bool:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
         ticket_id = ticket.ref.ticket_id
-        self._note_claim(ticket.ref)
+        self._register_earlier_attempt(ticket.ref)
         if self.drop_stats.is_too_old(ticket.ref):
             return False
-        newest_attempt = self._pop_open(ticket_id)
+        newest_attempt = self._pop_unsettled(ticket_id)
         if newest_attempt is None:
             return False
         self._settled[ticket_id] = ticket
         self._newest_attempts[ticket_id] = newest_attempt
-        self.drop_stats.note_settled()
+        self.drop_stats.record_settled()
         return True
 
     def drop(self, drop: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         ref = drop.ref
-        self._note_claim(ref)
+        self._register_earlier_attempt(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
-        if (lease and lease.attempt != ref.attempt) or self._pop_open(ref.ticket_id) is None:
+        if (lease and lease.attempt != ref.attempt) or self._pop_unsettled(ref.ticket_id) is None:
             return False
-        self.drop_stats.note(drop)
+        self.drop_stats.record_drop(drop)
         return True
 
     def drop_settled(self, drop: DroppedTicket) -> None:
@@ -246,9 +246,9 @@ class TicketTable:
         newest_attempt = self._newest_attempts.pop(ticket_id)
         if drop.kind == "requeued":
             self._waiting[ticket_id] = max(newest_attempt, drop.ref.attempt)
-        self.drop_stats.note(drop)
+        self.drop_stats.record_drop(drop)
 
-    def expire(self, now_s: float) -> int:
+    def expire_leases(self, now_s: float) -> int:
         """Make tickets whose cell fell silent waiting; return how many."""
         before_s = now_s - self.policy.cell_timeout_s
         silent = self._leased.pop_silent(before_s) + self._finished.pop_silent(before_s)
@@ -258,15 +258,15 @@ class TicketTable:
 
     # What the trainer does -------------------------------------------------------------------
 
-    def list_first_settled(self, count: int) -> list[SettledTicket]:
+    def list_first_settled(self, count: int) -> list[SealedTicket]:
         """The tickets in no batch yet that settled first, in that order."""
         return list(islice(self._settled.values(), count))
 
     def record_batch(self, manifest: BatchManifest) -> None:
         """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
-        if manifest.step != self.formed_steps + 1:
+        if manifest.step != self.n_formed + 1:
             raise ClusterError(
-                f"the manifest of step {self.formed_steps + 1} is missing: "
+                f"the manifest of step {self.n_formed + 1} is missing: "
                 f"found step {manifest.step} next",
                 key="manifests/",
                 hint="restore manifests/ of the run; files are never deleted from it",
@@ -280,33 +280,33 @@ class TicketTable:
                     key="manifests/",
                 )
             self._note_issued_up_to(ticket_id)
-            self._pop_open(ticket_id)
+            self._pop_unsettled(ticket_id)
             self._settled.pop(ticket_id, None)
             self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
-        self.drop_stats.note_batch(manifest.counts)
+        self.drop_stats.record_batch(manifest.counts)
 
-    def publish(self, step: int) -> None:
+    def set_version_step(self, step: int) -> None:
         """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint."""
         self.version_step = step
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _pop_open(self, ticket_id: int) -> int | None:
+    def _pop_unsettled(self, ticket_id: int) -> int | None:
         """Take a ticket out of waiting, leased or finished; its newest attempt if it was there."""
         if ticket_id in self._waiting:
             return self._waiting.pop(ticket_id)
         lease = self._leased.pop(ticket_id) or self._finished.pop(ticket_id)
         return lease.newest_attempt if lease is not None else None
 
-    def _take_back(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
-        self._note_claim(ref)
+    def _restore_lease(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
+        self._register_earlier_attempt(ref)
         if ref.ticket_id in self._waiting:
             newest = max(self._waiting.pop(ref.ticket_id), ref.attempt)
             table.add(ref.ticket_id, Lease(cell, ref.attempt, newest, now_s))
 
-    def _note_claim(self, ref: TicketRef) -> None:
+    def _register_earlier_attempt(self, ref: TicketRef) -> None:
         """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
             self._note_issued_up_to(ref.ticket_id)

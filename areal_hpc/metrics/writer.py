@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
-from areal_hpc.wire.replicas import UpdatePause
+from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -20,7 +20,7 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
+def summarize_update_pauses(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
     """Cost of the newest known update to those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -28,7 +28,7 @@ def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
     """
     if not pauses:
         return {}
-    newest = max((pause.version for pause in pauses), key=_sort_key)
+    newest = max((pause.version for pause in pauses), key=_version_sort_key)
     held = [pause for pause in pauses if pause.version == newest]
     return {
         "weights/generation_pause_version": newest,
@@ -39,7 +39,7 @@ def summarize_update_pauses(pauses: Sequence[UpdatePause]) -> FlatRow:
     }
 
 
-def _sort_key(version: str) -> WeightVersion:
+def _version_sort_key(version: str) -> WeightVersion:
     return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 
@@ -68,7 +68,7 @@ class MetricsWriter:
         self._held: list[tuple[int, FlatRow]] | None = None
 
     def write(self, step: int, values: FlatRow) -> None:
-        """Append a line of one step, or keep it for later after a `hold`.
+        """Append a line of one step, or keep it for later after `hold_back_lines`.
 
         A step whose evaluation ends after its line was written gets another line.
         """
@@ -82,11 +82,11 @@ class MetricsWriter:
                     self._board.add_scalar(name, value, step)
             self._board.flush()
 
-    def hold(self) -> None:
+    def hold_back_lines(self) -> None:
         """Keep lines back: they follow a checkpoint that is not durable yet."""
         self._held = self._held or []
 
-    def release(self) -> None:
+    def write_held_lines(self) -> None:
         """Append the lines that were kept back, and keep none from now on."""
         held, self._held = self._held, None
         for step, values in held or ():

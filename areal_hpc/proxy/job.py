@@ -53,10 +53,10 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    journal = get_journal_path(job, admin_key)
+    journal = prepare_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, admin_key)
-    sealer.recover()
+    sealer.record_already_sealed()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, admin_key)
     service = ProxyService(
         job.proxy, model, job.serve_python, admin_key, recorder, source, sealer, online=job.online
@@ -97,7 +97,7 @@ def _open_listener(directory: Path, name: str) -> socket.socket:
     )
 
 
-def get_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
+def prepare_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
     """The cell's journal: node-local, apart from those of other runs, readable by its owner.
 
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's

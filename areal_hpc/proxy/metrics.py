@@ -57,7 +57,7 @@ class ProxyMetrics:
             "unsealed_tickets", "Finished tickets that are not sealed yet.", lambda: len(finished)
         )
 
-    def count_ignored(self, route: str, names: Iterable[str]) -> None:
+    def count_ignored_parameters(self, route: str, names: Iterable[str]) -> None:
         """Count a request's parameters without effect. The log hears of each one once."""
         for name in names:
             if (route, name) not in self._logged:

@@ -20,7 +20,7 @@ from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
-from areal_hpc.proxy.engine.tool_parsers import ToolParsers
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.http.app import ProxyApp
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
@@ -65,7 +65,9 @@ class ProxyService:
         self._sealer = sealer
         parsers = None
         if model.tool_call_parser or model.reasoning_parser:
-            parsers = ToolParsers(serve_python, model.tool_call_parser, model.reasoning_parser)
+            parsers = ParserProcessClient(
+                serve_python, model.tool_call_parser, model.reasoning_parser
+            )
         self._parsers = parsers
         self._app = ProxyApp(
             admin_key=admin_key,
@@ -140,7 +142,7 @@ class ProxyService:
     async def _drop_idle_sessions(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
-            for session in self._recorder.store.idle_sessions(self._limits.session_timeout_s):
+            for session in self._recorder.store.list_idle_sessions(self._limits.session_timeout_s):
                 log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled

@@ -29,7 +29,7 @@ def load_recipe(
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
-    trees += [_read_yaml(path), read_overrides(overrides)]
+    trees += [_read_yaml(path), parse_overrides(overrides)]
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -42,11 +42,11 @@ def build_recipe(values: object) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError.of(
+        raise RecipeError.from_problems(
             explain_validation_error(item, Recipe) for item in error.errors()
         ) from None
     if problems := list(find_conflicts(recipe)):
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     return recipe
 
 
@@ -68,7 +68,7 @@ def read_site_file(path: Path) -> DictConfig:
             if item["type"] != "missing"
         ]
         if problems:
-            raise RecipeError.of(problems) from None
+            raise RecipeError.from_problems(problems) from None
     return tree
 
 
@@ -84,7 +84,7 @@ def _read_yaml(path: Path) -> DictConfig:
     return tree
 
 
-def read_overrides(overrides: Sequence[str]) -> DictConfig:
+def parse_overrides(overrides: Sequence[str]) -> DictConfig:
     """The keys of `key.subkey=value` arguments.
 
     Raises:
@@ -92,7 +92,7 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
     """
     if wrong := [item for item in overrides if "=" not in item]:
         hint = "for example: trainer.total_steps=10"
-        raise RecipeError.of(
+        raise RecipeError.from_problems(
             Problem(f"expected key=value, got {item!r}", hint=hint) for item in wrong
         )
     try:

@@ -98,9 +98,9 @@ class Recipe(BaseConfig):
     """The broadcast of new weights."""
 
     @property
-    def task_sets(self) -> list[tuple[TaskSetConfig, str]]:
+    def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:
         """Every source of tasks and of demonstrations, each with its place in the recipe."""
-        found = self.train_dataset.parts("train_dataset")
+        found = self.train_dataset.list_sources("train_dataset")
         found += [(self.valid_dataset, "valid_dataset")] if self.valid_dataset else []
         return found + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
 

@@ -13,7 +13,7 @@ from areal_hpc.reward.verifier_pool import VerifierPool
 
 log = logging.getLogger(__name__)
 
-MAX_ANSWER_CHARS = 4000
+REPLY_TAIL_CHARS = 4000
 """An answer stands near the end; parsing the whole of a long chain of thought takes seconds."""
 MATH_TIMEOUT_S = 5.0
 """Time for one comparison; an ordinary one takes a hundredth of a second."""
@@ -46,7 +46,7 @@ def math_reward(
         RecipeError: The task's own answer is no mathematics.
         ClusterError: The process of the comparison could not be started.
     """
-    said = completions[-MAX_ANSWER_CHARS:]
+    said = completions[-REPLY_TAIL_CHARS:]
     in_box = extract_boxed(said)
     if in_box is not None and _count_nesting(in_box) > MAX_NESTING:
         return 0.0
@@ -63,7 +63,7 @@ def math_reward(
             in_box or said[-80:],
         )
         return 0.0
-    if verdict == math_process.UNPARSABLE:
+    if verdict == math_process.UNPARSABLE_REFERENCE:
         raise RecipeError(
             f"the reference answer cannot be parsed as mathematics: {answer!r:.200}",
             key="answer",

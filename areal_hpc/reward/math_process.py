@@ -19,7 +19,7 @@ from typing import Any
 READY = b"."
 EQUAL = b"1"
 DIFFERENT = b"0"
-UNPARSABLE = b"?"
+UNPARSABLE_REFERENCE = b"?"
 """The right answer cannot be parsed."""
 MAX_LOG2 = 2.0**20
 """Whole numbers of this many bits are computed in an instant; twenty times as many take long."""
@@ -72,8 +72,8 @@ def judge_reply(answer: str, said: str) -> bytes:
         return DIFFERENT
     right = _parse_right_answer(answer)
     if not right:
-        return UNPARSABLE
-    if _is_out_of_reach(given[0], right[0]) or _is_out_of_reach(right[0], given[0]):
+        return UNPARSABLE_REFERENCE
+    if _is_far_larger(given[0], right[0]) or _is_far_larger(right[0], given[0]):
         return DIFFERENT
     return EQUAL if verify(right, given, timeout_seconds=None) else DIFFERENT
 
@@ -89,7 +89,7 @@ def _parse_answer(text: str) -> Any:
     return parse(text, parsing_timeout=None)
 
 
-def _is_out_of_reach(huge: Any, number: Any) -> bool:
+def _is_far_larger(huge: Any, number: Any) -> bool:
     """A tower of powers or a factorial beside a plain number, told apart without computing it.
 
     Only this: within a larger expression, such as a remainder, it may not have to be computed.

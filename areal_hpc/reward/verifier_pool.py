@@ -40,7 +40,7 @@ class VerifierPool:
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._reset_processes()
+        self._init_empty_pool()
         # A fork while a process starts would give the child an end of a socket it knows nothing
         # of, and the process would outlive its parent.
         os.register_at_fork(
@@ -89,7 +89,7 @@ class VerifierPool:
         self._started.discard(process)
         process.kill()
 
-    def _reset_processes(self) -> None:
+    def _init_empty_pool(self) -> None:
         self._started: set[_Process] = set()
         self._idle: list[_Process] = []
         self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
@@ -98,7 +98,7 @@ class VerifierPool:
         """In the child of a fork: the processes, and threads that hold places, are the parent's."""
         for process in self._started:
             process.disown()
-        self._reset_processes()
+        self._init_empty_pool()
         self._lock.release()
 
 

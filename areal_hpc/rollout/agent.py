@@ -63,11 +63,11 @@ def load_agent(
     else:
         kind = workflow if inspect.isclass(workflow) else type(workflow)
         found, name = workflow, f"{kind.__module__}.{kind.__qualname__}"
-    _check_shape(found, name, extra_kwargs)
+    _check_run_method(found, name, extra_kwargs)
     if inspect.isclass(found):
         return _build_agent(found, name, kwargs)
     if kwargs:
-        raise _agent_error(
+        raise _build_agent_error(
             f"{name!r} is already an instance; {dict(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
@@ -79,14 +79,14 @@ def load_agent(
 def _import_dotted(dotted_path: str) -> Any:
     module_path, dot, name = dotted_path.rpartition(".")
     if not dot or not module_path:
-        raise _agent_error(
+        raise _build_agent_error(
             f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
             "name the module and the class, such as `my_package.my_module.MyAgent`",
         )
-    module = _import_along(module_path, dotted_path)
+    module = _import_module_by_parts(module_path, dotted_path)
     found = getattr(module, name, None)
     if found is None:
-        raise _agent_error(
+        raise _build_agent_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
             f"{_suggest_name(name, _list_classes(module))}",
             f"name one of its classes: {', '.join(_list_classes(module)) or 'it has none'}",
@@ -94,7 +94,7 @@ def _import_dotted(dotted_path: str) -> Any:
     return found
 
 
-def _import_along(module_path: str, dotted_path: str) -> ModuleType:
+def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
     """Import part after part, so that the error can name the first one that fails."""
     parts = module_path.split(".")
     module: ModuleType | None = None
@@ -104,35 +104,35 @@ def _import_along(module_path: str, dotted_path: str) -> ModuleType:
             module = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name != prefix:
-                raise _import_error(prefix, dotted_path, error) from error
-            raise _agent_error(
+                raise _build_import_error(prefix, dotted_path, error) from error
+            raise _build_agent_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{_suggest_name(parts[end - 1], _list_submodules(module))}",
                 "start the run from the folder that holds the package, or install it in the "
                 "agents environment",
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
-            raise _import_error(prefix, dotted_path, error) from error
+            raise _build_import_error(prefix, dotted_path, error) from error
     assert module is not None
     return module
 
 
-def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -> None:
+def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -> None:
     is_class = inspect.isclass(agent)
     run = getattr(agent, "run", None)
     if run is None and not is_class:
         kind = type(agent).__name__
-        raise _agent_error(
+        raise _build_agent_error(
             f"{dotted_path!r} is a {kind}, expected a class", f"make it {_AGENT_SHAPE_HINT}"
         )
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
-        raise _agent_error(f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}")
+        raise _build_agent_error(f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}")
     given: list[Any] = [None, {}] if is_class else [{}]
     try:
         inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
     except TypeError as error:
-        raise _agent_error(
+        raise _build_agent_error(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
             f"keywords {', '.join(extra_kwargs)} ({error})",
             f"make it {_AGENT_SHAPE_HINT}, or set rollout.agent.mode=subproc",
@@ -143,7 +143,7 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
     try:
         inspect.signature(agent_class).bind(**kwargs)
     except TypeError as error:
-        raise _agent_error(
+        raise _build_agent_error(
             f"{dotted_path!r} cannot be built with {dict(kwargs)} ({error})",
             f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
             key="rollout.workflow_kwargs",
@@ -153,26 +153,26 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
     except RecipeError:
         raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
-        raise _agent_error(
-            f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_last_line(error)}",
+        raise _build_agent_error(
+            f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_summarize_exception(error)}",
             "fix the constructor or its arguments",
             key="rollout.workflow_kwargs",
         ) from error
     return agent
 
 
-def _import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
-    return _agent_error(
-        f"{dotted_path!r}: importing {module!r} failed: {_last_line(error)}",
+def _build_import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
+    return _build_agent_error(
+        f"{dotted_path!r}: importing {module!r} failed: {_summarize_exception(error)}",
         "fix that module; packages it needs belong in the agents environment",
     )
 
 
-def _agent_error(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
+def _build_agent_error(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
     return RecipeError(message, key=key, hint=hint)
 
 
-def _last_line(error: BaseException) -> str:
+def _summarize_exception(error: BaseException) -> str:
     """`ValueError: why (file.py:12)`: the deepest line that is not import machinery."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = [

@@ -8,7 +8,7 @@ from typing import Any
 import uvloop
 
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import get_job_start
+from areal_hpc.jobs.topology import get_job_start_number
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
@@ -16,7 +16,7 @@ from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.service_client import ServiceClient, Services
+from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
@@ -41,13 +41,13 @@ def run(config: dict[str, Any]) -> None:
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
     agents: dict[TaskSplit, Agent | None] = {
-        "train": _load_agents(how, job.rollout.workflow, job.rollout.workflow_kwargs),
-        "valid": _load_agents(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
+        "train": _build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
+        "valid": _build_agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
     }
     uvloop.run(_drive_cell(job, agents))
 
 
-def _load_agents(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+def _build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
     if not workflow:
         return None
     if how.mode == "subproc":
@@ -61,9 +61,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
     stop = StopRequest.install()
     for agent in agents.values():
         if isinstance(agent, SubprocessAgent):
-            await agent.check()
+            await agent.check_agent_builds()
     key = ensure_admin_key(paths.admin_key)
-    services = Services(
+    services = ServiceClients(
         ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
         proxy=ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),
     )
@@ -85,11 +85,11 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         tickets=tickets,
         services=services,
         events=events,
-        job_start=get_job_start(),
+        job_start=get_job_start_number(),
     )
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
-        idle_timeout_s = job.idle_timeout_s if get_job_start() else float("inf")
+        idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
         await _run_until_stopped_or_idle(loop, stop, idle_timeout_s)
     finally:
         await http_client.aclose()

@@ -6,7 +6,7 @@ import logging
 from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.service_client import Services
+from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
@@ -14,10 +14,10 @@ from areal_hpc.wire.proxy import SealReply
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 2.0
+IDLE_LEASE_LONG_POLL_S = 2.0
 """How long the ledger may keep the request of a driver that has nothing to do."""
-MIN_PAUSE_S = 0.05
-LEASE_TIMEOUT_S = 5.0
+IDLE_LEASE_PAUSE_S = 0.05
+LEASE_REQUEST_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
 FAILED_SEAL_PAUSE_S = 2.0
 EVENT_LOOP_BLOCKED_S = 2.0
@@ -40,7 +40,7 @@ class LeaseLoop:
         *,
         runner: TicketRunner,
         tickets: LeasedTickets,
-        services: Services,
+        services: ServiceClients,
         events: EventLog,
         job_start: int = 0,
     ) -> None:
@@ -59,20 +59,22 @@ class LeaseLoop:
         async with asyncio.TaskGroup() as group:
             under_way = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
-                self._tickets.forget(reply.over)
+                self._tickets.forget_finished(reply.over)
                 for grant in reply.grants:
                     if self._tickets.accept(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
                 if reply.seal_now and not self._is_sealing:
-                    self._seal = group.create_task(self._seal_now())
-                await self._wait_for_news(reply.pause_s if self._is_busy else MIN_PAUSE_S)
+                    self._seal = group.create_task(self._request_seal())
+                await self._wait_for_ticket_change(
+                    reply.pause_s if self._is_busy else IDLE_LEASE_PAUSE_S
+                )
             for task in (*under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
     def has_been_idle(self, for_s: float) -> bool:
         """True without an episode under way and without a word of the ledger for so long."""
-        return self._tickets.is_at_rest and self._ledger.silent_s >= for_s
+        return self._tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
 
     @property
     def _is_sealing(self) -> bool:
@@ -86,18 +88,18 @@ class LeaseLoop:
         self._tickets.changed.clear()
         request = LeaseRequest(
             cell=self._cell,
-            capacity=self._tickets.capacity,
+            capacity=self._tickets.free_episode_slots,
             held=self._tickets.held,
             finished=self._tickets.finished,
-            wait_s=0.0 if self._is_busy else IDLE_WAIT_S,
+            wait_s=0.0 if self._is_busy else IDLE_LEASE_LONG_POLL_S,
             job_start=self._job_start,
             splits=self._splits,
         )
         return await self._ledger.call(
-            "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
+            "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
         )
 
-    async def _wait_for_news(self, pause_s: float) -> None:
+    async def _wait_for_ticket_change(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -114,13 +116,13 @@ class LeaseLoop:
                     late_s,
                 )
 
-    async def _seal_now(self) -> None:
+    async def _request_seal(self) -> None:
         """Let the proxy seal what is finished: the trainer waits for it."""
         finished = self._tickets.finished
         try:
             await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
-            self._tickets.forget(finished)
+            self._tickets.forget_finished(finished)
         except HttpStatusError as refusal:
             log.error("the proxy could not seal a shard: %s", refusal)
             await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once

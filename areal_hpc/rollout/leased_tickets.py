@@ -22,12 +22,12 @@ class LeasedTickets:
         self._finished: dict[TicketRef, None] = {}  # in order
 
     @property
-    def capacity(self) -> int:
+    def free_episode_slots(self) -> int:
         """Episodes that could start now."""
         return max(0, self._slots - sum(self._open_episodes.values()))
 
     @property
-    def is_at_rest(self) -> bool:
+    def has_no_open_episodes(self) -> bool:
         """True while no episode is under way."""
         return not any(self._open_episodes.values())
 
@@ -51,14 +51,14 @@ class LeasedTickets:
         self._open_episodes[grant.ref] = grant.n_episodes
         return True
 
-    def begin(self, grant: TicketGrant) -> None:
+    def begin_episodes(self, grant: TicketGrant) -> None:
         """All episodes of a held ticket start, or start over."""
         self._open_episodes[grant.ref] = grant.n_episodes
 
     def end_episode(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""
         self._open_episodes[ref] -= 1
-        if self.capacity >= self._episodes_per_ticket:
+        if self.free_episode_slots >= self._episodes_per_ticket:
             self.changed.set()
 
     def finish(self, ref: TicketRef) -> None:
@@ -66,7 +66,7 @@ class LeasedTickets:
         self.release(ref)
         self._finished[ref] = None
 
-    def forget(self, refs: Iterable[TicketRef]) -> None:
+    def forget_finished(self, refs: Iterable[TicketRef]) -> None:
         """The ledger has settled these finished tickets, or wants them no more."""
         for ref in refs:
             self._finished.pop(ref, None)

@@ -9,7 +9,7 @@ import msgspec
 from areal_hpc.errors import AgentError
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.http import AsyncWireClient
-from areal_hpc.wire.proxy import EngineAddress, RecordReply, RecordRequest
+from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsRequest
 
 RECORD_TIMEOUT_S = 60.0
 
@@ -48,17 +48,19 @@ class RolloutWorkflow(ABC):
         exported = await self.arun_episode(EngineAddress(url, key), data)
         if not exported:
             raise AgentError(f"arun_episode returned {exported!r}, expected exported interactions")
-        interactions = _list_recorded(exported)
-        request = RecordRequest([msgspec.Raw(msgspec.json.encode(one)) for one in interactions])
+        interactions = _list_row_interactions(exported)
+        request = RecordCallsRequest(
+            [msgspec.Raw(msgspec.json.encode(one)) for one in interactions]
+        )
         client = AsyncWireClient(url, key, timeout_s=RECORD_TIMEOUT_S)
         try:
-            await client.call("/rl/record", request, RecordReply)
+            await client.call("/rl/record", request, RecordCallsReply)
         finally:
             await client.close()
         return {name: one.reward or 0.0 for name, one in exported.items()}
 
 
-def _list_recorded(exported: object) -> list[Interaction]:
+def _list_row_interactions(exported: object) -> list[Interaction]:
     """Every interaction that the rows are made of, each after the one it extends."""
     rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
     if not all(hasattr(row, "plan") for row in rows):

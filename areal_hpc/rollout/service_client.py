@@ -34,7 +34,7 @@ class ServiceClient:
         return self._endpoint.url if self._endpoint else ""
 
     @property
-    def instance(self) -> float:
+    def peer_started_at(self) -> float:
         """When the peer that was last called had started; 0 before the first call."""
         return self._endpoint.started_at if self._endpoint else 0.0
 
@@ -63,7 +63,7 @@ class ServiceClient:
         while True:
             pause_s = next(pauses)
             if self._endpoint is None:
-                self._look_up()
+                self._update_endpoint()
             if self._endpoint is not None:
                 try:
                     answer = await self._client.call(
@@ -74,7 +74,7 @@ class ServiceClient:
                 except HttpStatusError as refusal:
                     if refusal.status not in RETRYABLE_STATUSES:
                         # It may be a successor at the same address, which knows less.
-                        self._look_up()
+                        self._update_endpoint()
                         raise
                     trouble: ClusterError = refusal
                 except ClusterError as error:
@@ -82,9 +82,9 @@ class ServiceClient:
                 if pause_s == BACKOFF.max_s:
                     log.warning("cannot reach %s yet: %s", self._name, trouble)
             await asyncio.sleep(pause_s)
-            self._look_up()
+            self._update_endpoint()
 
-    def _look_up(self) -> None:
+    def _update_endpoint(self) -> None:
         """Turn to the newest incarnation, if it is another one."""
         found = rendezvous.find_endpoint(self._directory, self._name)
         if found is not None and found != self._endpoint:
@@ -97,7 +97,7 @@ class ServiceClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class ServiceClients:
     """The services that a driver calls."""
 
     ledger: ServiceClient

@@ -19,7 +19,7 @@ from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import Services
+from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.backoff import Backoff
@@ -62,7 +62,7 @@ class TicketRunner:
         agents: Mapping[TaskSplit, Agent | None],
         tasks: Mapping[TaskSplit, TaskSet],
         tickets: LeasedTickets,
-        services: Services,
+        services: ServiceClients,
         http_client: Any,
         events: EventLog,
     ) -> None:
@@ -74,7 +74,7 @@ class TicketRunner:
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
         # The clients of a workflow have passed rewards back already.
         self._export = {
-            split: job.rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
+            split: job.rollout.agent.build_export_settings(isinstance(one, RolloutWorkflow))
             for split, one in agents.items()
         }
         self._acceptance = GroupFilter(job.rollout)
@@ -104,60 +104,60 @@ class TicketRunner:
         False if its group was not accepted: then the proxy and the ledger forget it.
         """
         while True:
-            incarnation = self._proxy.instance
+            incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(grant, "train")
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
-                await self._keep_sessions(
+                await self._finish_ticket_at_proxy(
                     grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
                 )
             except HttpStatusError as refusal:
-                if self._proxy.instance == incarnation:
+                if self._proxy.peer_started_at == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
                 log.warning("the proxy restarted and lost %s; its episodes run again", grant.ref)
                 continue
             if rejection_reason:
-                self._record_failure("group_filtered", grant, rejection_reason)
+                self._record_ticket_event("group_filtered", grant, rejection_reason)
                 drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
     async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
         reason = escape_surrogates(str(error))
-        self._record_failure("ticket_dropped", grant, reason)
+        self._record_ticket_event("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report_to_ledger("/drop", DropRequest(self._cell, grant.ref, reason))
         if grant.ref.eval_step < 0:
             try:  # threads of a cancelled agent may still ask in its sessions
-                await self._keep_sessions(grant.ref, [])
+                await self._finish_ticket_at_proxy(grant.ref, [])
             except HttpStatusError as refusal:
                 log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
     async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
-        self._tickets.begin(grant)
+        self._tickets.begin_episodes(grant)
         wanted = least = grant.n_episodes
         if split == "train":
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
-        episodes = [self._run_until_ok(grant, split, at) for at in range(grant.n_episodes)]
+        episodes = [self._run_episode_until_ok(grant, split, at) for at in range(grant.n_episodes)]
         group = await run_group(episodes, wanted, least)
         if group.cut:
             reason = "cancelled: enough episodes of the group are complete"
-            self._record_failure("episodes_cancelled", grant, reason, count=group.cut)
+            self._record_ticket_event("episodes_cancelled", grant, reason, count=group.cut)
         if group.failed:
-            self._record_failure(
+            self._record_ticket_event(
                 "group_incomplete", grant, str(group.failed[-1]), count=len(group.failed)
             )
         return group.outcomes
 
-    async def _run_until_ok(
+    async def _run_episode_until_ok(
         self, grant: TicketGrant, split: TaskSplit, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well."""
         failures = outages = 0
         while True:
-            spec = self._build_spec(grant, split, episode, failures)
+            spec = self._build_episode_spec(grant, split, episode, failures)
             if (agent := self._agents[split]) is None:
                 outcome = await run_online_episode(spec, self._proxy)
             else:
@@ -165,7 +165,7 @@ class TicketRunner:
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record_failure(
+            self._record_ticket_event(
                 f"episode_{outcome.status}", grant, outcome.reason, episode=episode
             )
             failures += outcome.status in ("failed", "timed_out")
@@ -178,7 +178,7 @@ class TicketRunner:
                     f"last error: {outcome.reason}"
                 )
 
-    def _build_spec(
+    def _build_episode_spec(
         self, grant: TicketGrant, split: TaskSplit, episode: int, failures: int
     ) -> EpisodeSpec:
         ref, task = grant.ref, self._tasks[split][grant.task_index]
@@ -195,7 +195,7 @@ class TicketRunner:
         )
         return EpisodeSpec(session, task, limits.timeout_s)
 
-    async def _keep_sessions(self, ref: TicketRef, sessions: list[str]) -> None:
+    async def _finish_ticket_at_proxy(self, ref: TicketRef, sessions: list[str]) -> None:
         """Have the proxy keep these sessions of a training ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
@@ -208,6 +208,8 @@ class TicketRunner:
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
-    def _record_failure(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
+    def _record_ticket_event(
+        self, event: str, grant: TicketGrant, reason: str, **facts: Any
+    ) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
         self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)

@@ -141,7 +141,7 @@ def find_latest(directory: Path) -> Checkpoint | None:
     return found[-1] if found else None
 
 
-def build_checkpoint_error(path: Path, reason: object) -> ClusterError:
+def build_checkpoint_write_error(path: Path, reason: object) -> ClusterError:
     """The error of a checkpoint that the storage did not take."""
     return ClusterError(
         f"a checkpoint could not be written: {reason}",

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
-from areal_hpc.rundir.paths import HELD_FILE, JobPaths
+from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -143,7 +143,7 @@ def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
     """Exit statuses of the tasks that have ended, by rank, in order."""
     return {
         rank: msgspec.json.decode(path.read_bytes(), type=TaskExit)
-        for rank, path in job.task_exits().items()
+        for rank, path in job.find_task_exit_files().items()
     }
 
 
@@ -177,11 +177,13 @@ def read_submissions(path: Path) -> list[Submission]:
     return read_lines(path, Submission)
 
 
-def latest_by_name(submissions: list[Submission]) -> dict[str, Submission]:
+def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
     """The submission that counts for each name: the last one."""
     return {submission.job: submission for submission in submissions}
 
 
 def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
-    return [JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD_FILE).glob("*"))]
+    return [
+        JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD_NOTES_DIR).glob("*"))
+    ]

@@ -31,13 +31,13 @@ class LedgerState(msgspec.Struct, frozen=True):
     forks: tuple[GenerationFork, ...] = ()
     """Every generation opened so far, with the step it began from."""
 
-    def opened(self, generation: int, base_step: int) -> LedgerState:
+    def with_opened_generation(self, generation: int, base_step: int) -> LedgerState:
         """The state once the trainer of `generation` resumes after `base_step`."""
         earlier = (fork for fork in self.forks if fork.generation != generation)
         forks = (*earlier, GenerationFork(generation, base_step))
         return LedgerState(self.incarnation, generation, base_step, forks)
 
-    def keeps(self, result: EvaluationResult) -> bool:
+    def is_evaluation_current(self, result: EvaluationResult) -> bool:
         """True if the weights that were evaluated are those this run still has at that step."""
         later = (fork for fork in self.forks if fork.generation > result.generation)
         return all(result.step <= fork.base_step for fork in later)
@@ -69,7 +69,7 @@ class DroppedTicket(msgspec.Struct, frozen=True):
     """Of the episodes of a `filtered` group."""
 
     @classmethod
-    def asked(cls, request: DropRequest) -> DroppedTicket:
+    def from_request(cls, request: DropRequest) -> DroppedTicket:
         """What a driver asks for."""
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
@@ -130,12 +130,12 @@ def list_manifest_steps(paths: RunPaths) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def write_state(paths: RunPaths, state: LedgerState) -> None:
+def write_ledger_state(paths: RunPaths, state: LedgerState) -> None:
     """Make the ledger's own state durable."""
     write_atomic(paths.ledger_state, msgspec.json.encode(state))
 
 
-def read_state(paths: RunPaths) -> LedgerState:
+def read_ledger_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
     return _read_record(paths.ledger_state, LedgerState) or LedgerState()
 

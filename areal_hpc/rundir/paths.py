@@ -11,11 +11,11 @@ ROLES = ("serve", "train", "agents")
 """The three environments a process can run in."""
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
-HELD_FILE = "held"
+HELD_NOTES_DIR = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
 
-class _Name:
+class _PathDescriptor:
     """A fixed name in a folder; as an attribute of the folder's object, the path to it."""
 
     def __init__(self, name: str) -> None:
@@ -33,75 +33,75 @@ class _Folder:
 class RunPaths(_Folder):
     """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
 
-    recipe = _Name(RECIPE_FILE)
+    recipe = _PathDescriptor(RECIPE_FILE)
     """The resolved recipe, written before the first job starts. Resume reads this one."""
-    provenance = _Name("provenance.json")
+    provenance = _PathDescriptor("provenance.json")
     """Versions, git commit and command line of every launch."""
-    lock = _Name("launcher.lock")
+    lock = _PathDescriptor("launcher.lock")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
-    data_dir = _Name("data")
+    data_dir = _PathDescriptor("data")
     """Task sets, demonstrations and the starting model as launched."""
-    agent_dir = _Name("agent")
+    agent_dir = _PathDescriptor("agent")
     """The user's agent, where a script handed it over as an object."""
-    task_counts = _Name("data/train_sources.json")
+    task_counts = _PathDescriptor("data/train_sources.json")
     """Rows of each source in the training set, a JSON list; only if there are several."""
-    prefetched = _Name("prefetch.json")
+    prefetched = _PathDescriptor("prefetch.json")
     """Revisions and digests of what `areal-hpc prefetch` put in place."""
-    tiny_model_dir = _Name("data/model")
+    tiny_model_dir = _PathDescriptor("data/model")
     """The tiny model made for this run, or a link to the hub's model in the cache."""
-    jobs_dir = _Name("jobs")
+    jobs_dir = _PathDescriptor("jobs")
     """One folder a job: process configurations and submitit's files."""
-    submissions = _Name("jobs/submissions.jsonl")
+    submissions = _PathDescriptor("jobs/submissions.jsonl")
     """Every job that was handed to Slurm: one JSON object a line."""
-    excluded_nodes = _Name("jobs/excluded_nodes.jsonl")
+    excluded_nodes = _PathDescriptor("jobs/excluded_nodes.jsonl")
     """Nodes that failed this run's probe: one JSON object a line."""
-    cancelled_marker = _Name("CANCELLED")
+    cancelled_marker = _PathDescriptor("CANCELLED")
     """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
-    generations_dir = _Name("generations")
+    generations_dir = _PathDescriptor("generations")
     """One empty file per start of the trainer, created exclusively."""
-    rendezvous_dir = _Name("rendezvous")
+    rendezvous_dir = _PathDescriptor("rendezvous")
     """One file per live role, mode 0600."""
-    admin_key = _Name(ADMIN_KEY_FILE)
+    admin_key = _PathDescriptor(ADMIN_KEY_FILE)
     """The run's secret for control routes, mode 0600. Agents never see it."""
-    shards_dir = _Name("shards")
+    shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
-    index_dir = _Name("index")
+    index_dir = _PathDescriptor("index")
     """Append-only index: one file per writer, one line per sealed shard."""
-    manifests_dir = _Name("manifests")
+    manifests_dir = _PathDescriptor("manifests")
     """Batches as they were handed out: the arrival log."""
-    drops = _Name("dropped_tickets.jsonl")
+    drops = _PathDescriptor("dropped_tickets.jsonl")
     """Tickets, or their rows, that will not be trained: one JSON object a line."""
-    curriculum = _Name("curriculum.jsonl")
+    curriculum = _PathDescriptor("curriculum.jsonl")
     """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
-    ledger_state = _Name("ledger.json")
+    ledger_state = _PathDescriptor("ledger.json")
     """The ledger's number of starts, newest generation and published step."""
-    evaluations_dir = _Name("evaluations")
+    evaluations_dir = _PathDescriptor("evaluations")
     """One result file per evaluated step."""
-    sft_dir = _Name("sft")
+    sft_dir = _PathDescriptor("sft")
     """Checkpoints of the SFT stage."""
-    checkpoints_dir = _Name("checkpoints")
+    checkpoints_dir = _PathDescriptor("checkpoints")
     """Checkpoints of the reinforcement-learning trainer."""
-    sft_export = _Name("export/sft")
+    sft_export = _PathDescriptor("export/sft")
     """The warmed-up model in Hugging Face format."""
-    weights_dir = _Name("weights")
+    weights_dir = _PathDescriptor("weights")
     """One folder: the version that replicas load with `weights.transport=disk`."""
-    metrics = _Name("metrics.jsonl")
+    metrics = _PathDescriptor("metrics.jsonl")
     """One JSON object per trained step; what is known of it later only has lines of its own."""
-    sft_metrics = _Name("sft_metrics.jsonl")
+    sft_metrics = _PathDescriptor("sft_metrics.jsonl")
     """One JSON object per logged step of the SFT stage."""
-    tensorboard_dir = _Name("tensorboard")
+    tensorboard_dir = _PathDescriptor("tensorboard")
     """TensorBoard event files."""
-    events = _Name("events.jsonl")
+    events = _PathDescriptor("events.jsonl")
     """What happened, by any role: one JSON object a line."""
-    learning_curve = _Name("learning_curve.png")
+    learning_curve = _PathDescriptor("learning_curve.png")
     """The learning curve as a picture."""
-    replay = _Name("replay.json")
+    replay = _PathDescriptor("replay.json")
     """Arguments of `areal-hpc replay`, in the directory of a replay."""
-    finished_marker = _Name("FINISHED")
+    finished_marker = _PathDescriptor("FINISHED")
     """Exists when every step of the recipe has been trained and saved."""
-    logs_dir = _Name("logs")
+    logs_dir = _PathDescriptor("logs")
     """One folder per attempt."""
-    latest_log = _Name("logs/latest")
+    latest_log = _PathDescriptor("logs/latest")
     """Links to the newest attempt's folder."""
 
     def dataset(self, split: str) -> Path:
@@ -120,7 +120,7 @@ class RunPaths(_Folder):
         """Held-out rewards of the weights of `step`."""
         return self.evaluations_dir / f"{format_step_dir(step)}.json"
 
-    def export(self, name: str) -> Path:
+    def export_dir(self, name: str) -> Path:
         """A model in Hugging Face format, under a name such as `step_00000040`."""
         return self.root / "export" / name
 
@@ -128,7 +128,7 @@ class RunPaths(_Folder):
         """Logs of one launch."""
         return self.logs_dir / f"attempt_{attempt:02d}"
 
-    def attempts(self) -> list[int]:
+    def list_attempts(self) -> list[int]:
         """Numbers of the launches made so far, oldest first."""
         if not self.logs_dir.is_dir():
             return []
@@ -139,7 +139,7 @@ class RunPaths(_Folder):
         """The recipe of the launches before `attempt`, where that one changed it."""
         return self.root / f"recipe.before_attempt_{attempt:02d}.yaml"
 
-    def recipes(self) -> Iterator[Path]:
+    def list_recipe_files(self) -> Iterator[Path]:
         """The recipes of all launches."""
         return self.root.glob("recipe*.yaml")
 
@@ -147,23 +147,23 @@ class RunPaths(_Folder):
 class JobPaths(_Folder):
     """The folder of one job, `jobs/<name>`, and the names inside it."""
 
-    launch = _Name("launch.json")
+    launch = _PathDescriptor("launch.json")
     """The job as its supervisors are told."""
-    script = _Name("job.sbatch")
+    script = _PathDescriptor("job.sbatch")
     """Script that sbatch was given."""
-    submitit_dir = _Name("submitit")
+    submitit_dir = _PathDescriptor("submitit")
     """Submitit's pickle of the job, and its logs."""
-    starts_dir = _Name("starts")
+    starts_dir = _PathDescriptor("starts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
-    failure_count = _Name("failures_without_progress.json")
+    failure_count = _PathDescriptor("failures_without_progress.json")
     """Number of starts in a row that failed without progress."""
-    checkpoint_time = _Name("checkpoint_time_s")
+    checkpoint_time = _PathDescriptor("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 
     @property
     def hold_note(self) -> Path:
         """Exists while the job has given its nodes back; holds its id."""
-        return self.root.parent / HELD_FILE / self.root.name
+        return self.root.parent / HELD_NOTES_DIR / self.root.name
 
     def process_config(self, process: str) -> Path:
         """The configuration of one process of the job."""
@@ -173,7 +173,7 @@ class JobPaths(_Folder):
         """Exit status of one task."""
         return self.root / f"task_exit.{rank}.json"
 
-    def task_exits(self) -> dict[int, Path]:
+    def find_task_exit_files(self) -> dict[int, Path]:
         """The files of the tasks that have ended, by rank, in order."""
         found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
         return dict(sorted(found.items()))

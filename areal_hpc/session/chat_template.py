@@ -16,15 +16,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import ChatTemplateError, RecipeError
-from areal_hpc.session.fast_bpe import WordEncoder
+from areal_hpc.session.fast_bpe import CachedBPEEncoder
 
 # The thread pool of the Rust encoder costs more than it saves on one text at a time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
 
-MAX_QUICK_CHARS = 8192
-MAX_QUICK_WORD_CHARS = 32768
+MAX_QUICK_TOKENIZER_CHARS = 8192
+MAX_QUICK_WORD_ENCODER_CHARS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
@@ -148,7 +148,7 @@ class TokenEncoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._words = WordEncoder.of(tokenizer)
+        self._words = CachedBPEEncoder.from_tokenizer(tokenizer)
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
         """Rows of the model's embedding: every id sent to the engine must be below it."""
 
@@ -177,7 +177,7 @@ class TokenEncoder:
     def takes_long(self, text: str) -> bool:
         """Whether encoding it would keep others waiting for more than about 2 ms."""
         by_words = self._words is not None and text.isascii()
-        return len(text) > (MAX_QUICK_WORD_CHARS if by_words else MAX_QUICK_CHARS)
+        return len(text) > (MAX_QUICK_WORD_ENCODER_CHARS if by_words else MAX_QUICK_TOKENIZER_CHARS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import Interaction, InteractionTree, PromptReuse, TreeTurn, unpack_ids
+from areal_hpc.session.tree import Interaction, InteractionTree, OpenTurn, PromptReuse, unpack_ids
 
 RAW_CONTEXT = b'"prompt"'
 """Stands where conversations have the tools and variables they were rendered with."""
@@ -20,7 +20,7 @@ PROMPT_ROLE = "prompt"
 TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
-def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
+def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> OpenTurn:
     """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
     parent, known = _find_longest_match(
@@ -31,7 +31,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
 
 def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
-) -> tuple[TreeTurn, list[int]]:
+) -> tuple[OpenTurn, list[int]]:
     """What token ids continue, and those of them that come after the parent's."""
     packed = np.asarray(prompt, "<i4").tobytes()
     parent, known = _find_longest_match(tree, packed, lambda one: [one.new_ids + one.output_ids])
@@ -39,9 +39,9 @@ def match_ids_prompt(
     return _build_turn(parent, encoder.decode(new_ids)), new_ids
 
 
-def _build_turn(parent: Interaction | None, tail: str) -> TreeTurn:
+def _build_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     reuse: PromptReuse = "none" if parent is None else "reused"
-    return TreeTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
+    return OpenTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
 
 
 def _list_possible_texts(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:

@@ -94,7 +94,7 @@ def _order_by_tree(
             first[one.interaction_id] = first[one.parent_id]
             followers.setdefault(one.parent_id, []).append(one)
         conversations.setdefault(first[one.interaction_id], []).append(one)
-    phases = _group_by_time(list(conversations.values()))
+    phases = _group_overlapping_conversations(list(conversations.values()))
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
             followers[conversation[-1].interaction_id] = [following[0] for following in after]
@@ -102,7 +102,9 @@ def _order_by_tree(
     return order, followers
 
 
-def _group_by_time(conversations: list[list[Interaction]]) -> list[list[list[Interaction]]]:
+def _group_overlapping_conversations(
+    conversations: list[list[Interaction]],
+) -> list[list[list[Interaction]]]:
     """Conversations in order of time; those that overlap, even through others, share a phase."""
     phases: list[list[list[Interaction]]] = []
     busy_until = -math.inf

@@ -61,21 +61,23 @@ def plan_rows(
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
     if rule.style == "concat":
-        return list(_plan_branches(tree, earned))
+        return list(_plan_concat_rows(tree, earned))
     return [
-        RowPlan(tree.path(tree[name]), frozenset([name]), tree[name].temperature, earnings.total)
+        RowPlan(
+            tree.get_path_to(tree[name]), frozenset([name]), tree[name].temperature, earnings.total
+        )
         for name, earnings in earned.items()
         if earnings.total is not None
     ]
 
 
-def _plan_branches(
+def _plan_concat_rows(
     tree: InteractionTree, earned: Mapping[str, InteractionReward]
 ) -> Iterator[RowPlan]:
     rewards: dict[str, float] = {}
-    for leaf in tree.leaves():
+    for leaf in tree.list_completed_leaves():
         if leaf.interaction_id in earned:
-            own = (earned[one.interaction_id].own for one in tree.path(leaf))
+            own = (earned[one.interaction_id].own for one in tree.get_path_to(leaf))
             reward = sum_rewards(*own, earned[leaf.interaction_id].passed_back)
             if reward is not None:
                 rewards[leaf.interaction_id] = reward
@@ -93,15 +95,15 @@ def find_concat_paths(
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
     """From the root to each leaf among `kept`, with the interactions no earlier path had."""
     covered: set[str] = set()
-    for leaf in tree.leaves():
+    for leaf in tree.list_completed_leaves():
         if leaf.interaction_id in kept:
-            path = tree.path(leaf)
+            path = tree.get_path_to(leaf)
             names = dict.fromkeys(one.interaction_id for one in path)
             yield path, frozenset(names.keys() - covered)
             covered.update(names)
 
 
-def plan_all_rows(
+def plan_rows_with_unrewarded(
     tree: InteractionTree, style: ExportStyle, rewards: Mapping[str, float | None]
 ) -> list[RowPlan]:
     """Rows of all interactions in `rewards`, also of those that no reward reaches: these have 0.
@@ -110,7 +112,7 @@ def plan_all_rows(
     row has the reward of its leaf.
     """
     if style == "individual":
-        chosen = [(tree.path(tree[name]), frozenset([name])) for name in rewards]
+        chosen = [(tree.get_path_to(tree[name]), frozenset([name])) for name in rewards]
     else:
         chosen = list(find_concat_paths(tree, rewards))
     return [
@@ -119,7 +121,7 @@ def plan_all_rows(
     ]
 
 
-def to_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
+def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     """A row under the names that AReaL's trainers use, with a batch dimension of one.
 
     Returns:
@@ -131,7 +133,7 @@ def to_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     turn_ids_T = np.full(row.num_tokens, -1, np.int32)
     trained = [one for one in plan.path if one.interaction_id in plan.trained]
     for turn, one in enumerate(trained):
-        turn_ids_T[one.prompt_tokens : one.sequence_tokens] = turn
+        turn_ids_T[one.prompt_tokens : one.num_sequence_tokens] = turn
     arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": row.input_ids_T.astype(np.int64),
         "loss_mask": row.loss_mask_T.astype(np.int64),
@@ -160,7 +162,7 @@ def export_rows(
 
 def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> Trajectory:
     """The arrays of a planned row."""
-    length = plan.path[-1].sequence_tokens
+    length = plan.path[-1].num_sequence_tokens
     input_ids_T = np.empty(length, np.int32)
     loss_mask_T = np.zeros(length, np.uint8)
     logprobs_T = np.zeros(length, np.float32)

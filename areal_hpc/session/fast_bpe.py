@@ -5,7 +5,7 @@ ids by itself, so that a word seen before need not be merged again. `tokenizers`
 time on alignments and on regular expressions over all of Unicode. Here the words are found by
 `re` and their ids looked up; a new word is given to the tokenizer's own model.
 
-Only what can be told to be the same is done so: other kinds of tokenizers have no `WordEncoder`,
+Only what can be told to be the same is done so: other tokenizers have no `CachedBPEEncoder`,
 and texts beyond ASCII, where `re` and the tokenizer know different letters, do not go through it.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-MAX_LEARNT_TOKENS = 1 << 15
+MAX_PRELOADED_TOKENS = 1 << 15
 """Looked at in advance; takes about 0.1 s."""
-MAX_WORDS = 1 << 16
+MAX_CACHED_WORDS = 1 << 16
 """Remembered at once; about 20 MB."""
-MAX_WORD_CHARS = 64
+MAX_CACHED_WORD_CHARS = 64
 """Longer ones are rarely seen again."""
 GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What the pre-tokenizer `ByteLevel` uses by itself."""
@@ -46,24 +46,24 @@ class _AddedToken(msgspec.Struct):
     normalized: bool
 
 
-class _Model(msgspec.Struct):
+class _TokenizerJsonModel(msgspec.Struct):
     type: str
     dropout: float | None = None
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
 
 
-class _Parts(msgspec.Struct):
+class _TokenizerJson(msgspec.Struct):
     """A tokenizer.json without its vocabulary."""
 
     added_tokens: list[_AddedToken]
     normalizer: dict[str, Any] | None
     pre_tokenizer: dict[str, Any] | None
-    model: _Model
+    model: _TokenizerJsonModel
 
 
-class WordEncoder(dict[str, tuple[int, ...]]):
-    """Ids by word. Made by `of`."""
+class CachedBPEEncoder(dict[str, tuple[int, ...]]):
+    """Ids by word. Made by `from_tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, split: re.Pattern[str], added: dict[str, int]) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         self._split_added = re.compile(f"({'|'.join(longest_first) or NEVER_PATTERN})").split
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> CachedBPEEncoder | None:
         """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
-        parts = msgspec.json.decode(tokenizer.to_str(), type=_Parts)
+        parts = msgspec.json.decode(tokenizer.to_str(), type=_TokenizerJson)
         model, added, pattern = parts.model, parts.added_tokens, _build_split_pattern(parts)
         odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
         if pattern is None or model.type != "BPE" or any(odd):
@@ -88,14 +88,14 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         encoder = cls(tokenizer, pattern, {one.content: one.id for one in added})
         if not encoder._agrees_with(tokenizer):
             return None
-        encoder._remember_words(tokenizer)
+        encoder._preload_vocabulary_words(tokenizer)
         return encoder
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         spelled = "".join(map(_BYTE_ENCODER.__getitem__, word.encode()))
         ids = tuple(token.id for token in self._model.tokenize(spelled))
-        if len(word) <= MAX_WORD_CHARS:
-            if len(self) >= MAX_WORDS:
+        if len(word) <= MAX_CACHED_WORD_CHARS:
+            if len(self) >= MAX_CACHED_WORDS:
                 self.clear()
             self[word] = ids
         return ids
@@ -110,13 +110,13 @@ class WordEncoder(dict[str, tuple[int, ...]]):
                 ids += chain.from_iterable(map(self.__getitem__, self._find_words(part)))
         return ids
 
-    def _remember_words(self, tokenizer: Tokenizer) -> None:
+    def _preload_vocabulary_words(self, tokenizer: Tokenizer) -> None:
         """Remember the words that have a token to themselves, the most frequent ones.
 
         A word that is met for the first time costs as much as twenty that are known.
         """
         by_rank = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=itemgetter(1))
-        for token, _ in by_rank[:MAX_LEARNT_TOKENS]:
+        for token, _ in by_rank[:MAX_PRELOADED_TOKENS]:
             if not _BYTE_DECODER.keys() >= set(token):
                 continue
             word = bytes(map(_BYTE_DECODER.__getitem__, token))
@@ -133,7 +133,7 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         return all(self.encode(text) == one.ids for text, one in zip(trials, encoded, strict=True))
 
 
-def _build_split_pattern(parts: _Parts) -> re.Pattern[str] | None:
+def _build_split_pattern(parts: _TokenizerJson) -> re.Pattern[str] | None:
     """The regular expression that finds words, restricted to ASCII."""
     if parts.normalizer not in (None, {"type": "NFC"}):
         return None

@@ -14,11 +14,11 @@ from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 
 
-def find_rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:
+def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
     """The interaction a reward is for, or InvalidRewardError: the named one, else the last."""
     if interaction_id is None:
         try:
-            return tree.last
+            return tree.last_completed
         except LookupError:
             raise InvalidRewardError("the session has no completed interaction to reward") from None
     if interaction_id not in tree:

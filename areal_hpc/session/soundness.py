@@ -12,33 +12,33 @@ import msgspec
 import numpy as np
 
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
-from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
+from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_VOCAB_SIZE
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
 MAX_ID_CHARS = 256
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     function: Any
 
 
-class _Comparable(msgspec.Struct):
+class _ComparableMessage(msgspec.Struct):
     """What `find_difference` expects of a message; content may have a form of the user's own."""
 
     role: str
     reasoning_content: str | None = None
 
 
-class _ComparableCalls(msgspec.Struct):
+class _ComparableToolCallMessage(msgspec.Struct):
     """Message with tool calls in the form that the comparison of messages expects."""
 
-    tool_calls: list[_Call]
+    tool_calls: list[_ToolCall]
     content: str | None = None
 
 
 def find_interaction_defect(
-    call: Interaction, tree: InteractionTree, vocab_size: int = MAX_TOKEN_IDS
+    call: Interaction, tree: InteractionTree, vocab_size: int = MAX_VOCAB_SIZE
 ) -> str | None:
     """The first property that keeps a model call out of its session, in words; None if it is sound.
 
@@ -48,8 +48,8 @@ def find_interaction_defect(
         return f"expected an id of 1 to {MAX_ID_CHARS} characters, got {len(call.interaction_id)}"
     return (
         _find_token_defect(call, tree, vocab_size)
-        or _find_version_defect(call.spans, call.output_tokens)
-        or _find_number_defect(call)
+        or _find_version_defect(call.spans, call.num_output_tokens)
+        or _find_scalar_defect(call)
         or _find_message_defect(call)
     )
 
@@ -60,12 +60,12 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
         return f"expected token arrays of 4 bytes a token, got {sizes_bytes} bytes"
     if len(call.logprobs) != len(call.output_ids):
         return (
-            f"expected a log-probability for each of {call.output_tokens} sampled tokens, "
+            f"expected a log-probability for each of {call.num_output_tokens} sampled tokens, "
             f"got {len(call.logprobs) // 4}"
         )
     if call.parent_id is not None and call.parent_id not in tree:
         return f"the call that it continues, {call.parent_id!r:.300}, is not in the session"
-    prior_tokens = 0 if call.parent_id is None else tree[call.parent_id].sequence_tokens
+    prior_tokens = 0 if call.parent_id is None else tree[call.parent_id].num_sequence_tokens
     prompt_tokens = prior_tokens + len(call.new_ids) // 4
     if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
         return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
@@ -92,7 +92,7 @@ def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | 
     return None
 
 
-def _find_number_defect(call: Interaction) -> str | None:
+def _find_scalar_defect(call: Interaction) -> str | None:
     if not 0 <= call.temperature <= MAX_TEMPERATURE:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
     if call.reward is not None and not abs(call.reward) <= MAX_REWARD:
@@ -105,9 +105,9 @@ def _find_number_defect(call: Interaction) -> str | None:
 def _find_message_defect(call: Interaction) -> str | None:
     for message in (*call.new_messages, call.reply):
         try:
-            msgspec.convert(message, _Comparable)
+            msgspec.convert(message, _ComparableMessage)
             if message.get("tool_calls"):
-                msgspec.convert(message, _ComparableCalls)
+                msgspec.convert(message, _ComparableToolCallMessage)
         except (msgspec.ValidationError, RecursionError) as error:
             return f"expected messages in normal form, got {message!r:.200} ({error})"
     try:

@@ -74,17 +74,17 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.finish_reason != ABORT_FINISH_REASON
 
     @property
-    def output_tokens(self) -> int:
+    def num_output_tokens(self) -> int:
         """Number of tokens that the model sampled."""
         return len(self.output_ids) // 4
 
     @property
-    def sequence_tokens(self) -> int:
+    def num_sequence_tokens(self) -> int:
         """Prompt plus reply."""
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + self.num_output_tokens
 
 
-class TreeTurn(msgspec.Struct, frozen=True):
+class OpenTurn(msgspec.Struct, frozen=True):
     """Addition of a request to the tree, before it is tokenized and answered."""
 
     parent: Interaction | None
@@ -96,7 +96,7 @@ class TreeTurn(msgspec.Struct, frozen=True):
     forked: str | None = None
     """In what the client's history departs from ours; None when it does not."""
 
-    def new_ids(self, encoded: list[int]) -> list[int]:
+    def drop_repeated_stop_token(self, encoded: list[int]) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `text`.
 
         The text after a reply begins with the end-of-turn token. A model that closed its turn
@@ -118,13 +118,13 @@ class _MessageNode:
     children: list[_MessageNode] = field(default_factory=list)
     interaction: Interaction | None = None
 
-    def child(self, message: Message) -> _MessageNode | None:
+    def find_child(self, message: Message) -> _MessageNode | None:
         for node in self.children:
             if node.message == message or find_difference(node.message, message) is None:
                 return node
         return None
 
-    def departure(self, message: Message) -> str | None:
+    def describe_mismatch(self, message: Message) -> str | None:
         """How a message differs from the one of its role that is known in its place."""
         for node in self.children:
             if node.message["role"] == message["role"]:
@@ -159,31 +159,31 @@ class InteractionTree:
         return self._entries[interaction_id].interaction
 
     @property
-    def last(self) -> Interaction:
+    def last_completed(self) -> Interaction:
         """The interaction completed last; LookupError if there is none."""
         for entry in reversed(self._entries.values()):
             if entry.interaction.completed:
                 return entry.interaction
         raise LookupError("no interaction has been completed")
 
-    def open_turn(
+    def build_open_turn(
         self,
         messages: Sequence[Message],
         template: ChatTemplate,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> TreeTurn:
+    ) -> OpenTurn:
         """What a conversation in normal form continues, and the rendering of what is new."""
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            suffix = _render_reply_suffix(template, messages, known - 1, tools, variables)
+            suffix = _render_text_after_reply(template, messages, known - 1, tools, variables)
             if suffix is not None:
-                return TreeTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
+                return OpenTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
         text = template.render(messages, tools=tools, variables=variables)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
-        return TreeTurn(None, reuse, context, list(messages), text, forked)
+        return OpenTurn(None, reuse, context, list(messages), text, forked)
 
     def _find_longest_match(
         self, context: bytes, messages: Sequence[Message]
@@ -199,17 +199,17 @@ class InteractionTree:
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
             is_known = _has_assistant_message(messages) and any(
-                root.child(messages[0]) for root in others
+                root.find_child(messages[0]) for root in others
             )
             return None, 0, "tools" if is_known else None
         for depth, message in enumerate(messages):
-            child = node.child(message)
+            child = node.find_child(message)
             if child is None:
                 rest = messages[depth:]
                 return (
                     found,
                     known,
-                    node.departure(message) if _has_assistant_message(rest) else None,
+                    node.describe_mismatch(message) if _has_assistant_message(rest) else None,
                 )
             node = child
             if node.interaction is not None:
@@ -223,7 +223,7 @@ class InteractionTree:
         else:
             node = self._entries[interaction.parent_id].node
         for message in (*interaction.new_messages, interaction.reply):
-            child = node.child(message)
+            child = node.find_child(message)
             if child is None:
                 child = _MessageNode(message)
                 node.children.append(child)
@@ -231,24 +231,24 @@ class InteractionTree:
         node.interaction = interaction
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
-    def cache_json(self, interaction_id: str, own_json: bytes) -> None:
-        """Spare `sequence_json` the packed ids of an interaction (new prompt, reply)."""
+    def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
+        """Spare `sequence_to_json` the packed ids of an interaction (new prompt, reply)."""
         self._entries[interaction_id].own_json = own_json
 
-    def sequence_json(self, interaction: Interaction | None, then: bytes) -> bytes:
+    def sequence_to_json(self, interaction: Interaction | None, then: bytes) -> bytes:
         """Prompt and reply ids up to `interaction`, and what follows them.
 
         Both this and what follows are the inside of a JSON array.
         """
         parts: list[bytes] = []
-        for one in self.path(interaction) if interaction else ():
+        for one in self.get_path_to(interaction) if interaction else ():
             entry = self._entries[one.interaction_id]
             if entry.own_json is None:
-                entry.own_json = encode_ids(unpack_ids(one.new_ids + one.output_ids).tolist())
+                entry.own_json = ids_to_json(unpack_ids(one.new_ids + one.output_ids).tolist())
             parts.append(entry.own_json)
         return join_ids_json(*parts, then)
 
-    def path(self, interaction: Interaction) -> list[Interaction]:
+    def get_path_to(self, interaction: Interaction) -> list[Interaction]:
         """The interactions whose sequences `interaction` extends, first to last, and itself."""
         path = [interaction]
         while (parent_id := path[-1].parent_id) is not None:
@@ -256,7 +256,7 @@ class InteractionTree:
         path.reverse()
         return path
 
-    def leaves(self) -> list[Interaction]:
+    def list_completed_leaves(self) -> list[Interaction]:
         """Completed interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}
         return [one for one in self if one.completed and one.interaction_id not in parents]
@@ -281,7 +281,7 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
 
 
-def encode_ids(ids: Sequence[int]) -> bytes:
+def ids_to_json(ids: Sequence[int]) -> bytes:
     """Token ids as the inside of a JSON array."""
     return msgspec.json.encode(ids)[1:-1]
 
@@ -291,7 +291,7 @@ def join_ids_json(*parts: bytes) -> bytes:
     return b",".join(part for part in parts if part)
 
 
-def _render_reply_suffix(
+def _render_text_after_reply(
     template: ChatTemplate,
     messages: Sequence[Message],
     reply_index: int,

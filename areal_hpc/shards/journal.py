@@ -33,7 +33,7 @@ from areal_hpc.wire.fault_points import fault_point
 
 _MAGIC = b"AHJ1"
 _HEADER_STRUCT = struct.Struct("<4sIII")
-_CHECKED_STRUCT = struct.Struct("<II")
+_CRC_FIELDS_STRUCT = struct.Struct("<II")
 _MAX_PAYLOAD_BYTES = 1 << 30
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def encode_header(kind: int, payload: bytes) -> bytes:
             f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
             f"got kind {kind} and {len(payload)} bytes"
         )
-    crc = zlib.crc32(payload, zlib.crc32(_CHECKED_STRUCT.pack(kind, len(payload))))
+    crc = zlib.crc32(payload, zlib.crc32(_CRC_FIELDS_STRUCT.pack(kind, len(payload))))
     return _HEADER_STRUCT.pack(_MAGIC, kind, len(payload), crc)
 
 
@@ -83,7 +83,7 @@ def _read_record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
     if magic != _MAGIC or length > _MAX_PAYLOAD_BYTES or begin + length > len(data):
         return None
     payload = data[begin : begin + length]
-    if zlib.crc32(payload, zlib.crc32(_CHECKED_STRUCT.pack(kind, length))) != crc:
+    if zlib.crc32(payload, zlib.crc32(_CRC_FIELDS_STRUCT.pack(kind, length))) != crc:
         return None
     return JournalRecord(kind, payload)
 
@@ -102,7 +102,7 @@ class JournalWriter:
         self.path = path
         self._sync_interval_s = sync_interval_s
         self._appending = threading.Lock()
-        # Guards the descriptor against being closed by `rotate` during a sync. Taken first.
+        # Guards the descriptor against being closed by `compact` during a sync. Taken first.
         self._syncing = threading.Lock()
         self._dirty = threading.Event()
         self._stop = threading.Event()
@@ -118,7 +118,7 @@ class JournalWriter:
         self._thread.start()
 
     @property
-    def bytes_written(self) -> int:
+    def journal_size_bytes(self) -> int:
         """Size of the journal."""
         return self._size_bytes
 
@@ -149,7 +149,7 @@ class JournalWriter:
         except OSError as error:
             raise _build_disk_error(self.path, error) from error
 
-    def rotate(self, is_needed: Callable[[JournalRecord], bool]) -> None:
+    def compact(self, is_needed: Callable[[JournalRecord], bool]) -> None:
         """Replace the journal by one that holds only the records still needed.
 
         Old records are sifted while other threads go on appending; what they append meanwhile

@@ -80,7 +80,7 @@ class ShardReader:
         """Tokens of all rows."""
         return self._places["input_ids"].length
 
-    def column(self, name: str) -> NumpyArray:
+    def read_column(self, name: str) -> NumpyArray:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
         return self._rows[name] if name in self._rows else self._read_columns([name])[0]
 
@@ -115,7 +115,7 @@ class ShardReader:
                 values("attempt"),
                 values("episode"),
                 values("row"),
-                _locate_pieces(bounds, chosen),
+                _compute_row_slices(bounds, chosen),
                 values("reward"),
                 values("temperature"),
                 self._read_metas(chosen) if with_meta else ({} for _ in rows),
@@ -126,7 +126,7 @@ class ShardReader:
     def _read_metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:
         bounds = self._rows["meta_offsets"]
         (content,) = self._read_columns(["meta"], _locate_spans(bounds, rows))
-        for piece in _locate_pieces(bounds, rows):
+        for piece in _compute_row_slices(bounds, rows):
             yield msgspec.json.decode(content[piece].data)
 
     def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
@@ -172,7 +172,7 @@ def _locate_spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
     return list(zip(bounds[rows[first]].tolist(), bounds[rows[last] + 1].tolist(), strict=True))
 
 
-def _locate_pieces(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
+def _compute_row_slices(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     """Where the rows lie once their spans stand one after another."""
     lengths = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(lengths)

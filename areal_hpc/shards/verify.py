@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_index
+from areal_hpc.shards.index import SealedShard, append_to_index, group_by_ticket, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import PARTIAL_SUFFIX, SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.writer import format_digest
@@ -84,7 +84,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
     if digest != shard.digest:
         return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
     try:
-        actual = _describe_row(path, size_bytes, digest)
+        actual = _build_line_with_digest(path, size_bytes, digest)
     except ShardError as error:
         return [error.problems[0].message]
     return [
@@ -106,12 +106,12 @@ def digest_file(path: Path) -> tuple[int, str]:
     return size_bytes, format_digest(crc)
 
 
-def describe_shard(path: Path) -> SealedShard:
+def build_index_line(path: Path) -> SealedShard:
     """The index line that belongs to a whole shard; ShardError if it is none."""
-    return _describe_row(path, *digest_file(path))
+    return _build_line_with_digest(path, *digest_file(path))
 
 
-def _describe_row(path: Path, size_bytes: int, digest: str) -> SealedShard:
+def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedShard:
     reader = ShardReader(path)
     return SealedShard(
         file=path.name,
@@ -119,11 +119,11 @@ def _describe_row(path: Path, size_bytes: int, digest: str) -> SealedShard:
         digest=digest,
         rows=reader.num_rows,
         tokens=reader.num_tokens,
-        tickets=group_tickets(
-            reader.column("ticket_id"),
-            reader.column("attempt"),
-            reader.column("reward"),
-            np.split(reader.column("versions"), reader.column("offsets")[1:-1]),
+        tickets=group_by_ticket(
+            reader.read_column("ticket_id"),
+            reader.read_column("attempt"),
+            reader.read_column("reward"),
+            np.split(reader.read_column("versions"), reader.read_column("offsets")[1:-1]),
         ),
     )
 
@@ -139,7 +139,7 @@ def repair_index(paths: RunPaths, writer: str | None = None) -> None:
         if path.name in known:
             continue
         try:
-            append_to_index(paths.index_dir, describe_shard(path))
+            append_to_index(paths.index_dir, build_index_line(path))
         except ShardError as error:
             log.warning("left without an index line: %s", error)
     for path in _list_shard_files(paths.shards_dir, writer, PARTIAL_SUFFIX):

@@ -23,7 +23,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards import schema
 from areal_hpc.shards.disk_io import write_all
-from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_last_sequence
+from areal_hpc.shards.index import SealedShard, append_to_index, group_by_ticket, read_last_number
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 
@@ -32,7 +32,7 @@ ColumnPieces = Mapping[str, Sequence[NumpyArray]]
 """Per dataset, the arrays whose concatenation is its content."""
 
 
-def seal_shard(
+def write_sealed_shard(
     trajectories: Sequence[Trajectory], shards_dir: Path, index_dir: Path, writer_name: str
 ) -> SealedShard:
     """Write the trajectories as rows 0..N-1 of a new shard; durable and indexed on return.
@@ -53,7 +53,7 @@ def seal_shard(
     try:
         partial = _claim_file(shards_dir, index_dir, writer_name)
         try:
-            offsets = _lay_out(partial, pieces, writer_name)
+            offsets = _create_datasets(partial, pieces, writer_name)
             size_bytes, digest = _write_arrays(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
@@ -67,7 +67,7 @@ def seal_shard(
             digest=digest,
             rows=len(trajectories),
             tokens=sum(trajectory.num_tokens for trajectory in trajectories),
-            tickets=group_tickets(
+            tickets=group_by_ticket(
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
@@ -121,7 +121,7 @@ def _claim_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     While it exists nobody else can publish that number, so that even a writer believed dead
     never overwrites a shard. Shards that were never indexed are stepped over one by one.
     """
-    sequence = read_last_sequence(index_dir, writer)
+    sequence = read_last_number(index_dir, writer)
     while True:
         sequence += 1
         path = shards_dir / schema.format_shard_name(writer, sequence)
@@ -147,7 +147,7 @@ def _create_file(path: Path) -> None:
         path.touch(0o644, exist_ok=False)
 
 
-def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
+def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
@@ -187,7 +187,7 @@ def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) 
         with ThreadPoolExecutor(1) as pool:
             synced = pool.submit(os.fsync, descriptor)
             crc = 0
-            for block in _list_blocks(descriptor, size_bytes, pieces, offsets):
+            for block in _iterate_file_blocks(descriptor, size_bytes, pieces, offsets):
                 crc = zlib.crc32(block, crc)
             synced.result()
     finally:
@@ -195,7 +195,7 @@ def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) 
     return size_bytes, format_digest(crc)
 
 
-def _list_blocks(
+def _iterate_file_blocks(
     descriptor: int, size_bytes: int, pieces: ColumnPieces, offsets: Mapping[str, int]
 ) -> Iterator[memoryview | bytes]:
     """The whole file in order: arrays as they are in memory, what lies between read back.

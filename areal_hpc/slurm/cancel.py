@@ -5,18 +5,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
-from areal_hpc.slurm.commands import run_slurm_command, split_into_arguments
-from areal_hpc.slurm.queue import JobQueue, QueueSnapshot, is_alive
+from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, is_alive
 from areal_hpc.slurm.states import JobPhase
 
 POLL_S = 2.0
 """Between two questions to Slurm; each is one for all jobs."""
 KILL_TIMEOUT_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
-SLURM_TIMEOUT_S = 600.0
+MAX_SLURM_OUTAGE_S = 600.0
 
 
-def cancel_submitted(job_ids: Sequence[str]) -> None:
+def try_cancel_jobs(job_ids: Sequence[str]) -> None:
     """Cancel jobs that have just been submitted, as well as that goes."""
     if job_ids:
         with contextlib.suppress(ClusterError):
@@ -40,15 +40,15 @@ def cancel_jobs(
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long.
     """
-    queue = JobQueue()
+    queue = QueuePoller()
     asked: set[str] = set()
     seen: set[str] = set()
     began = time.monotonic()
     while True:
         ids = job_ids()
-        snapshot = queue.poll(ids).of(ids, label)
+        snapshot = queue.poll(ids).filter_jobs(ids, label)
         if snapshot.outage:
-            _wait_for_slurm(snapshot, queue.pause_s, say)
+            _pause_during_outage(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
         phases = {key: job.state.phase for key, job in snapshot.jobs.items() if is_alive(job.state)}
@@ -81,9 +81,11 @@ def cancel_jobs(
         time.sleep(POLL_S)
 
 
-def _wait_for_slurm(snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
+def _pause_during_outage(
+    snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]
+) -> None:
     """Wait for Slurm to answer."""
-    if snapshot.outage_s > SLURM_TIMEOUT_S:
+    if snapshot.outage_s > MAX_SLURM_OUTAGE_S:
         raise ClusterError(
             f"Slurm has not responded for {snapshot.outage_s:.0f} s: {snapshot.outage}",
             hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
@@ -98,7 +100,7 @@ def _call_scancel(job_ids: Sequence[str], *options: str) -> None:
     With `--signal` it reaches the steps, and not the batch script, which would end the job before
     the tasks have had their grace.
     """
-    for ids in split_into_arguments(job_ids):
+    for ids in build_comma_lists(job_ids):
         try:
             run_slurm_command("scancel", *options, *ids.split(","))
         except SlurmCommandError as error:

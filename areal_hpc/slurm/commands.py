@@ -81,6 +81,6 @@ def parse_time(text: str) -> float | None:
         return None
 
 
-def split_into_arguments(items: Sequence[str], size: int = 500) -> list[str]:
+def build_comma_lists(items: Sequence[str], size: int = 500) -> list[str]:
     """Comma-separated lists of at most `size` items: one argument holds 128 KiB."""
     return [",".join(items[start : start + size]) for start in range(0, len(items), size)]

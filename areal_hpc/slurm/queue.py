@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
-from areal_hpc.slurm.commands import parse_time, run_slurm_command, split_into_arguments
-from areal_hpc.slurm.states import UNKNOWN, JobPhase, JobState, parse_state
+from areal_hpc.slurm.commands import build_comma_lists, parse_time, run_slurm_command
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_state
 from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (
@@ -68,7 +68,7 @@ class QueueSnapshot:
     outage_s: float = 0.0
     """Since when there has been none."""
 
-    def of(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
+    def filter_jobs(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
         """Part of this answer about the jobs with these ids whose name or comment holds `label`.
 
         Slurm counts ids anew when it runs out of them, or is set up again: then one is somebody
@@ -81,10 +81,10 @@ class QueueSnapshot:
         }
         return QueueSnapshot(jobs, self.outage, self.outage_s)
 
-    def state_of(self, job_id: str) -> JobState:
+    def get_state(self, job_id: str) -> JobState:
         """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
         found = self.jobs.get(job_id)
-        return found.state if found else UNKNOWN
+        return found.state if found else UNKNOWN_STATE
 
 
 def parse_squeue(text: str) -> list[QueuedJob]:
@@ -147,7 +147,7 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Queu
     )
 
 
-class JobQueue:
+class QueuePoller:
     """Asks Slurm, remembers since when it has not answered, and says how long to leave it alone."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class JobQueue:
             self._unanswered_polls += 1
             self._outage_since = self._outage_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
-        past = {job.job_id: job for job in self.history(set(missing) - set(self._settled))}
+        past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
         # is believed of what is over.
         past = {key: job for key, job in past.items() if not is_alive(job.state)}
@@ -192,14 +192,14 @@ class JobQueue:
         began = self._outage_since
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
 
-    def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
+    def read_accounting(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
         if not self._has_accounting:
             return []
         columns = ",".join(SACCT_COLUMNS)
         jobs: list[QueuedJob] = []
         try:
-            for ids in split_into_arguments(sorted(set(job_ids))):
+            for ids in build_comma_lists(sorted(set(job_ids))):
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
                 jobs += parse_sacct(run_slurm_command("sacct", *arguments, f"--jobs={ids}"))
         except SlurmTimeoutError:
@@ -224,7 +224,7 @@ def _call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Jobs that slurmctld remembers."""
     columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
     jobs: list[QueuedJob] = []
-    for ids in split_into_arguments(job_ids):
+    for ids in build_comma_lists(job_ids):
         arguments = ("--noheader", "--all", "--array", "--states=all", f"--Format={columns}")
         try:
             jobs += parse_squeue(run_slurm_command("squeue", *arguments, f"--jobs={ids}"))

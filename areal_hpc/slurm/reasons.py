@@ -107,7 +107,7 @@ _REASON_BY_SPELLING = {
     for name, reason in table.items()
 }
 
-_REASON_BY_PREFIX = {
+_REASON_BY_PATTERN = {
     r"nodesrequiredforjobaredown": (
         "nodes that it needs are down, drained or reserved",
         "sinfo -R says why",
@@ -135,7 +135,7 @@ def explain_reason(text: str) -> PendingReason:
     spelled = _normalize_spelling(name)
     families = (
         PendingReason(*reason)
-        for form, reason in _REASON_BY_PREFIX.items()
+        for form, reason in _REASON_BY_PATTERN.items()
         if re.search(form, spelled)
     )
     found = _REASON_BY_SPELLING.get(spelled) or next(families, None)

@@ -14,7 +14,7 @@ from areal_hpc.errors import SlurmCommandError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
-    latest_by_name,
+    get_latest_submissions,
     read_submissions,
     record_submission,
 )
@@ -42,7 +42,7 @@ def resubmit(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> Jo
     it must not get, in Slurm's notation.
     """
     submissions = Path(slurm.submissions)
-    before = latest_by_name(read_submissions(submissions)).get(job)
+    before = get_latest_submissions(read_submissions(submissions)).get(job)
     member = get_array_index(before.job_id) if before else ""
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]

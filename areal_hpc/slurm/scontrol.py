@@ -14,7 +14,7 @@ from areal_hpc.slurm.commands import parse_time, run_slurm_command
 
 RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
-_OWN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
+_ENV_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
 """Variables of a running job that would be taken for wishes of the job that it submits."""
 
 
@@ -40,7 +40,7 @@ def get_own_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
-def read_job(shown: str) -> JobFacts:
+def parse_job(shown: str) -> JobFacts:
     """Read one line of `scontrol show job --oneliner`."""
     facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
     excluded = facts.get("ExcNodeList", "")
@@ -54,7 +54,7 @@ def read_job(shown: str) -> JobFacts:
 
 def show_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job."""
-    return read_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
+    return parse_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
@@ -95,6 +95,6 @@ def _call_slurm(*command: str) -> str:
     environ = {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not name.startswith(_OWN_PREFIXES)
+        if name == "SLURM_CONF" or not name.startswith(_ENV_PREFIXES)
     }
     return run_slurm_command(*command, environ=environ)

@@ -15,10 +15,10 @@ from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX
 from areal_hpc.slurm.container import build_container_command
 
-DEFAULT_TIME_MIN = 24 * 60
+DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
 PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
-_SHARED_OPTION_NAMES = (
+_SAME_NAMED_OPTIONS = (
     *("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"),
     *("mail_user", "mail_type"),
 )
@@ -65,7 +65,7 @@ class JobRequest:
     parameters: dict[str, Any]
     """Of submitit's SlurmExecutor, in its names."""
 
-    def depending_on(self, dependency: str) -> JobRequest:
+    def with_dependency(self, dependency: str) -> JobRequest:
         """This request, to start only after other jobs; Slurm removes the job if those fail."""
         more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}
         changed = {"dependency": dependency, "additional_parameters": more}
@@ -107,7 +107,7 @@ def build_job_requests(
         except RecipeError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     return requests
 
 
@@ -145,12 +145,12 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         hint = f"use tasks_per_node that divides {job.tasks}, or another trainer.parallel"
         problems.append(Problem(message, f"{key}.tasks_per_node", hint))
     if problems:
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     return JobResources(
         nodes=job.tasks // tasks_per_node,
         tasks_per_node=tasks_per_node,
         gpus_per_node=gpus_per_node,
-        time_limit_minutes=options.time_limit_minutes or DEFAULT_TIME_MIN,
+        time_limit_minutes=options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES,
     )
 
 
@@ -185,15 +185,15 @@ def _build_request(
         "stderr_to_stdout": True,
         "setup": _build_setup_lines(options, folder, place) or None,
         "srun_args": srun_args,
-        "additional_parameters": _list_further_options(options, slurm, place),
+        "additional_parameters": _build_additional_parameters(options, slurm, place),
     }
-    asked |= {name: getattr(options, name) for name in _SHARED_OPTION_NAMES}
+    asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})
 
 
-def _list_further_options(
+def _build_additional_parameters(
     options: JobOptions, slurm: SlurmConfig, place: RunContext
 ) -> dict[str, Any]:
     """Options that submitit has no name for."""

@@ -37,7 +37,7 @@ class JobState:
         return self.phase is JobPhase.OVER and self.name != "COMPLETED"
 
 
-_MEANING_BY_PHASE = {
+_STATE_MEANINGS_BY_PHASE = {
     JobPhase.WAITING: {
         "PENDING": "waits in the queue",
         "REQUEUED": "was put back into the queue",
@@ -74,12 +74,12 @@ _MEANING_BY_PHASE = {
 }
 STATE_BY_NAME = {
     name: JobState(name, phase, meaning)
-    for phase, meanings in _MEANING_BY_PHASE.items()
+    for phase, meanings in _STATE_MEANINGS_BY_PHASE.items()
     for name, meaning in meanings.items()
 }
 """Every state that Slurm documents, by its name."""
 
-UNKNOWN = JobState("UNKNOWN", JobPhase.UNKNOWN, "is unknown")
+UNKNOWN_STATE = JobState("UNKNOWN", JobPhase.UNKNOWN, "is unknown")
 
 
 def parse_state(text: str) -> JobState:
@@ -98,4 +98,4 @@ def parse_state(text: str) -> JobState:
         if len(found) == 1:
             return found[0]
     meaning = f"is in a state that is not known here: {text.strip() or 'none'}"
-    return JobState(word or UNKNOWN.name, JobPhase.UNKNOWN, meaning)
+    return JobState(word or UNKNOWN_STATE.name, JobPhase.UNKNOWN, meaning)

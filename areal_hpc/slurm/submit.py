@@ -19,7 +19,7 @@ from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 Entry: TypeAlias = Callable[[str], None]
 """Function that submitit calls in every task, with the path of the job's `launch.json`."""
 
-NO_TIME_LIMIT_MIN = 60 * 24 * 365
+NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
@@ -68,7 +68,7 @@ def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
-    executor.update_parameters(timeout_min=NO_TIME_LIMIT_MIN, tasks_per_node=launch.job.tasks)
+    executor.update_parameters(timeout_min=NO_TIME_LIMIT_MINUTES, tasks_per_node=launch.job.tasks)
     # Children inherit an ignored SIGINT: submitit's controller answers Ctrl-C by killing its tasks
     # after one second, which would cut off the trainer's last checkpoint.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,7 +82,7 @@ def _write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
-    for stale in (*paths.task_exits().values(), paths.failure_count):
+    for stale in (*paths.find_task_exit_files().values(), paths.failure_count):
         stale.unlink(missing_ok=True)
     paths.launch.write_bytes(msgspec.json.encode(launch))
     return paths.launch

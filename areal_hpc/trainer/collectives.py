@@ -20,14 +20,14 @@ from areal_hpc.trainer.torch_private import get_default_store
 logger = logging.getLogger(__name__)
 LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """Gloo's message on the ranks that outlive one of them."""
-FAILURES_KEY = "failures"
+FAILED_RANKS_KEY = "failures"
 """Counts failed ranks in the store that the world was opened with."""
-REPORTED_KEY = "reported"
+FAILURE_REPORTED_KEY = "reported"
 """Set in that store once a failed rank knows that it is the first, and says why."""
 REPORT_TIMEOUT_S = 10.0
-VISIBLE_TIMEOUT_S = 60.0
+FILE_VISIBLE_TIMEOUT_S = 60.0
 """Time that a file may take to become visible on another node of a shared file system."""
-POLL_S = 0.5
+READ_RETRY_S = 0.5
 
 ResultT = TypeVar("ResultT")
 
@@ -64,7 +64,7 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
         ArealError: The expected one: this rank waited, and still cannot read.
         OtherRankError: Another one cannot.
     """
-    give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
+    give_up_at = time.monotonic() + FILE_VISIBLE_TIMEOUT_S
     while True:
         result, trouble = None, None
         try:
@@ -76,7 +76,7 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
         if any_true(time.monotonic() >= give_up_at):
             raise trouble or OtherRankError
         logger.info("not all ranks can read yet: %s", trouble)
-        time.sleep(POLL_S)
+        time.sleep(READ_RETRY_S)
 
 
 def raise_on_all_ranks(trouble: Exception | None) -> None:
@@ -105,7 +105,7 @@ def report_first_failure() -> Iterator[None]:
     except Exception as error:  # boundary: raised again, unless another rank reports
         if isinstance(error, OtherRankError):
             _await_report()
-        if isinstance(error, OtherRankError) or not _is_first_to_fail():
+        if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
         if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
@@ -119,19 +119,21 @@ def report_first_failure() -> Iterator[None]:
 def _await_report() -> None:
     """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
-        get_default_store().wait([REPORTED_KEY], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+        get_default_store().wait(
+            [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=REPORT_TIMEOUT_S)
+        )
 
 
-def _is_first_to_fail() -> bool:
+def _claim_first_failure() -> bool:
     if dist.get_world_size() == 1:
         return True
     store = get_default_store()
     try:
-        is_first = store.add(FAILURES_KEY, 1) == 1
+        is_first = store.add(FAILED_RANKS_KEY, 1) == 1
     except RuntimeError:  # rank 0 kept the store, and is gone
         return False
     # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
     # rank 0, it may take the store away in between.
     with contextlib.suppress(RuntimeError):
-        store.set(REPORTED_KEY, "")
+        store.set(FAILURE_REPORTED_KEY, "")
     return bool(is_first)

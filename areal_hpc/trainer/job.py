@@ -24,7 +24,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
@@ -70,7 +70,7 @@ def _run_training(
         paths.finished_marker.touch()
         fsync_path(paths.finished_marker)
         fsync_path(paths.finished_marker.parent)
-        coordinator.source.finish()
+        coordinator.source.report_run_finished()
     if coordinator:
         coordinator.close()
     learner.checkpoints.close()
@@ -87,14 +87,14 @@ def _make_coordinator(
 ) -> Coordinator:
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
-    learner.checkpoints.clean(version.generation)
+    learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(paths.metrics, paths.tensorboard_dir, version.step)
     record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     ledger = LedgerClient(
         paths.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
     )
-    evaluation = AsyncEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+    evaluation = AsyncEvaluator(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     ledger.open_generation(version.step, -1 if evaluation else version.step)
     source = LedgerSource(
         job.schedule,

@@ -23,7 +23,7 @@ from areal_hpc.trainer.batch.training_rows import (
     BEHAVIOR,
     CURRENT,
     build_rows,
-    leave_out_unsound,
+    drop_unsound_tickets,
     read_batch,
     summarize_batch,
 )
@@ -32,7 +32,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.objective.policy_loss import (
-    LOSS_SUMS,
+    LOSS_SUM_NAMES,
     compute_policy_loss,
     interpolate_logprobs,
 )
@@ -44,7 +44,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from areal_hpc.trainer.untrained import check_grad_norms, describe_norms
+from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -52,8 +52,8 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 logger = logging.getLogger(__name__)
 
 PROXIMAL_CHANNEL = "proximal"
-STEP_SUMS = (*LOSS_SUMS, "tokens", "places", "compared")
-STEP_MAXIMA = ("weight", "mismatch")
+STEP_SUM_NAMES = (*LOSS_SUM_NAMES, "tokens", "places", "compared")
+STEP_MAXIMUM_NAMES = ("weight", "mismatch")
 
 
 class Learner:
@@ -75,7 +75,7 @@ class Learner:
     ) -> None:
         arch = read_architecture(model_path)
         self.policy = build_policy(arch, config.parallel, TORCH_DTYPE_BY_NAME[config.dtype], device)
-        load_hf(self.policy, HfModelReader(model_path).read)
+        load_hf(self.policy, HfModelReader(model_path).read_tensor)
         self._config = config
         self._paths = paths
         self._model_path = model_path
@@ -83,7 +83,7 @@ class Learner:
         self.checkpoints = CheckpointStore(
             paths.checkpoints_dir, config.keep_checkpoints, check_generation
         )
-        self._optimizer, checkpoint = self.checkpoints.resume(self.policy, config.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(self.policy, config.optimizer)
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )
@@ -107,7 +107,7 @@ class Learner:
         """The weights held now."""
         return WeightVersion(self.state.generation, self.state.step)
 
-    def train(self, manifest: BatchManifest) -> FlatRow:
+    def train_batch(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
 
         Raises:
@@ -119,7 +119,7 @@ class Learner:
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
             whole = read_batch(manifest, self._paths.shards_dir)
-            batch, untrained = leave_out_unsound(whole, manifest, self.policy.arch.vocab)
+            batch, untrained = drop_unsound_tickets(whole, manifest, self.policy.arch.vocab)
         with timer.phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
@@ -131,7 +131,7 @@ class Learner:
         with timer.phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             stats, norms = self._take_optimizer_steps(parts, rate)
-        untrained += self._judge_gradients(norms, manifest.step)
+        untrained += self._check_grad_norms(norms, manifest.step)
         metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance_state(manifest, untrained)
         sums, maxima = stats.sums, stats.maxima
@@ -141,7 +141,7 @@ class Learner:
             **metrics,
             "throughput/trained_tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
             "loss": sums["loss"] / tokens,
-            **describe_norms(norms),
+            **build_norm_metrics(norms),
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
             "importance_weight/mean": sums["weight"] / tokens,
@@ -157,7 +157,7 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _judge_gradients(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
+    def _check_grad_norms(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
         return check_grad_norms(
             norms,
@@ -192,14 +192,14 @@ class Learner:
             seen, norm = train_step(self.policy, self._optimizer, part, loss, rate)
             stats.add(seen)
             norms.append(norm)
-        return stats.reduce_over_ranks(STEP_SUMS, STEP_MAXIMA), norms
+        return stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES), norms
 
     def _keep_start_logprobs(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
-        return logprobs_N.sum(), measure_logprob_drift(batch, logprobs_N)
+        return logprobs_N.sum(), measure_engine_mismatch(batch, logprobs_N)
 
     def _compute_loss(
         self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
@@ -218,7 +218,7 @@ class Learner:
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL_CHANNEL not in batch.channels_N:
-            stats.add(measure_logprob_drift(batch, held_N))
+            stats.add(measure_engine_mismatch(batch, held_N))
         return total, stats
 
     def _compute_proximal_logprobs(
@@ -253,12 +253,12 @@ class Learner:
         Returns once the state is copied: training may go on.
         """
         state = msgspec.structs.replace(self.state, row=row)
-        path = self.checkpoints.begin(self.policy, self._optimizer, state)
+        path = self.checkpoints.begin_save(self.policy, self._optimizer, state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
-    def export(self) -> None:
+    def export_model(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
-        target = self._paths.export(format_step_dir(self.state.step))
+        target = self._paths.export_dir(format_step_dir(self.state.step))
         save_hf_model(self.policy, self._model_path, target)
 
 
@@ -268,7 +268,7 @@ def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
     return sums["applied"] ** 2 / squares if squares else 0.0
 
 
-def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
+def measure_engine_mismatch(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
     """Log-probability drift check: engine against trainer, where both had the same weights."""
     current_N = batch.channels_N[CURRENT] != 0
     gaps = (logprobs_N - batch.channels_N[BEHAVIOR]).abs()[current_N]

@@ -73,7 +73,7 @@ def build_sharded_state(gpt: Any, optimizer: Any, *, is_loading: bool) -> dict[s
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {"model": gpt.sharded_state_dict(metadata=metadata)}
-    with _replace_method(optimizer, "get_parameter_state_dp_zero", _gathering_in_place):
+    with _replace_method(optimizer, "get_parameter_state_dp_zero", _build_in_place_gather):
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -88,7 +88,7 @@ def to_torch_state(sharded_state: Any) -> Any:
 
 def load_optimizer_state(optimizer: Any, state: Any) -> None:
     """Give the optimizer the moments, master weights and step counts of a checkpoint."""
-    with _replace_method(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
+    with _replace_method(optimizer, "_set_main_param_and_optimizer_states", _wrap_load_with_step):
         optimizer.load_state_dict(state)
     _unshare_steps(optimizer)
 
@@ -105,7 +105,7 @@ def _replace_method(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) 
             delattr(part, name)
 
 
-def _keeping_step(part: Any, load: Any) -> Any:
+def _wrap_load_with_step(part: Any, load: Any) -> Any:
     """Megatron 0.16 copies every moment of torch's AdamW but has no step count to copy."""
 
     def load_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _unshare_steps(optimizer: Any) -> None:
             moments["step"] = moments["step"].clone()
 
 
-def _gathering_in_place(part: Any, _: Any) -> Any:
+def _build_in_place_gather(part: Any, _: Any) -> Any:
     """Gather moments and master weights on the first data-parallel rank, each copied once.
 
     Megatron 0.16 leaves out the padding between buckets as it gathers, yet counts it later: with

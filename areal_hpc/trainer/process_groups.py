@@ -88,7 +88,7 @@ def init_process_groups(
             key="trainer.parallel",
         )
     own = _choose_device(device, task.local_rank)
-    store = _join_store(task, rendezvous_dir, is_cancelled)
+    store = _create_or_join_store(task, rendezvous_dir, is_cancelled)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,
@@ -133,7 +133,7 @@ def _choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _join_store(
+def _create_or_join_store(
     task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
 ) -> dist.Store:  # type: ignore[name-defined]
     if task.num_tasks == 1:
@@ -150,14 +150,14 @@ def _join_store(
             rendezvous_dir, rendezvous.RANK_STORE_SERVICE, f"tcp://{host}:{port}"
         )
         return store
-    return _find_store(task, rendezvous_dir, is_cancelled)
+    return _connect_to_store(task, rendezvous_dir, is_cancelled)
 
 
 def _find_address_family(host: str) -> socket.AddressFamily:
     return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
 
 
-def _find_store(
+def _connect_to_store(
     task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
 ) -> dist.Store:  # type: ignore[name-defined]
     """Rank 0's store of this start. The file may still name a store of an earlier start.

@@ -41,7 +41,7 @@ def _run_replay(
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
     coordinator = None
     if dist.get_rank() == 0:
-        learner.checkpoints.clean(learner.state.generation)
+        learner.checkpoints.delete_leftovers(learner.state.generation)
         coordinator = make_replay_coordinator(
             learner, paths, job.trainer, job.first_step, job.last_step, stop
         )

@@ -61,7 +61,7 @@ class ConversationTokenizer:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._end = self._tokenizer.eos_token_id
 
-    def rows(self, conversations: Sequence[Conversation]) -> list[TrainingRow]:
+    def build_rows(self, conversations: Sequence[Conversation]) -> list[TrainingRow]:
         """One row per conversation; its last message is scored.
 
         Raises:

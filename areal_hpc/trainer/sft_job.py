@@ -27,7 +27,7 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_step_taken
+from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms, is_step_taken
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class SftTrainer:
         self.checkpoints = CheckpointStore(paths.sft_dir, MAX_KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
-        load_hf(policy, HfModelReader(job.model_path).read)
+        load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
-        self._optimizer, checkpoint = self.checkpoints.resume(policy, job.sft.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(policy, job.sft.optimizer)
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
                 checkpoint.state, seed=job.seed, parent=checkpoint.path.name
@@ -75,7 +75,7 @@ class SftTrainer:
         self._saved_step = self.state.step
         self._metrics = None
         if dist.get_rank() == 0:
-            self.checkpoints.clean(SFT_GENERATION)
+            self.checkpoints.delete_leftovers(SFT_GENERATION)
             self._metrics = MetricsWriter(paths.sft_metrics, None, self.state.step)
             if self._metrics.reopened:
                 self._metrics.write(self.state.step, self._metrics.reopened)
@@ -87,21 +87,21 @@ class SftTrainer:
             if any_true(stop.requested):
                 if self.state.step > self._saved_step:
                     self._begin_checkpoint()
-                self.checkpoints.finish()
+                self.checkpoints.finish_save()
                 return False
             self._train_step()
-            self.checkpoints.poll()
+            self.checkpoints.publish_if_written()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
                 self._begin_checkpoint()
-        self.checkpoints.finish()
+        self.checkpoints.finish_save()
         return True
 
     def _train_step(self) -> None:
         sft, step, began = self._job.sft, self.state.step + 1, time.perf_counter()
         data = self._demonstrations
         chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), self._job.seed)
-        rows = self._tokenizer.rows([data[index] for index in chosen])
+        rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
@@ -128,7 +128,7 @@ class SftTrainer:
                 step,
                 {
                     "loss": total["loss"] / max(1, total["tokens"]),
-                    **describe_norms([norm]),
+                    **build_norm_metrics([norm]),
                     "lr": rate,
                     "tokens/targets": int(total["tokens"]),
                     "tokens/trained": int(total["places"]),
@@ -138,7 +138,7 @@ class SftTrainer:
             )
 
     def _begin_checkpoint(self) -> None:
-        path = self.checkpoints.begin(self._policy, self._optimizer, self.state)
+        path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step
 

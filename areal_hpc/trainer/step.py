@@ -24,7 +24,7 @@ from areal_hpc.trainer.batch.packing import (
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.objective.importance_sampling import TokenRows
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.optimizer import step_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
@@ -36,7 +36,7 @@ class MicroBatch:
     input_ids_1T: torch.Tensor
     labels_N: torch.Tensor
     channels_N: dict[str, torch.Tensor]
-    rows: TokenRows
+    rows: TokenRowMap
     attention: AttentionPlan
     places: int
     """Tokens of the pass, padding included."""
@@ -99,10 +99,10 @@ def make_micro_batches(
     )
     own = plan[parallel_state.get_data_parallel_rank()]
     packs = (build_pack([rows[i] for i in part], channels, policy.split) for part in own)
-    return [_to_device(policy, pack) for pack in packs]
+    return [_build_micro_batch(policy, pack) for pack in packs]
 
 
-def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
+def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
     def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(policy.device, non_blocking=True)
 
@@ -110,7 +110,7 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
         input_ids_1T=move(pack.input_ids_T)[None],
         labels_N=move(pack.labels_N),
         channels_N={name: move(values) for name, values in pack.channels_N.items()},
-        rows=TokenRows(
+        rows=TokenRowMap(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
         attention=plan_attention(pack, policy.split, policy.frequencies, policy.dtype),

@@ -7,7 +7,7 @@ from typing import Literal
 from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 
-MAX_NONFINITE_IN_A_ROW = 3
+MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
 
@@ -29,7 +29,7 @@ def check_grad_norms(
 
     Raises:
         NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
-            last of `MAX_NONFINITE_IN_A_ROW` such batches.
+            last of `MAX_CONSECUTIVE_NONFINITE_BATCHES` such batches.
     """
     odd = [norm for norm in norms if not math.isfinite(norm)]
     if not odd:
@@ -44,11 +44,11 @@ def check_grad_norms(
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
-    before = range(step - MAX_NONFINITE_IN_A_ROW + 1, step)
+    before = range(step - MAX_CONSECUTIVE_NONFINITE_BATCHES + 1, step)
     if {*before} <= {one.step for one in earlier if not one.tickets}:
         raise NonFiniteGradientError(
             f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
-            f"{key}=skip ends after {MAX_NONFINITE_IN_A_ROW} batches in a row",
+            f"{key}=skip ends after {MAX_CONSECUTIVE_NONFINITE_BATCHES} batches in a row",
             key=key,
             hint=hint,
         )
@@ -60,7 +60,7 @@ def is_step_taken(norm: float) -> bool:
     return math.isfinite(norm) and norm > 0.0
 
 
-def describe_norms(norms: Sequence[float]) -> dict[str, float]:
+def build_norm_metrics(norms: Sequence[float]) -> dict[str, float]:
     """The largest gradient norm of a batch, and how many optimizer steps were not taken.
 
     A batch of which nothing is left counts as one step, not taken.

@@ -6,17 +6,17 @@ from typing import Any
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import JobQueue, QueueSnapshot
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot
 from areal_hpc.view.jobs import build_run_jobs, get_run_state, list_job_ids
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 
-NAME_KEYS = ("experiment_name", "trial_name")
+RUN_NAME_KEYS = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
 
 
-def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+def render_comparison(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
     advances = [read_run_progress(paths) for paths in runs]
     states = _read_states(runs, queue)
@@ -36,7 +36,7 @@ def render_comparison(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     return format_table([head, *rows])
 
 
-def _read_states(runs: Sequence[RunPaths], queue: JobQueue) -> list[str]:
+def _read_states(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
     snapshot = (
@@ -58,7 +58,7 @@ def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str,
     keys = sorted(
         key
         for key in {key for one in flat for key in one}
-        if key not in NAME_KEYS and len({repr(one.get(key)) for one in flat}) > 1
+        if key not in RUN_NAME_KEYS and len({repr(one.get(key)) for one in flat}) > 1
     )
     lasts = [key.rpartition(".")[2] for key in keys]
     return [

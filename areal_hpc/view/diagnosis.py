@@ -17,9 +17,9 @@ from areal_hpc.view.tables import format_time
 CASCADE_WINDOW_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
-RECOVERED_WINDOW_S = 30.0
+RUNNING_CASCADE_WINDOW_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
-MAX_FRAMES = 12
+MAX_TRACEBACK_LINES = 12
 """Lines of a traceback that are shown."""
 
 _MEANING_BY_EXIT_CODE = {
@@ -58,7 +58,7 @@ class Diagnosis:
 def diagnose(evidence: RunInspection) -> Diagnosis:
     """The cause of the state that a run is in."""
     state = get_run_state(evidence.run)
-    within_s = RECOVERED_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
+    within_s = RUNNING_CASCADE_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
     findings = sorted(_collect_events(evidence), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.priority) if chain else None
@@ -90,7 +90,7 @@ _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
     """What jobs without nodes wait for; None if there are none."""
     reasons = [
-        (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
+        (job.name, job.queued, job.pending_reason or explain_reason(job.queued.reason))
         for job in evidence.run.jobs
         if job.queued and job.queued.state.phase is JobPhase.WAITING
     ]
@@ -222,8 +222,8 @@ def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
 
 def _build_traceback_event(stack: LogTraceback, others: int) -> FailureEvent:
     shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
-    if len(shown) > MAX_FRAMES:
-        shown = (shown[0], "  ...", *shown[-(MAX_FRAMES - 2) :])
+    if len(shown) > MAX_TRACEBACK_LINES:
+        shown = (shown[0], "  ...", *shown[-(MAX_TRACEBACK_LINES - 2) :])
     more = f" (the first of {others} tracebacks)" if others > 1 else ""
     is_oom = mentions_oom(stack.lines[-1])
     return FailureEvent(
@@ -242,7 +242,7 @@ def _build_task_exit_event(word: TaskExitRecord, reason: Sequence[str]) -> Failu
         rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
     who = f"task {word.rank} of {word.job} failed: {outcome.process or 'the supervisor'}"
     text = f"{who}: {_describe_exit_code(outcome.exit_code)}"
-    return FailureEvent(word.at, text, rank, tuple(reason[-MAX_FRAMES:]), hint)
+    return FailureEvent(word.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 
 
 def _describe_exit_code(code: int) -> str:

@@ -7,7 +7,7 @@ from areal_hpc.slurm.script import JobRequest
 from areal_hpc.slurm.submit import render_script
 
 
-def format_requests(
+def format_dry_run(
     paths: RunPaths, requests: Sequence[JobRequest], members: int | None = None
 ) -> str:
     """Every job's script, the files that would be written, and the most that all can cost.
@@ -18,10 +18,12 @@ def format_requests(
     for request in requests:
         where = paths.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
-    return "\n".join([*parts, _list_written_files(paths), _describe_cost(requests, members or 1)])
+    return "\n".join(
+        [*parts, _describe_written_files(paths), _describe_cost(requests, members or 1)]
+    )
 
 
-def _list_written_files(paths: RunPaths) -> str:
+def _describe_written_files(paths: RunPaths) -> str:
     places = (
         (paths.recipe, "the resolved recipe"),
         (paths.provenance, "versions and this command line"),

@@ -12,7 +12,7 @@ from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import JobQueue, QueuedJob
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_records
 
@@ -21,7 +21,7 @@ LOG_TAIL_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
 
 _OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
-_SLURM_LINE_PATTERN = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
+_SLURM_ERROR_PATTERN = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RunInspection:
     """Nodes on the run's exclude list."""
 
 
-def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
+def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     """Read what a run left behind, and ask Slurm twice: what is, and what was.
 
     Raises:
@@ -76,7 +76,7 @@ def inspect_run(paths: RunPaths, queue: JobQueue) -> RunInspection:
     task_exits = tuple(word for word in _read_exit_records(run) if word.at >= since)
     return RunInspection(
         run=run,
-        past=tuple(queue.history(submissions)),
+        past=tuple(queue.read_accounting(submissions)),
         events=events,
         task_exits=task_exits,
         stacks=tuple(_find_tracebacks(paths, events, task_exits)),
@@ -108,7 +108,7 @@ def _find_tracebacks(
     When one rank fails, the collectives of the others break a moment later: the oldest is the one
     to read.
     """
-    attempts = paths.attempts()
+    attempts = paths.list_attempts()
     died = {(row["role"], row["process"]) for row in events if row["event"] == "process_exited"}
     died |= {(word.job, word.outcome.process) for word in task_exits if word.outcome.exit_code}
     if not attempts or not died:
@@ -149,7 +149,7 @@ def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, 
         for path in find_slurm_output_files(submission):
             seen = set()
             for line in read_tail(path, LOG_TAIL_BYTES).decode(errors="replace").splitlines():
-                if (_SLURM_LINE_PATTERN.match(line) or "oom-kill" in line) and line not in seen:
+                if (_SLURM_ERROR_PATTERN.match(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line
 

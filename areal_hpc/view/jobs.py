@@ -8,14 +8,14 @@ from pathlib import Path
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
-    latest_by_name,
+    get_latest_submissions,
     list_held_jobs,
     read_submissions,
     read_task_exits,
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import JobQueue, QueuedJob, QueueSnapshot, is_alive
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_alive
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.tables import format_duration, format_table, format_time
@@ -48,7 +48,7 @@ class JobView:
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
-    def waits_for(self) -> PendingReason | None:
+    def pending_reason(self) -> PendingReason | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
         if self.queued is None or self.queued.state.phase is not JobPhase.WAITING:
             return None
@@ -74,12 +74,12 @@ class RunJobs:
         return not self.ids
 
 
-def get_job_label(paths: RunPaths) -> str:
+def get_run_label(paths: RunPaths) -> str:
     """Text in the name or the comment of every Slurm job of a run."""
     return paths.root.parent.name
 
 
-def read_jobs(paths: RunPaths, queue: JobQueue) -> RunJobs:
+def read_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
@@ -97,8 +97,8 @@ def build_run_jobs(paths: RunPaths, answer: QueueSnapshot) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(submission.job_id for submission in submissions)
-    snapshot = answer.of(ids, get_job_label(paths))
-    newest = latest_by_name(submissions)
+    snapshot = answer.filter_jobs(ids, get_run_label(paths))
+    newest = get_latest_submissions(submissions)
     held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
     names = set(newest) or {
         path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()
@@ -152,7 +152,7 @@ def describe_jobs(run: RunJobs) -> list[str]:
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
             continue
-        if (reason := job.waits_for) is not None:
+        if (reason := job.pending_reason) is not None:
             lines.append(f"{job.name} is pending: {reason.meaning}")
             if reason.hint:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
@@ -212,7 +212,7 @@ def _format_job_times(queued: QueuedJob) -> str:
     return "-"
 
 
-def find_submit_dir(submission: Submission) -> Path | None:
+def find_work_dir(submission: Submission) -> Path | None:
     """The folder in which a job starts, by its script; None if the script does not say."""
     script = Path(submission.script)
     if not script.exists():

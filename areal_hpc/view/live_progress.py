@@ -14,7 +14,7 @@ from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.run_state import RunState, read_run_state
 
-SFT_LINES = 10
+MAX_SFT_LINES = 10
 """Lines SFT prints."""
 REFRESH_S = 1.0
 """Shortest time between two looks at the run."""
@@ -40,7 +40,7 @@ class PlainReporter:
         """Print a line."""
         self._console.print(message)
 
-    def show_news(self, stage: str) -> None:
+    def show_progress(self, stage: str) -> None:
         """Show what is new of a stage, about once a second."""
         if time.monotonic() - self._looked_at >= REFRESH_S:
             self._looked_at = time.monotonic()
@@ -56,7 +56,7 @@ class PlainReporter:
         self._last_step = min(self._last_step, _get_last_step(snapshot.steps))
         self._last_sft = min(self._last_sft, _get_last_step(snapshot.sft))
         for row in snapshot.sft:
-            if row["step"] >= self._last_sft + self._sft_steps / SFT_LINES:
+            if row["step"] >= self._last_sft + self._sft_steps / MAX_SFT_LINES:
                 self._last_sft = row["step"]
                 loss = format_metric(row["loss"], ".4f")
                 self.say(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")

@@ -13,7 +13,7 @@ from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
-PIECE_BYTES = 1024 * 1024
+MAX_READ_BYTES = 1024 * 1024
 """Most that is read of a file at one look while following."""
 POLL_S = 1.0
 """Between two looks at files that are followed. A look is one stat for each file and folder."""
@@ -81,7 +81,7 @@ def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
     Raises:
         RecipeError: There is no such attempt.
     """
-    attempts = paths.attempts()
+    attempts = paths.list_attempts()
     if not attempts or (attempt is not None and attempt not in attempts):
         raise RecipeError(
             f"expected an attempt of {attempts or 'none so far'}, got {attempt or 'the newest'}",
@@ -133,7 +133,7 @@ class LogFollower:
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
-        self._find_files()
+        self._refresh_file_list()
         self._offsets = {path: path.stat().st_size for path in self._files}
 
     @property
@@ -145,10 +145,10 @@ class LogFollower:
         """The whole lines that came since the last look, in the order of time."""
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
-            self._find_files()
+            self._refresh_file_list()
         return merge_by_time([(file, self._read_new(path)) for path, file in self._files.items()])
 
-    def wait(self) -> None:
+    def sleep_until_next_poll(self) -> None:
         """Sleep until it is time for another look."""
         time.sleep(POLL_S)
 
@@ -161,17 +161,17 @@ class LogFollower:
             return ""
         with path.open("rb") as stream:
             stream.seek(offset)
-            piece = stream.read(PIECE_BYTES)
+            piece = stream.read(MAX_READ_BYTES)
         whole = piece[: piece.rfind(b"\n") + 1]
-        if len(piece) == PIECE_BYTES and not whole:
+        if len(piece) == MAX_READ_BYTES and not whole:
             whole = piece  # one endless line
         self._offsets[path] = offset + len(whole)
         return whole.decode(errors="replace")
 
-    def _find_files(self) -> None:
+    def _refresh_file_list(self) -> None:
         """List the newest attempt's folders: a few files for each job."""
         self._stamps = {self._paths.logs_dir: _read_change_time(self._paths.logs_dir)}
-        attempts = self._paths.attempts()
+        attempts = self._paths.list_attempts()
         if not attempts:
             return
         root = self._paths.log_dir(attempts[-1])

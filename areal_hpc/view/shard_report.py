@@ -16,13 +16,13 @@ from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-def list_shards(paths: RunPaths) -> str:
+def format_shard_table(paths: RunPaths) -> str:
     """One line per sealed shard and a total."""
     shards = read_index(paths.index_dir)
     if not shards:
         return f"no sealed shards in {paths.index_dir}"
     head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
-    rows = [_format_shard_line(paths.shards_dir / shard.file, shard) for shard in shards]
+    rows = [_format_shard_cells(paths.shards_dir / shard.file, shard) for shard in shards]
     total = (
         f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
         f"{sum(shard.tokens for shard in shards)} tokens, "
@@ -42,7 +42,7 @@ def format_shards_json(paths: RunPaths) -> str:
 
 
 def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
-    """The rows of all issues of a ticket, as `show_trajectory` counts them.
+    """The rows of all issues of a ticket, as `format_trajectory` counts them.
 
     Raises:
         RecipeError: No row is the ticket's.
@@ -50,7 +50,7 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     """
     rows: list[int] = []
     if path.is_file():
-        rows = np.flatnonzero(ShardReader(path).column("ticket_id") == ticket_id).tolist()
+        rows = np.flatnonzero(ShardReader(path).read_column("ticket_id") == ticket_id).tolist()
     else:
         before = 0
         for shard in read_index(RunPaths(path).index_dir):
@@ -66,7 +66,7 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     return rows
 
 
-def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
+def format_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
     """One trajectory, token by token, decoded if a `tokenizer.json` is given.
 
     Rows count from 0: those of a shard, or those of all shards of a run directory.
@@ -86,7 +86,7 @@ def show_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) ->
         f"{trajectory.num_tokens} tokens, {sampled} sampled"
     )
     head: tuple[str, ...] = ("position", "id", "mask", "logprob", "version")
-    lines = [_format_token_line(trajectory, position) for position in range(trajectory.num_tokens)]
+    lines = [_format_token_cells(trajectory, position) for position in range(trajectory.num_tokens)]
     if tokenizer is not None:
         texts = [
             tokenizer.decode([token], skip_special_tokens=False)
@@ -106,7 +106,7 @@ def format_verification(report: VerifyReport) -> str:
     return "\n".join(lines)
 
 
-def _format_shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
+def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     return (
         shard.file,
@@ -121,7 +121,7 @@ def _format_shard_line(path: Path, shard: SealedShard) -> tuple[str, ...]:
 
 def _format_version_range(path: Path) -> str:
     try:
-        versions = ShardReader(path).column("versions")
+        versions = ShardReader(path).read_column("versions")
     except ShardError:
         return "unreadable"
     sampled = versions[versions >= 0]
@@ -157,7 +157,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _format_token_line(trajectory: Trajectory, position: int) -> tuple[str, ...]:
+def _format_token_cells(trajectory: Trajectory, position: int) -> tuple[str, ...]:
     version = int(trajectory.versions_T[position])
     sampled = bool(trajectory.loss_mask_T[position])
     return (

@@ -94,7 +94,7 @@ def summarize_run(paths: RunPaths, snapshot: RunState, program: str) -> str:
     gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
     worst = None if None in gaps else max(gaps)
     oldest = max(row["staleness/max"] or 0 for row in trained)
-    exported = shown_as.export(format_step_dir(last["step"]))
+    exported = shown_as.export_dir(format_step_dir(last["step"]))
     compared = sum(row["logprob/compared_tokens"] for row in trained)
     spanning = sum(row["staleness/mixed_version_rows"] for row in trained)
     lines = [

@@ -19,7 +19,7 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import get_fused_name
 
 _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
-_MAX_NAMED = 4
+_MAX_NAMES_IN_ERROR = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 _WORD_MASK = (1 << 32) - 1
 _SEED = 0x243F6A88
@@ -78,8 +78,8 @@ def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) 
     hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
         f"{who}: expected the sent weights, got {len(different)} different "
-        f"{different[:_MAX_NAMED]}, {len(missing)} unknown to the server {missing[:_MAX_NAMED]}, "
-        f"{len(unsent)} never sent {unsent[:_MAX_NAMED]}",
+        f"{different[:_MAX_NAMES_IN_ERROR]}, {len(missing)} unknown to the server "
+        f"{missing[:_MAX_NAMES_IN_ERROR]}, {len(unsent)} never sent {unsent[:_MAX_NAMES_IN_ERROR]}",
         hint=hint if all_differ else "resend all weights",
     )
 
@@ -125,14 +125,14 @@ def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
     if replica_device != "cpu":
-        return f"{hash_gpu_tensor(torch.cat(flats)):016x}"
+        return f"{hash_like_sglang(torch.cat(flats)):016x}"
     digest = hashlib.sha256()
     for flat in flats:
         digest.update(flat.cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 
-def hash_gpu_tensor(flat: torch.Tensor) -> int:
+def hash_like_sglang(flat: torch.Tensor) -> int:
     """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat`, uint8, is.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;

@@ -37,7 +37,7 @@ class ReplicaKey:
     control_started_at: float
 
     @property
-    def place(self) -> tuple[str, int]:
+    def cell_and_index(self) -> tuple[str, int]:
         """Which replica of which cell, whatever its incarnation."""
         return self.cell, self.index
 

@@ -14,15 +14,15 @@ from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastTransport
 from areal_hpc.weights.transports.disk import DiskTransport
-from areal_hpc.weights.transports.transport import Transport, UpdateOrder, UpdateReport
+from areal_hpc.weights.transports.transport import Transport, UpdateReport, UpdateRequest
 from areal_hpc.wire.backoff import Backoff
-from areal_hpc.wire.replicas import UpdatePause
+from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
-MIN_PAUSE_S = 1.0
+MIN_RETRY_PAUSE_S = 1.0
 """Between two tries to update a replica that failed."""
-MAX_PAUSE_S = 1800.0
-MAX_URGENT_PAUSE_S = 30.0
+MAX_RETRY_PAUSE_S = 1800.0
+MAX_URGENT_RETRY_PAUSE_S = 30.0
 
 
 def find_outdated(replicas: DiscoveredReplicas, version: WeightVersion) -> list[ReplicaKey]:
@@ -69,12 +69,12 @@ class Publisher:
         )
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
-        self.pauses: list[UpdatePause] = []
-        """What the last update of each replica cost, as known when `outdated` was last asked."""
+        self.pauses: list[UpdatePauseStats] = []
+        """What the last update of each replica cost, as known when `discover_outdated` was last asked."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
-    def outdated(self, version: WeightVersion) -> list[ReplicaKey]:
+    def discover_outdated(self, version: WeightVersion) -> list[ReplicaKey]:
         """Replicas of training that are up and do not serve `version`.
 
         Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
@@ -103,7 +103,7 @@ class Publisher:
                 dtype that the replicas serve. A tied output embedding is left out.
             parameters: Consumed exactly once and to its end, whatever fails: exporting is a
                 collective on all trainer ranks.
-            replicas: As `outdated` named them.
+            replicas: As `discover_outdated` named them.
 
         Raises:
             WeightSyncError: The parameters are not what the specs promised. What goes wrong
@@ -112,7 +112,7 @@ class Publisher:
         arrivals = iter(parameters)
         try:
             buckets = self._plan_buckets(tuple(specs), self._bucket_bytes)
-            return self._transport.update(UpdateOrder(version, buckets, arrivals, replicas))
+            return self._transport.update(UpdateRequest(version, buckets, arrivals, replicas))
         finally:
             for _ in arrivals:
                 pass
@@ -124,7 +124,7 @@ class Publisher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failures:
+class _FailureStreak:
     key: ReplicaKey
     """The incarnation that failed last."""
     in_a_row: int
@@ -142,7 +142,7 @@ class UpdateBackoff:
     """
 
     def __init__(self) -> None:
-        self._failures: dict[tuple[str, int], _Failures] = {}
+        self._failures: dict[tuple[str, int], _FailureStreak] = {}
 
     def get_retryable(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
@@ -151,7 +151,7 @@ class UpdateBackoff:
 
         `is_urgent`: no replica has the weights, so there is nothing that a try would hold up.
         """
-        longest_s = MAX_URGENT_PAUSE_S if is_urgent else MAX_PAUSE_S
+        longest_s = MAX_URGENT_RETRY_PAUSE_S if is_urgent else MAX_RETRY_PAUSE_S
         return [key for key in keys if now >= self._get_retry_time(key, longest_s)]
 
     def record_update(
@@ -159,16 +159,16 @@ class UpdateBackoff:
     ) -> None:
         """An update that took `cost_s` has ended at `now`."""
         for key in ok:
-            self._failures.pop(key.place, None)
+            self._failures.pop(key.cell_and_index, None)
         for key in failed:
-            past = self._failures.get(key.place)
+            past = self._failures.get(key.cell_and_index)
             in_a_row = past.in_a_row + 1 if past else 1
-            self._failures[key.place] = _Failures(key, in_a_row, cost_s, now)
+            self._failures[key.cell_and_index] = _FailureStreak(key, in_a_row, cost_s, now)
 
     def _get_retry_time(self, key: ReplicaKey, longest_s: float) -> float:
-        past = self._failures.get(key.place)
+        past = self._failures.get(key.cell_and_index)
         if past is None:
             return 0.0
         is_costly = past.in_a_row > 1 and key == past.key
-        first_s = max(past.cost_s, MIN_PAUSE_S) if is_costly else MIN_PAUSE_S
+        first_s = max(past.cost_s, MIN_RETRY_PAUSE_S) if is_costly else MIN_RETRY_PAUSE_S
         return past.ended_at + Backoff(first_s, longest_s).get_pause_s(past.in_a_row - 1)

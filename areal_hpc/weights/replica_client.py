@@ -12,9 +12,9 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.wire.replicas import (
-    DEADLINE_HEADER,
     GENERATION_HEADER,
     INCARNATION_HEADER,
+    SENDER_TIMEOUT_HEADER,
     FenceRequest,
 )
 from areal_hpc.wire.weight_version import WeightVersion
@@ -23,7 +23,7 @@ ReplyT = TypeVar("ReplyT")
 
 CONNECT_TIMEOUT_S = 5.0
 """A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
-GIVE_UP_TIMEOUT_S = 2.0
+FENCE_NOTICE_TIMEOUT_S = 2.0
 """Replicas that are given up are told so once, and mostly cannot hear it."""
 CONTROL_DEADLINE_S = 30.0
 """At most, for a call that moves no weights."""
@@ -37,15 +37,15 @@ def get_step_deadline_s(update_timeout_s: float) -> float:
     return update_timeout_s + CONNECT_TIMEOUT_S
 
 
-def get_sender_timeout_s(update_timeout_s: float) -> float:
+def get_sender_silence_limit_s(update_timeout_s: float) -> float:
     """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
 
     A replica that is done with a step waits until the slowest group is, or was left out, and until
     those left out have been told: connecting to them and being answered may each take
-    `GIVE_UP_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
+    `FENCE_NOTICE_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
     sending one.
     """
-    return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_TIMEOUT_S + update_timeout_s
+    return get_step_deadline_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
 
 
 class _WeightVersionInfo(msgspec.Struct):
@@ -61,7 +61,7 @@ class _RankChecksums(msgspec.Struct):
     parallelism_info: list[_Parallelism]
 
 
-class _CheckReply(msgspec.Struct):
+class _ChecksumsReply(msgspec.Struct):
     ranks: list[_RankChecksums]
 
 
@@ -82,24 +82,24 @@ class ReplicaClient:
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
                 GENERATION_HEADER: str(generation),
-                DEADLINE_HEADER: str(get_sender_timeout_s(update_timeout_s)),
+                SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s)),
             },
             trust_env=False,
         )
         self._update_timeout_s = update_timeout_s
         self._control_s = min(CONTROL_DEADLINE_S, update_timeout_s)
 
-    def give_up(self) -> None:
+    def fence_until_next_update(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self.post("fence", FenceRequest(stays=True), min(GIVE_UP_TIMEOUT_S, self._control_s))
+        self.post("fence", FenceRequest(stays=True), min(FENCE_NOTICE_TIMEOUT_S, self._control_s))
 
-    def begin(self) -> None:
+    def begin_update(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
         if self._send_request("begin_weight_update", None, self._control_s).status_code >= 400:
             self.post("end_weight_update")
             self.post("begin_weight_update")
 
-    def receive(
+    def request_bucket_load(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
     ) -> None:
         """Receive and load one bucket. Returns when it is loaded.
@@ -124,14 +124,14 @@ class ReplicaClient:
             },
         )
 
-    def weight_version(self) -> str:
+    def fetch_weight_version(self) -> str:
         """The version the server stamps on tokens."""
         return self._decode_reply(self.post("model_info"), _WeightVersionInfo).weight_version
 
-    def checksums(self) -> dict[int, dict[str, str]]:
+    def fetch_checksums(self) -> dict[int, dict[str, str]]:
         """Of everything the server holds: by tensor-parallel rank, by tensor name."""
         reply = self._decode_reply(
-            self.post_slow("weights_checker", {"action": "checksum"}), _CheckReply
+            self.post_slow("weights_checker", {"action": "checksum"}), _ChecksumsReply
         )
         return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 

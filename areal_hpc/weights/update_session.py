@@ -58,12 +58,12 @@ class UpdateSession:
         """
 
         def check(member: ReplicaClient) -> None:
-            stamp = member.weight_version()
+            stamp = member.fetch_weight_version()
             if stamp != str(version):
                 raise WeightSyncError(f"{member.key}: expected version {version}, got {stamp!r}")
             if expected is None:
                 return
-            reported = member.checksums()
+            reported = member.fetch_checksums()
             if len(reported) != member.key.tp:
                 raise WeightSyncError(
                     f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
@@ -75,7 +75,7 @@ class UpdateSession:
 
         self._call_all(check)
 
-    def flush(self) -> None:
+    def flush_caches(self) -> None:
         """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
         if self._config.pause_mode != "in_place":
             self._call_all(lambda member: member.post("flush_cache"))
@@ -89,20 +89,20 @@ class UpdateSession:
 
         self._call_all(resume)
 
-    def give_up(self) -> None:
+    def abandon_and_fence(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
         def give_up(member: ReplicaClient) -> None:
             try:
-                member.give_up()
+                member.fence_until_next_update()
             except WeightSyncError as error:
                 log.info("could not tell the replica that the update was abandoned: %s", error)
 
         with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
             calls.map(give_up, self._members)
-        self.release()
+        self.close_clients()
 
-    def release(self) -> None:
+    def close_clients(self) -> None:
         """Make no more calls."""
         self._calls.shutdown(wait=False, cancel_futures=True)
         for member in self._members:
@@ -118,7 +118,7 @@ SessionT = TypeVar("SessionT", bound=UpdateSession)
 SessionStep = Callable[[SessionT], None]
 
 
-class GroupUpdate(Generic[SessionT]):
+class UpdateInProgress(Generic[SessionT]):
     """One update under way: the groups that still take part, and why others do not.
 
     `pool` has a thread for each group. One that takes longer than `step_s` for a step drops out.
@@ -153,7 +153,7 @@ class GroupUpdate(Generic[SessionT]):
 
         return settle
 
-    def give_up(self) -> None:
+    def fail_all_sessions(self) -> None:
         """The sender itself failed: nobody got complete weights."""
         self._drop_sessions(
             {session: WeightSyncError("the sender failed") for session in self.live}
@@ -166,5 +166,5 @@ class GroupUpdate(Generic[SessionT]):
             for key in session.keys:
                 self.failed[key] = WeightSyncError(f"{key} did not receive the update: {error}")
         # All at once: each may take seconds to be told, and the groups that go on wait.
-        for future in [self._pool.submit(session.give_up) for session in failures]:
+        for future in [self._pool.submit(session.abandon_and_fence) for session in failures]:
             future.result()

@@ -94,7 +94,7 @@ class FaultInjector:
         self._visits = dict.fromkeys(faults, 0)
         self._lock = threading.Lock()
 
-    def visit(self, point: str) -> None:
+    def trigger_due_faults(self, point: str) -> None:
         """Kill, hold or fail (by OSError) this process if a fault of the point is due."""
         if point not in self._faults:
             return
@@ -115,7 +115,7 @@ def fault_point(name: str) -> None:
         OSError: A test wants it.
     """
     if (injector := _get_injector()) is not None:
-        injector.visit(name)
+        injector.trigger_due_faults(name)
 
 
 @cache

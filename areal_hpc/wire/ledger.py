@@ -11,9 +11,9 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 | /report_evaluation | EvaluationResultRequest | Acknowledged | driver        |
 | /open_generation  | OpenGenerationRequest | Acknowledged   | trainer       |
 | /batch       | BatchRequest     | BatchReply     | trainer       |
-| /publish     | PublishRequest   | Acknowledged   | trainer       |
+| /publish     | WeightsPublishedRequest   | Acknowledged   | trainer       |
 | /evaluate    | EvaluateRequest  | EvaluateReply  | trainer       |
-| /finish      | FinishRequest    | Acknowledged   | trainer       |
+| /finish      | FinishRunRequest    | Acknowledged   | trainer       |
 | /status      | Empty            | LedgerStatus   | anyone        |
 """
 
@@ -84,7 +84,7 @@ class LeaseReply(Struct, frozen=True):
     """Time until a busy driver asks again, unless something happens there first."""
 
 
-class SettledTicket(Struct, frozen=True):
+class SealedTicket(Struct, frozen=True):
     """A ticket whose rows lie in a sealed, indexed shard."""
 
     ref: TicketRef
@@ -101,7 +101,7 @@ class SettleRequest(Struct, frozen=True):
     """Sealed tickets. Repeating it is harmless."""
 
     cell: str
-    tickets: list[SettledTicket]
+    tickets: list[SealedTicket]
 
 
 class DropRequest(Struct, frozen=True):
@@ -140,7 +140,7 @@ class BatchRequest(Struct, frozen=True):
     wait_s: float = 5.0
 
 
-class BatchCounts(Struct, frozen=True):
+class TicketCounts(Struct, frozen=True):
     """Tickets, since the batch before, that did not simply become one of this batch."""
 
     stale_trained: int = 0
@@ -162,8 +162,8 @@ class BatchManifest(Struct, frozen=True):
     """The version this batch leads to; batch 1 turns version 0 into version 1."""
     generation: int
     """The generation that first asked for it."""
-    tickets: list[SettledTicket]
-    counts: BatchCounts = BatchCounts()
+    tickets: list[SealedTicket]
+    counts: TicketCounts = TicketCounts()
 
 
 class BatchReply(Struct, frozen=True):
@@ -177,7 +177,7 @@ class BatchReply(Struct, frozen=True):
     words for the user."""
 
 
-class PublishRequest(Struct, frozen=True):
+class WeightsPublishedRequest(Struct, frozen=True):
     """Every replica now serves the weights of `step`."""
 
     generation: int
@@ -202,7 +202,7 @@ class EvaluateReply(Struct, frozen=True):
     """Set when done == total."""
 
 
-class FinishRequest(Struct, frozen=True):
+class FinishRunRequest(Struct, frozen=True):
     """The trainer has saved its last step: cells may go."""
 
     generation: int

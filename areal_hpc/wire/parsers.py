@@ -1,6 +1,6 @@
 """Messages to the parser process.
 
-The proxy writes `ParseRequest`s and `ConstrainRequest`s to its standard input and reads one
+The proxy writes `ParseRequest`s and `ToolGrammarRequest`s to its standard input and reads one
 `ParserReply` for each, in any order, from its standard output. The first line it writes is an
 empty `ParserReply`: it is ready.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, field
 
 
-class ReplyOpening(Struct, frozen=True):
+class ReplyParseContext(Struct, frozen=True):
     """Facts about a reply that its parser needs first."""
 
     tools: list[dict[str, Any]]
@@ -28,11 +28,11 @@ class ParseRequest(Struct, tag="parse", frozen=True):
     """Numbers the reply to the client whose text this is."""
     text: str
     last: bool
-    opening: ReplyOpening | None = None
+    opening: ReplyParseContext | None = None
     """Comes with the first text."""
 
 
-class ConstrainRequest(Struct, tag="constrain", frozen=True):
+class ToolGrammarRequest(Struct, tag="constrain", frozen=True):
     """Which grammar makes the model call tools as asked?"""
 
     call: int
@@ -46,7 +46,7 @@ class ConstrainRequest(Struct, tag="constrain", frozen=True):
     """It may call several."""
 
 
-class ParsedCall(Struct):
+class ParsedToolCall(Struct):
     """One tool call."""
 
     name: str
@@ -60,7 +60,7 @@ class ParserReply(Struct, omit_defaults=True):
     call: int = -1
     text: str = ""
     reasoning: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    calls: list[ParsedToolCall] = field(default_factory=list)
     grammar: str = ""
     """Name of the sampling parameter that takes `grammar_value`; empty when there is none."""
     grammar_value: str = ""

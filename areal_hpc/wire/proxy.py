@@ -9,7 +9,7 @@ sessions of their own, end them and export them; those routes and names are ARea
 |--------------------|---------|---------------------|---------------------|
 | /rl/start_session  | admin   | StartSessionRequest | StartSessionReply   |
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
-| /rl/record         | session | RecordRequest       | RecordReply         |
+| /rl/record         | session | RecordCallsRequest       | RecordCallsReply         |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
 | /rl/offer_episode  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
@@ -129,14 +129,14 @@ class SetRewardReply(Struct, frozen=True):
     interaction_id: str
 
 
-class RecordRequest(Struct, frozen=True):
+class RecordCallsRequest(Struct, frozen=True):
     """Model calls that a client within the driver recorded, each after the one it extends."""
 
     interactions: list[Raw]
     """`session.tree.Interaction` in JSON."""
 
 
-class RecordReply(Struct, frozen=True):
+class RecordCallsReply(Struct, frozen=True):
     """Number of interactions that the session has now."""
 
     interaction_count: int
@@ -187,7 +187,7 @@ class ExportedInteraction(Struct, frozen=True):
     interaction_id: str
     reward: float | None
     tensor_dict: dict[str, list[Any]]
-    """`session.export.to_batch`, as nested lists."""
+    """`session.export.build_areal_batch`, as nested lists."""
 
 
 class ExportReply(Struct, frozen=True):

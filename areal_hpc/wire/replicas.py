@@ -11,10 +11,10 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | route                             | reply         | meaning                                     |
 |-----------------------------------|---------------|---------------------------------------------|
 | GET  /replicas                    | ReplicaList   | every replica of the cell and its state     |
-| POST /follow                      | NodePartReply | NodePartRequest, from other nodes of a cell |
+| POST /follow                      | FollowerPollReply | FollowerPollRequest, from other nodes   |
 | POST /replicas/<i>/fence          | ReplicaView   | FenceRequest: out of service (SGLang unasked)|
 | POST /replicas/<i>/serve          | ReplicaView   | ServeRequest: weights verified, open again  |
-| POST /replicas/<i>/load           | as SGLang     | LoadRequest: all weights, from a folder     |
+| POST /replicas/<i>/load           | as SGLang     | LoadWeightsRequest: all, from a folder      |
 | POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES  |
 
 When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
@@ -43,13 +43,13 @@ FORWARDED_ROUTES = frozenset(
 
 INCARNATION_HEADER = "x-areal-incarnation"
 GENERATION_HEADER = "x-areal-generation"
-DEADLINE_HEADER = "x-areal-deadline-s"
+SENDER_TIMEOUT_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
 """`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
 
 
-class UpdatePause(Struct, frozen=True):
+class UpdatePauseStats(Struct, frozen=True):
     """Cost of one update to the requests in flight at a replica, by its cell's clock."""
 
     version: str
@@ -77,7 +77,7 @@ class ReplicaView(Struct, frozen=True):
     """`generation.step` while serving."""
     tp: int = 1
     """Tensor-parallel ranks: members it brings into an update group."""
-    pause: UpdatePause | None = None
+    pause: UpdatePauseStats | None = None
     """That of its last update."""
 
 
@@ -88,7 +88,7 @@ class ReplicaList(Struct, frozen=True):
     replicas: list[ReplicaView]
 
 
-class NodePartRequest(Struct, frozen=True):
+class FollowerPollRequest(Struct, frozen=True):
     """A further node of a cell whose replica spans nodes asks what to run, several times a second.
 
     Not heard of for `inference.multi_node.NODE_TIMEOUT_S`, it is lost, and so is the incarnation.
@@ -100,7 +100,7 @@ class NodePartRequest(Struct, frozen=True):
     """Incarnation whose part runs there; 0: none."""
 
 
-class NodePartReply(Struct, frozen=True):
+class FollowerPollReply(Struct, frozen=True):
     """Part that a further node is to run."""
 
     incarnation: int
@@ -122,7 +122,7 @@ class ServeRequest(Struct, frozen=True):
     version: str
 
 
-class LoadRequest(Struct, frozen=True):
+class LoadWeightsRequest(Struct, frozen=True):
     """The replica shall load the weights that lie in a folder of the run's `weights/`."""
 
     folder: str

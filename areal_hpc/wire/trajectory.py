@@ -22,7 +22,7 @@ MAX_REWARD = float(np.finfo(np.float32).max)
 
 MAX_TEMPERATURE: float = 100
 """Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
-MAX_TOKEN_IDS = 2**31
+MAX_VOCAB_SIZE = 2**31
 """Token ids are stored as 32-bit integers."""
 
 
@@ -66,7 +66,7 @@ class Trajectory:
         return len(self.input_ids_T)
 
 
-def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
+def find_defect(row: Trajectory, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
     """The first property that makes a row unfit to train on, in words; None for a sound row.
 
     Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import hash_gpu_tensor
+from areal_hpc.weights.checksum import hash_like_sglang
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,
@@ -46,13 +46,13 @@ class Bench:
         self.buckets = plan_buckets(specs, BUCKET_BYTES)
         self.bytes = sum(bucket.size_bytes for bucket in self.buckets)
         self.buffers = PackingBuffers(device)
-        self.weights = {name: tensor.clone() for name, tensor in export_hf(policy)}
+        self.weights = {name: tensor.clone() for name, tensor in stream_hf(policy)}
         self.source = torch.zeros(-(-self.bytes // 8), dtype=torch.int64, device=device)
         self.target = torch.empty_like(self.source)
 
     def pack(self) -> None:
         for bucket in self.buckets:
-            packed = self.buffers.open(bucket)
+            packed = self.buffers.open_bucket(bucket)
             for slot in bucket.slots:
                 packed.place(slot.spec.name, self.weights[slot.spec.name])
         synchronize(self.device)
@@ -63,7 +63,7 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            hash_gpu_tensor(self.buffers.open(bucket).messages[0])
+            hash_like_sglang(self.buffers.open_bucket(bucket).messages[0])
 
     def add_up(self) -> None:
         self.source.sum().item()

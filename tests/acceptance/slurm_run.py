@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_hpc.rundir.generations import read_newest_number
-from areal_hpc.rundir.jobs import latest_by_name, read_submissions
+from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
@@ -120,7 +120,7 @@ class SlurmRun:
 
     def job_id(self, job: str) -> str:
         """Of the newest submission."""
-        return latest_by_name(read_submissions(self.paths.submissions))[job].job_id
+        return get_latest_submissions(read_submissions(self.paths.submissions))[job].job_id
 
     def state(self, job: str) -> str:
         """Slurm's word."""

@@ -67,22 +67,22 @@ def test_a_process_kills_itself_at_the_visit_that_is_named() -> None:
 def test_an_error_is_raised_at_the_point_alone() -> None:
     injector = FaultInjector(parse_faults("shard.before_read@2=error"))
     for point in ("shard.before_read", "shard.before_index", "shard.before_index"):
-        injector.visit(point)
+        injector.trigger_due_faults(point)
     with pytest.raises(OSError, match=r"a fault at shard\.before_read") as caught:
-        injector.visit("shard.before_read")
+        injector.trigger_due_faults("shard.before_read")
     assert caught.value.errno == errno.EIO
 
 
 def test_the_first_that_comes_is_held_while_the_file_is_there(tmp_path: Path) -> None:
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     injector = FaultInjector(parse_faults(f"proxy.generate=hold:{gate}"))
-    injector.visit("proxy.generate")
+    injector.trigger_due_faults("proxy.generate")
     assert not held.exists()
     gate.touch()
-    first = threading.Thread(target=injector.visit, args=("proxy.generate",))
+    first = threading.Thread(target=injector.trigger_due_faults, args=("proxy.generate",))
     first.start()
     wait_for(lambda: held.exists() and held.read_text() == str(os.getpid()))
-    injector.visit("proxy.generate")
+    injector.trigger_due_faults("proxy.generate")
     assert first.is_alive()
     gate.unlink()
     first.join(10)

@@ -121,7 +121,7 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
             load_agent(rollout.workflow, rollout.workflow_kwargs)  # raises for what is not there
         if rollout.should_accept:
             load_user_function(rollout.should_accept, "should_accept")
-        for part, key in recipe.task_sets:
+        for part, key in recipe.task_sets_with_keys:
             if part.generator:
                 made = load_user_function(part.generator, key)(**part.kwargs)
                 assert "messages" in next(iter(made))

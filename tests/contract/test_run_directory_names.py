@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.rundir import checkpoints, rendezvous
 from areal_hpc.rundir.paths import (
-    HELD_FILE,
+    HELD_NOTES_DIR,
     JobPaths,
     RunPaths,
     format_restart_dir,
@@ -20,10 +20,11 @@ from tests.support.package_sources import sources
 RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
-         type(one).__name__ == "_Name"}  # fmt: skip
+         type(one).__name__ == "_PathDescriptor"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
-    HELD_FILE, checkpoints.MARKER_FILE, checkpoints.STATE_FILE, RUN.export("x").parent.name,
-    rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE, rendezvous.EVALUATION_CELL,
+    HELD_NOTES_DIR, checkpoints.MARKER_FILE, checkpoints.STATE_FILE,
+    RUN.export_dir("x").parent.name, rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE,
+    rendezvous.EVALUATION_CELL,
 }  # fmt: skip
 """Every name of a file, a folder or a service: `manifests`, `COMPLETE`, `launch.json`..."""
 UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}

@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, DATASETS
 from areal_hpc.shards.verify import digest_file
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from tests.golden.make_shard_v1 import GOLDEN, WRITER, golden_rows
 from tests.support.sample_trajectories import fields
 
@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v1.md"
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
     """The golden rows as today's writer seals them."""
-    return tmp_path / seal_shard(golden_rows(), tmp_path, tmp_path / "index", WRITER).file
+    return tmp_path / write_sealed_shard(golden_rows(), tmp_path, tmp_path / "index", WRITER).file
 
 
 def structure(path: Path) -> dict[str, Any]:

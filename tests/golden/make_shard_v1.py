@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import Trajectory
 
 GOLDEN = Path(__file__).with_name("shard_v1.h5")
@@ -43,5 +43,5 @@ def golden_rows() -> list[Trajectory]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         shards_dir = Path(folder)
-        shard = seal_shard(golden_rows(), shards_dir, shards_dir / "index", WRITER)
+        shard = write_sealed_shard(golden_rows(), shards_dir, shards_dir / "index", WRITER)
         GOLDEN.write_bytes((shards_dir / shard.file).read_bytes())

@@ -5,7 +5,7 @@ from pathlib import Path
 from areal_hpc.launch.slurm_launcher import build_requests
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.dry_run import format_requests
+from areal_hpc.view.dry_run import format_dry_run
 
 CHECKOUT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("slurm")
@@ -23,7 +23,7 @@ def describe(site: str) -> str:
     where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
     recipe = load_recipe(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
     paths = RunPaths(recipe.run_dir.resolve())
-    return format_requests(paths, build_requests(recipe, WORKING_FOLDER))
+    return format_dry_run(paths, build_requests(recipe, WORKING_FOLDER))
 
 
 if __name__ == "__main__":

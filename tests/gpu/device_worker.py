@@ -17,14 +17,14 @@ import torch.distributed as dist
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import hash_gpu_tensor
+from areal_hpc.weights.checksum import hash_like_sglang
 from benchmarks._learning import (
     QWEN_HALF_BILLION,
     Sizes,
@@ -126,7 +126,7 @@ def trainee_gradients(trainee: Trainee) -> dict[str, torch.Tensor]:
     held = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.main_grad.to(parameter.dtype)
-    gradients = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
+    gradients = {name: tensor.clone() for name, tensor in stream_hf(trainee.policy)}
     for parameter, data in zip(parameters, held, strict=True):
         parameter.data = data
     return gradients
@@ -200,18 +200,18 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     ]
     buckets = plan_buckets(specs, bucket_bytes=16 << 20)
     buffers = PackingBuffers(trainee.policy.device)
-    weights = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
+    weights = {name: tensor.clone() for name, tensor in stream_hf(trainee.policy)}
     different = 0
     hashes: list[bool] = []
     for bucket in buckets:
-        packed = buffers.open(bucket)
+        packed = buffers.open_bucket(bucket)
         for slot in bucket.slots:
             packed.place(slot.spec.name, weights[slot.spec.name])
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
             (flat,) = packed.messages
-            hashes.append(hash_gpu_tensor(flat) == hash_gpu_tensor(flat.cpu()))
+            hashes.append(hash_like_sglang(flat) == hash_like_sglang(flat.cpu()))
     return {
         "buckets": len(buckets),
         "bytes": sum(bucket.size_bytes for bucket in buckets),

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.starts import read_own_stop_notice
-from areal_hpc.jobs.time_limit import record_checkpoint_time
+from areal_hpc.jobs.time_limit import record_checkpoint_duration
 
 
 class IdleAgent:
@@ -67,7 +67,7 @@ def failing(config: dict[str, str]) -> None:
 
 def slow_saver(config: dict[str, str]) -> None:
     """Say that a save takes eight seconds; when told to stop, say how much time there is."""
-    record_checkpoint_time(8.0)
+    record_checkpoint_duration(8.0)
 
     def look(number: int, frame: object) -> None:
         _note(config, "stopped")

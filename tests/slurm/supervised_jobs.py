@@ -15,7 +15,7 @@ from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
     TaskExit,
-    latest_by_name,
+    get_latest_submissions,
     read_submissions,
     read_task_exits,
     record_submission,
@@ -26,7 +26,7 @@ from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
 
-RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_job; run_job(sys.argv[1])"
+RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
 
 
 @dataclass
@@ -137,7 +137,7 @@ class SupervisedJob:
         return read_task_exits(self.files)[0]
 
     def newest_id(self) -> str:
-        return latest_by_name(read_submissions(self.run.submissions))[self.name].job_id
+        return get_latest_submissions(read_submissions(self.run.submissions))[self.name].job_id
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""

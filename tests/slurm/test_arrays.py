@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_array
@@ -43,7 +43,7 @@ def submit_together(
     array = request(jobs[0], place, site, is_array=True)
     alone = [request(job, job.root, site, is_array=False) for job in jobs]
     launches = [job.launch("steady") for job in jobs]
-    ids = submit_array(array.depending_on(after) if after else array, alone, launches, run_job)
+    ids = submit_array(array.with_dependency(after) if after else array, alone, launches, run_task)
     for job, job_id in zip(jobs, ids, strict=True):
         job.is_submitted(job_id)
     return ids[0].partition("_")[0]

@@ -12,7 +12,7 @@ import psutil
 
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.devcluster.host import reserve_resources
+from areal_hpc.slurm.devcluster.host import lock_host
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
@@ -107,7 +107,7 @@ class Devcluster:
             return
         its_own = self.links_and_groups()
         # Else another cluster could have its network before the look at what is left.
-        with reserve_resources():
+        with lock_host():
             self.done("down")
             assert [one for one in its_own if one.exists()] == []
         wait_for(lambda: self.traces() == [], 60)  # an srun of ours ends with its job, not with it

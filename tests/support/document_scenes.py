@@ -257,7 +257,7 @@ CAMEL = {
         patches=(Patch('"gpt-4o-mini"', CAMEL_MODEL, "a model of a paid service"),),
     ),
     "agentic_rl:3": Scene(after=RECORDED),
-    "agentic_rl:4": Scene(after="assert client.tree.last.reward in (0.0, 1.0)"),
+    "agentic_rl:4": Scene(after="assert client.tree.last_completed.reward in (0.0, 1.0)"),
     "agentic_rl:5": Scene(
         patches=(
             Patch("AReaLOpenAICompatibleModel(...)", CAMEL_MODEL, ELLIPSIS),

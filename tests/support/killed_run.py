@@ -211,7 +211,7 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 def warmed_up_model(root: Path) -> Path:
     """The quick start's model after a short SFT stage, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunPaths(run.paths.root).export("sft")
+    export = RunPaths(run.paths.root).export_dir("sft")
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

@@ -15,13 +15,13 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.megatron_format import load_sharded
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
-from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,
-    export_hf,
     list_hf_specs,
     load_hf,
     save_hf_model,
+    stream_hf,
 )
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
@@ -94,7 +94,7 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     weights = {parameter: parameter.data for parameter in policy.gpt.parameters()}
     for parameter in weights:
         parameter.data = parameter.main_grad
-    gradients = {name: tensor.clone() for name, tensor in export_hf(policy)}
+    gradients = {name: tensor.clone() for name, tensor in stream_hf(policy)}
     for parameter, data in weights.items():
         parameter.data = data
     return gradients
@@ -134,7 +134,7 @@ class Case:
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
-        exported = {name: tensor.clone() for name, tensor in export_hf(self.policy)}
+        exported = {name: tensor.clone() for name, tensor in stream_hf(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
         rows = make_rows(seed=1)
         expected = reference(self.model, rows)
@@ -167,8 +167,8 @@ class Case:
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
         state = TrainerState(step=2, generation=1, seed=0)
-        store.begin(self.policy, self.optimizer, state)
-        store.finish()
+        store.begin_save(self.policy, self.optimizer, state)
+        store.finish_save()
         store.close()
         logprobs = self.logprobs(make_rows(1))
         loss, _ = self.step(self.policy, self.optimizer, 4)
@@ -181,7 +181,7 @@ class Case:
             "resume_is_bitwise": loss == resumed_loss
             and all(
                 torch.equal(one[1], other[1])
-                for one, other in zip(export_hf(resumed), export_hf(self.policy), strict=True)
+                for one, other in zip(stream_hf(resumed), stream_hf(self.policy), strict=True)
             ),
         }
 
@@ -223,8 +223,11 @@ class Case:
         return {
             "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
             "weight_gap": max(
-                (tensor - expected.read(HfTensor(name, tuple(tensor.shape)))).abs().max().item()
-                for name, tensor in export_hf(policy)
+                (one - expected.read_tensor(HfTensorSpec(name, tuple(one.shape))))
+                .abs()
+                .max()
+                .item()
+                for name, one in stream_hf(policy)
             ),
         }
 

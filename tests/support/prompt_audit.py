@@ -29,7 +29,7 @@ class TokenDifference:
 
 def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
     """The whole prompt of an interaction, as the model read it."""
-    *before, last = tree.path(interaction)
+    *before, last = tree.get_path_to(interaction)
     parts = [unpack_ids(part) for one in before for part in (one.new_ids, one.output_ids)]
     ids: list[int] = np.concatenate([*parts, unpack_ids(last.new_ids)]).tolist()
     return ids
@@ -39,7 +39,7 @@ def rendered_ids(
     tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
 ) -> list[int]:
     """What the prompt would be if the conversation were rendered and tokenized anew."""
-    path = tree.path(interaction)
+    path = tree.get_path_to(interaction)
     if any(one.context == RAW_CONTEXT for one in path):  # a text, not a conversation
         return encoder.encode(encoder.decode(prompt_ids(tree, interaction)))
     messages = [m for one in path for m in (*one.new_messages, one.reply)][:-1]

@@ -14,9 +14,9 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.manifests import read_manifest, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
-from areal_hpc.shards.verify import describe_shard
-from areal_hpc.shards.writer import seal_shard
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.shards.verify import build_index_line
+from areal_hpc.shards.writer import write_sealed_shard
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -61,9 +61,9 @@ def record_run(
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
-        shard = seal_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+        shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
         tickets = [
-            SettledTicket(
+            SealedTicket(
                 TicketRef((step - 1) * TICKETS + ticket, 0),
                 shard.file,
                 list(range(ticket * SAMPLES, (ticket + 1) * SAMPLES)),
@@ -86,12 +86,12 @@ def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> 
             for row in rows:
                 file[column][bounds[row] : bounds[row + 1]] = value
     lines = [
-        describe_shard(path) if one.file == name else one for one in read_index(paths.index_dir)
+        build_index_line(path) if one.file == name else one for one in read_index(paths.index_dir)
     ]
     (index,) = paths.index_dir.iterdir()
     index.unlink()
     for line in lines:
-        append_to_index(paths.index_dir, describe_shard(path) if line.file == name else line)
+        append_to_index(paths.index_dir, build_index_line(path) if line.file == name else line)
 
 
 def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:

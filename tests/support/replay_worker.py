@@ -80,7 +80,7 @@ def make_learner(scenario: Scenario, paths: RunPaths) -> Learner:
 
 
 def take_step(learner: Learner, paths: RunPaths, number: int) -> None:
-    learner.train(read_manifest(paths, number))
+    learner.train_batch(read_manifest(paths, number))
 
 
 def begin_training(scenario: Scenario, paths: RunPaths) -> Learner:
@@ -88,7 +88,7 @@ def begin_training(scenario: Scenario, paths: RunPaths) -> Learner:
     learner = make_learner(scenario, paths)
     take_step(learner, paths, 1)
     learner.begin_checkpoint({})
-    learner.checkpoints.finish()
+    learner.checkpoints.finish_save()
     take_step(learner, paths, 2)
     return learner
 
@@ -110,7 +110,7 @@ def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     stop = StopRequest()
     coordinator = None
     if dist.get_rank() == 0:
-        learner.checkpoints.clean(learner.state.generation)
+        learner.checkpoints.delete_leftovers(learner.state.generation)
         coordinator = make_replay_coordinator(learner, paths, config, 1, config.total_steps, stop)
     run_loop(learner, coordinator, stop)
     learner.checkpoints.close()

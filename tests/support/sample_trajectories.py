@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import Trajectory
 
 
@@ -41,7 +41,7 @@ def ticket(ticket_id: int, n_samples: int = 2) -> list[Trajectory]:
 
 def seal_in(paths: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
     """The next shard of a writer of a run."""
-    return seal_shard(rows, paths.shards_dir, paths.index_dir, writer)
+    return write_sealed_shard(rows, paths.shards_dir, paths.index_dir, writer)
 
 
 def fields(row: Trajectory) -> dict[str, object]:

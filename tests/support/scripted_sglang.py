@@ -16,7 +16,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.ledger import Acknowledged, DropRequest, SettledTicket, SettleRequest
+from areal_hpc.wire.ledger import Acknowledged, DropRequest, SealedTicket, SettleRequest
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
 CELL = "cell-0"
@@ -257,7 +257,7 @@ class StandInLedger(StandIn):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.settled: list[SettledTicket] = []
+        self.settled: list[SealedTicket] = []
         self.dropped: list[DropRequest] = []
         self.away = False
 

@@ -30,7 +30,7 @@ def main() -> None:
             failed = {f"{key.cell}.{key.index}": str(why) for key, why in report.failed.items()}
             outcome = {
                 "version": str(version),
-                "ok": [key.place for key in report.ok],
+                "ok": [key.cell_and_index for key in report.ok],
                 "failed": failed,
                 "publish_s": round(time.monotonic() - began, 3),
                 "ended_at": time.monotonic(),

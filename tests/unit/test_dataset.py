@@ -62,7 +62,7 @@ def test_several_sources_are_written_one_after_another(functions: None, tmp_path
     sources = [{**GOOD, "kwargs": {"size": 2}}, {**GOOD, "kwargs": {"size": 1}, "weight": 3.0}]
     config = TrainTaskSetConfig.model_validate({"sources": sources})
     out = tmp_path / "train.jsonl"
-    assert materialize(config.parts("train_dataset"), out) == [2, 1]
+    assert materialize(config.list_sources("train_dataset"), out) == [2, 1]
     assert read(path=out) == [{"n": 0}, {"n": 1}, {"n": 0}]
 
 
@@ -87,7 +87,7 @@ def test_the_source_at_fault_is_named_and_leaves_no_file(
 
     second = {"sources": [{**GOOD, "kwargs": {"size": 2}}, wrong]}
     for config, key in ((wrong, "train_dataset"), (second, "train_dataset.sources.1")):
-        parts = TrainTaskSetConfig.model_validate(config).parts("train_dataset")
+        parts = TrainTaskSetConfig.model_validate(config).list_sources("train_dataset")
         with pytest.raises(RecipeError, match=complaint) as refusal:
             materialize(parts, tmp_path / "train.jsonl", check)
         assert refusal.value.problems[0].key in (key, f"{key}.generator")

@@ -25,7 +25,7 @@ def test_message_has_the_place_and_the_next_step() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        RecipeError.of([Problem("one", "a"), Problem("two", hint="b")]),
+        RecipeError.from_problems([Problem("one", "a"), Problem("two", hint="b")]),
         HttpStatusError(503, "http://n01/ready", "later"),
         JobFailedError("the job ended", code=65),
         LedgerRequestError(409, "a newer trainer", hint="go"),

@@ -6,8 +6,8 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
 from areal_hpc.areal.config.rules import (
+    ArealSource,
     Rule,
-    Source,
     Untranslatable,
     alias_rule,
     fixed_rule,
@@ -24,7 +24,7 @@ PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linea
 GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
 
 
-def _translate_clip(value: Any, source: Source) -> dict[str, Any]:
+def _translate_eps_clip(value: Any, source: ArealSource) -> dict[str, Any]:
     higher = source("actor.eps_clip_higher")
     return {
         "trainer.objective.clip_low": value,
@@ -32,13 +32,13 @@ def _translate_clip(value: Any, source: Source) -> dict[str, Any]:
     }
 
 
-def _translate_dtype(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_dtype(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if value not in ("bfloat16", "float32"):
         return Untranslatable("bfloat16 or float32")
     return {"trainer.dtype": value, "inference.dtype": value}
 
 
-def _translate_proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_decoupled_loss(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
     if not value and not source("actor.recompute_logprob"):
         return {
@@ -55,7 +55,7 @@ def _translate_proximal(value: Any, source: Source) -> dict[str, Any] | Untransl
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
-def _translate_correction(source: Source) -> dict[str, Any]:
+def _translate_correction(source: ArealSource) -> dict[str, Any]:
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
@@ -72,51 +72,51 @@ def _translate_correction(source: Source) -> dict[str, Any]:
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
-def _translate_rejection_metric(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_rejection_metric(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if value in ("ratio", "kl_k3"):
         return {}
     return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
 
 
-def _translate_betas(value: Any, source: Source) -> dict[str, Any]:
+def _translate_betas(value: Any, source: ArealSource) -> dict[str, Any]:
     betas = (source("actor.optimizer.beta1"), source("actor.optimizer.beta2"))
     return {"trainer.optimizer.betas": list(betas)}
 
 
-def _translate_decay(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_lr_decay(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if value in SUPPORTED_LR_DECAYS:
         return {"trainer.optimizer.decay": value}
     return Untranslatable(f"one of {', '.join(SUPPORTED_LR_DECAYS)}")
 
 
-def _translate_warmup(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_warmup(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable("a recipe counts steps: set trainer.optimizer.warmup_steps")
     return {"trainer.optimizer.warmup_steps": round(float(value) * source.total_steps)}
 
 
-def _translate_transport(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_weight_transport(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     ways = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
     if value not in ways:
         return Untranslatable(f"one of {', '.join(ways)}")
     return {"weights.transport": ways[value]}
 
 
-def _translate_bucket_size(value: Any, source: Source) -> dict[str, Any]:
+def _translate_weight_bucket_size(value: Any, source: ArealSource) -> dict[str, Any]:
     return {"weights.bucket_bytes": int(value) * 1024 * 1024}
 
 
-def _check_norm_level(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_norm_level(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     return {} if value == "group" else Untranslatable(GROUP_NORM_REASON)
 
 
-def _check_group_size(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_group_size(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if value in (1, source("gconfig.n_samples")):
         return {}
     return Untranslatable("a group is the rollout.n_samples episodes of a task")
 
 
-def _translate_model(value: Any, source: Source) -> dict[str, Any]:
+def _translate_model(value: Any, source: ArealSource) -> dict[str, Any]:
     """AReaL loads what is a folder from there, and all else from the hub."""
     is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
     return {"model.hub" if is_repository else "model.path": value}
@@ -146,7 +146,7 @@ ACTOR_RULES = (
     Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _translate_betas),
     Rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _translate_betas),
     renamed_rule("actor.optimizer.eps", "trainer.optimizer.eps"),
-    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _translate_decay),
+    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _translate_lr_decay),
     renamed_rule("actor.optimizer.min_lr_ratio", "trainer.optimizer.min_lr_ratio"),
     Rule(
         "actor.optimizer.warmup_steps_proportion",
@@ -155,16 +155,18 @@ ACTOR_RULES = (
     ),
     renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
     fixed_rule("actor.optimizer.offload", False, "the optimizer stays on its device"),
-    Rule("actor.weight_update_mode", "`weights.transport`", _translate_transport),
+    Rule("actor.weight_update_mode", "`weights.transport`", _translate_weight_transport),
     Rule(
         "actor.weight_chunked_mem_mb",
         "`weights.bucket_bytes`",
-        _translate_bucket_size,
+        _translate_weight_bucket_size,
         only_if_given=True,
     ),
     renamed_rule("actor.ppo_n_minibatches", "trainer.minibatches"),
     Rule(
-        "actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _translate_clip
+        "actor.eps_clip",
+        "`trainer.objective.clip_low`, and `clip_high` with it",
+        _translate_eps_clip,
     ),
     ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
     unsupported_rule("actor.c_clip", "no second bound for negative advantages"),
@@ -204,7 +206,7 @@ ACTOR_RULES = (
     Rule(
         "actor.use_decoupled_loss",
         "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
-        _translate_proximal,
+        _translate_decoupled_loss,
     ),
     ignored_rule(
         "actor.recompute_logprob", "`trainer.objective.proximal`, by `use_decoupled_loss`"
@@ -220,7 +222,7 @@ ACTOR_RULES = (
     Rule(
         "actor.rejection_sampling.metric",
         "`trainer.objective.off_policy_correction_metric`",
-        _translate_rejection_metric,
+        _check_rejection_metric,
     ),
     fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
     ignored_rule(

@@ -4,8 +4,8 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_engine_backend
 from areal_hpc.areal.config.rules import (
+    ArealSource,
     Rule,
-    Source,
     Untranslatable,
     alias_rule,
     fixed_rule,
@@ -20,17 +20,17 @@ NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
-_LEAST_CONTEXT_NOTE = "`inference.context_length`: the least of the bounds given"
+_CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
-def _translate_concurrency(value: Any, source: Source) -> dict[str, Any]:
+def _translate_concurrency(value: Any, source: ArealSource) -> dict[str, Any]:
     """AReaL counts groups, a recipe episodes."""
     groups = value or source("train_dataset.batch_size")
     episodes = int(groups) * int(source("gconfig.n_samples"))
     return {"rollout.max_concurrent_rollouts": episodes}
 
 
-def _translate_context(value: Any, source: Source) -> dict[str, Any]:
+def _translate_context_length(value: Any, source: ArealSource) -> dict[str, Any]:
     """The least of the bounds that are given."""
     bounds = [source(key) for key in CONTEXT_KEYS if key in source.given]
     known = [int(bound) for bound in bounds if bound is not None]
@@ -44,7 +44,7 @@ def _sampling_rules(name: str) -> tuple[Rule, ...]:
     def convert(value: Any) -> Any:
         return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
-    def trained(value: Any, source: Source) -> dict[str, Any]:
+    def trained(value: Any, source: ArealSource) -> dict[str, Any]:
         own = source(f"eval_gconfig.{name}")
         return {train: convert(value), valid: convert(value if own is None else own)}
 
@@ -54,17 +54,17 @@ def _sampling_rules(name: str) -> tuple[Rule, ...]:
     )
 
 
-def _translate_greedy_evaluation(value: Any, source: Source) -> dict[str, Any]:
+def _translate_greedy_evaluation(value: Any, source: ArealSource) -> dict[str, Any]:
     return {"evaluation.sampling.temperature": 0.0} if value else {}
 
 
-def _translate_tool_parser(value: Any, source: Source) -> dict[str, Any]:
+def _translate_tool_parser(value: Any, source: ArealSource) -> dict[str, Any]:
     return (
         {"inference.tool_call_parser": TOOL_PARSER_BY_AREAL_NAME.get(value, value)} if value else {}
     )
 
 
-def _translate_partial_groups(value: Any, source: Source) -> dict[str, Any]:
+def _translate_partial_groups(value: Any, source: ArealSource) -> dict[str, Any]:
     return {} if value else {"rollout.min_samples": 2}
 
 
@@ -110,8 +110,8 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{section}.engine_max_tokens",
-            _LEAST_CONTEXT_NOTE,
-            _translate_context,
+            _CONTEXT_LENGTH_NOTE,
+            _translate_context_length,
             only_if_given=True,
         ),
         unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
@@ -148,7 +148,7 @@ ROLLOUT_RULES = (
     *_sampling_rules("temperature"),
     *_sampling_rules("top_p"),
     *_sampling_rules("top_k"),
-    Rule("gconfig.max_tokens", _LEAST_CONTEXT_NOTE, _translate_context, only_if_given=True),
+    Rule("gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_generation_rules("gconfig"),
     Rule(
@@ -206,7 +206,9 @@ ROLLOUT_RULES = (
     *scheduling_rules("rollout"),
     *_agent_rules("rollout.agent"),
     *_agent_rules("rollout.openai"),
-    Rule("sglang.context_length", _LEAST_CONTEXT_NOTE, _translate_context, only_if_given=True),
+    Rule(
+        "sglang.context_length", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True
+    ),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),

@@ -6,8 +6,8 @@ from typing import Any
 from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
 from areal_hpc.areal.config.rules import (
     SLURM_OPTIONS_REASON,
+    ArealSource,
     Rule,
-    Source,
     TranslateValue,
     Untranslatable,
     alias_rule,
@@ -22,7 +22,7 @@ AREAL_PREFIX = "areal."
 """AReaL's import root."""
 
 
-def _translate_total_steps(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _translate_total_steps(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable(
             "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
@@ -31,10 +31,10 @@ def _translate_total_steps(value: Any, source: Source) -> dict[str, Any] | Untra
     return {"trainer.total_steps": source.total_steps}
 
 
-def _translate_epochs_to(target: str) -> TranslateValue:
+def _build_epochs_translator(target: str) -> TranslateValue:
     """Epochs as steps."""
 
-    def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    def becomes(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
         if value is None:
             return {}
         if source.steps_per_epoch is None:
@@ -52,13 +52,13 @@ def _timer_rules(section: str, target: str) -> tuple[Rule, ...]:
         Rule(
             f"{section}.freq_epochs",
             f"`{target}`, in steps of the training set",
-            _translate_epochs_to(target),
+            _build_epochs_translator(target),
         ),
         renamed_rule(f"{section}.freq_steps", target),
     )
 
 
-def _translate_workflow(value: Any, source: Source) -> dict[str, Any]:
+def _translate_workflow(value: Any, source: ArealSource) -> dict[str, Any]:
     return {"rollout.workflow": map_areal_module(str(value))} if value else {}
 
 
@@ -67,7 +67,7 @@ def map_areal_module(dotted_path: str) -> str:
     return f"areal_hpc.{dotted_path}" if dotted_path.startswith(AREAL_PREFIX) else dotted_path
 
 
-def map_areal_paths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def map_areal_path_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of an agent; those that are dotted paths (`..._path`) as `map_areal_module`."""
     return {
         name: map_areal_module(value)
@@ -78,7 +78,7 @@ def map_areal_paths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_task_file(section: str) -> TranslateValue:
-    def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    def becomes(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
         if not value:
             return {}
         if str(value).endswith((".jsonl", ".json")):
@@ -95,13 +95,13 @@ def _script_key_rule(name: str) -> Rule:
     """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{name}"
 
-    def becomes(value: Any, source: Source) -> dict[str, Any]:
-        return {} if value in (None, "", {}) else map_areal_paths({target: value})
+    def becomes(value: Any, source: ArealSource) -> dict[str, Any]:
+        return {} if value in (None, "", {}) else map_areal_path_kwargs({target: value})
 
     return Rule(name, f"`{target}`", becomes)
 
 
-def _check_scheduler(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+def _check_scheduler(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 

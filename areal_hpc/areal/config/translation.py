@@ -13,7 +13,7 @@ from areal_hpc.areal.api.cli_args import (
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
-from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.rules import ArealSource, Rule, Untranslatable, flatten, unflatten
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
@@ -22,7 +22,7 @@ RULE_BY_KEY: dict[str, Rule] = {
 }
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
 
-AREAL_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
+AREAL_IDENTIFYING_KEYS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
 
 REJECTION_SAMPLING_KEY = "actor.rejection_sampling"
@@ -68,10 +68,10 @@ def translate_to_recipe(
             key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
         }
     else:
-        if not any(section in config for section in AREAL_SECTIONS):
+        if not any(section in config for section in AREAL_IDENTIFYING_KEYS):
             raise RecipeError(
-                f"this is not an AReaL configuration: none of {', '.join(AREAL_SECTIONS)} is "
-                "present",
+                "this is not an AReaL configuration: none of "
+                f"{', '.join(AREAL_IDENTIFYING_KEYS)} is present",
                 hint="give the file that AReaL's --config names",
             )
         stated = {key: value for key, value in flatten(config).items() if value != {}}
@@ -82,7 +82,7 @@ def translate_to_recipe(
             key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
         }
         leaves, given = absent | stated, set(stated)
-    return _apply_rules(Source(leaves, frozenset(given), train_rows))
+    return _apply_rules(ArealSource(leaves, frozenset(given), train_rows))
 
 
 def _resolve_renamed_key(key: str) -> str:
@@ -96,7 +96,7 @@ def _is_default_replaced(key: str, stated: Mapping[str, Any]) -> bool:
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _apply_rules(source: Source) -> Translation:
+def _apply_rules(source: ArealSource) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
@@ -106,7 +106,7 @@ def _apply_rules(source: Source) -> Translation:
         value, is_given = source(key), key in source.given
         if rule is None:
             if is_given and value is not None:
-                untranslated.append(UntranslatedKey(key, value, _explain_unknown(key)))
+                untranslated.append(UntranslatedKey(key, value, _explain_unknown_key(key)))
         elif rule.key == SGLANG_KEY_PATTERN:
             arguments += _to_sglang_arguments(key.removeprefix("sglang."), value)
         elif is_given or not rule.only_if_given:
@@ -145,7 +145,7 @@ def _to_sglang_arguments(name: str, value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _explain_unknown(key: str) -> str:
+def _explain_unknown_key(key: str) -> str:
     near = difflib.get_close_matches(key, [name for name in RULE_BY_KEY if "*" not in name], n=1)
     if near:
         return f"unknown AReaL key; did you mean {near[0]}?"

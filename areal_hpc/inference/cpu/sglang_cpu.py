@@ -133,7 +133,7 @@ def install_stubs() -> None:
         triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
 
 
-def _make_forking_launcher() -> None:
+def _patch_sglang_to_fork() -> None:
     """Have SGLang fork its children, once it has imported everything and before any thread.
 
     Beside a GPU that would break: CUDA does not survive a fork.
@@ -168,7 +168,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    _make_forking_launcher()
+    _patch_sglang_to_fork()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

@@ -33,7 +33,7 @@ def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
     yield ok("slurmctld", "answers")
     yield _check_accounting(config)
     yield from _check_partitions(slurm)
-    yield from _check_acceptance(slurm, scripts)
+    yield from _check_sbatch_accepts(slurm, scripts)
     yield from _check_container(slurm)
 
 
@@ -98,7 +98,7 @@ def _parse_minutes(text: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def _check_acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
+def _check_sbatch_accepts(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
     """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
     asked: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.queue import JobQueue, is_alive
+from areal_hpc.slurm.queue import QueuePoller, is_alive
 from areal_hpc.slurm.reasons import explain_reason
 
 MIN_FREE_BYTES = 1 << 30
@@ -31,7 +31,7 @@ LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs",
 POLL_S = 2.0
 JOB_TIMEOUT_S = 300.0
 """For the job to start and end."""
-MAX_VISIBILITY_S = 60
+MAX_DELAY_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _VISIBILITY_SCRIPT = """#!/bin/bash
@@ -178,7 +178,7 @@ def check_storage_from_node(
         (folder / "question").write_text(f"{token}\n")
         script = JobPaths(folder).script
         script.write_text(
-            _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_S)
+            _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_DELAY_S)
         )
         job_id = run_slurm_command(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
@@ -191,22 +191,22 @@ def check_storage_from_node(
         return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
     say(f"job {job_id.strip()} was submitted; waiting up to {patience_s:.0f} s for its answer")
     try:
-        return _await_answer(folder, job_id.strip(), token, patience_s)
+        return _await_job_answer(folder, job_id.strip(), token, patience_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await_answer(folder: Path, job_id: str, token: str, patience_s: float) -> CheckResult:
-    queue, give_up_at, waits_for = JobQueue(), time.monotonic() + patience_s, "it did not start"
+def _await_job_answer(folder: Path, job_id: str, token: str, patience_s: float) -> CheckResult:
+    queue, give_up_at, waits_for = QueuePoller(), time.monotonic() + patience_s, "it did not start"
     ended_at: float | None = None
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():
-            return _judge_answer((folder / "answer").read_text().split(), token)
+            return _judge_job_answer((folder / "answer").read_text().split(), token)
         look = queue.poll([job_id])
         found = look.jobs.get(job_id)
         if found and not is_alive(found.state):
             ended_at = ended_at or time.monotonic()
-        if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_S:
+        if found and ended_at and time.monotonic() - ended_at > MAX_DELAY_S:
             return fail(
                 "shared",
                 f"job {job_id} on {found.nodes or 'no node'} did not answer ({found.state.name}): "
@@ -221,7 +221,7 @@ def _await_answer(folder: Path, job_id: str, token: str, patience_s: float) -> C
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
 
 
-def _judge_answer(words: list[str], token: str) -> CheckResult:
+def _judge_job_answer(words: list[str], token: str) -> CheckResult:
     node = words[1] if len(words) > 1 else "?"
     if not words or words[0] != token:
         return fail("shared", f"{node} sees different content", "use another file system")

@@ -15,24 +15,24 @@ from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
-from areal_hpc.proxy.engine.tool_parsers import ToolParsers
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
-from areal_hpc.session.tree import Interaction, TreeTurn, encode_ids, pack_ids, pack_logprobs
+from areal_hpc.session.tree import Interaction, OpenTurn, ids_to_json, pack_ids, pack_logprobs
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
 
     session: Session
-    turn: TreeTurn
+    turn: OpenTurn
     new_ids: bytes
     prompt_tokens: int
     prompt_json: bytes
     new_json: bytes
-    """What `prompt_json` ends with: `new_ids`."""
+    """What `build_prompt_json` ends with: `new_ids`."""
     sampling: SamplingParams
     top_logprobs: int
     answer_id: str
@@ -44,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True):
     reasons_first: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
 
-    def request(self, choice: int) -> GenerateRequest:
+    def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
         seed = (self.sampling.sampling_seed or 0) + choice
         return GenerateRequest(
@@ -55,7 +55,9 @@ class Prompt(msgspec.Struct, frozen=True):
             self.reasons_first,
         )
 
-    def interaction(self, choice: int, generation: Generation, said: ReplyDelta) -> Interaction:
+    def build_interaction(
+        self, choice: int, generation: Generation, said: ReplyDelta
+    ) -> Interaction:
         """Record of a choice."""
         parent = self.turn.parent
         return Interaction(
@@ -64,7 +66,7 @@ class Prompt(msgspec.Struct, frozen=True):
             reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
-            reply=said.message(),
+            reply=said.build_message(),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
@@ -84,7 +86,7 @@ class PromptBuilder:
     def __init__(
         self,
         model: ServedModel,
-        parsers: ToolParsers | None,
+        parsers: ParserProcessClient | None,
         limits: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
@@ -115,13 +117,13 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_grammar(call, turn, sampling)
         session.calls += 1
-        new_json = encode_ids(new_ids)
+        new_json = ids_to_json(new_ids)
         return Prompt(
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=session.tree.sequence_json(turn.parent, new_json),
+            prompt_json=session.tree.sequence_to_json(turn.parent, new_json),
             new_json=new_json,
             sampling=sampling,
             top_logprobs=call.top_logprobs,
@@ -133,7 +135,7 @@ class PromptBuilder:
         )
 
     async def _add_grammar(
-        self, call: ModelCall, turn: TreeTurn, sampling: SamplingParams
+        self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
         if self._parsers is None or not self._model.must_parse(call):
@@ -142,24 +144,24 @@ class PromptBuilder:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         choice, tools = call.tool_choice, [*(call.tools or ())]
         strict = any(tool["function"].get("strict") for tool in tools)
-        if sampling.grammars:
+        if sampling.active_grammar_names:
             tools = []  # a reply held to another grammar calls nothing
         elif not (tools and (choice.must_call or not choice.parallel or strict)):
             return sampling, False
-        found = await self._parsers.grammar(tools, turn.text, choice)
+        found = await self._parsers.fetch_grammar(tools, turn.text, choice)
         if found.grammar:
             grammar = {found.grammar: found.grammar_value}
             sampling = msgspec.structs.replace(sampling, **grammar)
-        return sampling, found.reasons_first and bool(sampling.grammars)
+        return sampling, found.reasons_first and bool(sampling.active_grammar_names)
 
     async def _tokenize_call(
         self, session: Session, call: ModelCall
-    ) -> tuple[TreeTurn, list[int], int]:
+    ) -> tuple[OpenTurn, list[int], int]:
         """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
         encoder, key = self._model.encoder, call.prompt_key
         if call.prompt is None:
             turn = self._render_turn(session, call)
-            new_ids = turn.new_ids(await self.encode(turn.text))
+            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.text))
         elif isinstance(call.prompt, str):
             turn = match_text_prompt(session.tree, call.prompt, encoder)
             new_ids = await self.encode(turn.text, add_special_tokens=turn.parent is None)
@@ -170,10 +172,10 @@ class PromptBuilder:
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
             problem = f"the prompt holds token id {max(new_ids)}, which is outside the model's"
             raise RequestError(400, f"{problem} vocabulary of {encoder.vocab_size}", key=key)
-        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        prior = turn.parent.num_sequence_tokens if turn.parent is not None else 0
         return turn, new_ids, prior + len(new_ids)
 
-    def _render_turn(self, session: Session, call: ModelCall) -> TreeTurn:
+    def _render_turn(self, session: Session, call: ModelCall) -> OpenTurn:
         messages, normalize, most = call.messages, self._model.normalize, self._limits.max_messages
         if len(messages) > most:
             problem = f"too many messages: {len(messages)} (limit {most})"
@@ -181,7 +183,7 @@ class PromptBuilder:
         if normalize is not None:
             messages = [normalize(message) for message in messages]
         try:
-            return session.tree.open_turn(
+            return session.tree.build_open_turn(
                 messages, self._model.template, tools=call.tools, variables=call.variables
             )
         except ChatTemplateError as error:
@@ -194,14 +196,14 @@ class PromptBuilder:
         encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(encode) if encoder.takes_long(text) else encode()
 
-    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+    async def build_prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
 
         Raises:
             RequestError: The prompt is none for this model.
         """
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
-        return session.tree.sequence_json(turn.parent, encode_ids(new_ids)), prompt_tokens
+        return session.tree.sequence_to_json(turn.parent, ids_to_json(new_ids)), prompt_tokens
 
     def _fit_reply_limit(
         self, session: Session, call: ModelCall, prompt_tokens: int

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import RequestError, UnsoundCallError
+from areal_hpc.errors import RequestError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.failover import ReplyFailover
@@ -16,13 +16,13 @@ from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
-from areal_hpc.proxy.engine.tool_parsers import ToolParsers
+from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.tree import ABORT_FINISH_REASON, encode_ids, join_ids_json
+from areal_hpc.session.tree import ABORT_FINISH_REASON, ids_to_json, join_ids_json
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class CompletionService:
         upstream: SGLangClient,
         recorder: JournaledRecorder,
         limits: ProxyConfig,
-        parsers: ToolParsers | None = None,
+        parsers: ParserProcessClient | None = None,
     ) -> None:
         self.metrics = ProxyMetrics()
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
@@ -67,7 +67,7 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._count_call_start(session, call.n)
+        self._admit_call(session, call.n)
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
             generations = await _gather_or_cancel(
@@ -92,7 +92,7 @@ class CompletionService:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             nonlocal failover
-            request = failover.request(whole)
+            request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORT_FINISH_REASON:
@@ -108,7 +108,7 @@ class CompletionService:
         if self._parsers is None or prompt.parsed_tools is None:
             return ReplyDelta(text)
         said = ReplyDelta()
-        reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
+        reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
         said.add(await reader.feed(text, last=True))
         return said
 
@@ -118,7 +118,7 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._count_call_start(session, call.n)  # each reply ends by itself
+        self._admit_call(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
@@ -135,7 +135,7 @@ class CompletionService:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
         said, reader, failover = ReplyDelta(), None, ReplyFailover(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
-            reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
+            reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
 
         async def take(piece: TokenChunk) -> None:
             part = ReplyDelta(piece.text) if reader is None else await reader.feed(piece.text)
@@ -145,13 +145,13 @@ class CompletionService:
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
-            url, request = replica.url, failover.request(whole)
+            url, request = replica.url, failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.begin_generation(choice, partial(self._upstream.abort, url, request.rid))
+            live.register_stop(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
             except EngineLostError as lost:
-                failover.on_lost(lost.partial, replica, request)
+                failover.on_replica_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
                 failover.on_aborted(generation, request)
@@ -173,7 +173,7 @@ class CompletionService:
                 log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
-            live.end_generation(choice)
+            live.unregister_stop(choice)
             self._count_call_end(prompt.session, 1)
 
     async def _generate_with_failover(
@@ -192,7 +192,7 @@ class CompletionService:
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
             try:
-                return await attempt(replica, prompt.request(choice), timeout_s)
+                return await attempt(replica, prompt.build_request(choice), timeout_s)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 self._router.on_replica_lost(replica)
@@ -203,7 +203,7 @@ class CompletionService:
                 self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _count_call_start(self, session: Session, replies: int) -> None:
+    def _admit_call(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
         most = self._limits.max_concurrent_calls
         if self._calls >= most:
@@ -222,14 +222,16 @@ class CompletionService:
         session = prompt.session
         if session.ended or not self._recorder.has_session(session):
             raise RequestError(403, "the session ended during generation")
-        interaction = prompt.interaction(choice, generation, said)
+        interaction = prompt.build_interaction(choice, generation, said)
         try:
             self._recorder.record(InteractionAdded(session.session_id, interaction))
-        except UnsoundCallError as error:
+        except UntrainableCallError as error:
             raise RequestError(502, f"the model server's reply is unsound: {error}") from error
-        self._router.note_version(max((span.version for span in interaction.spans), default=0))
-        own_json = join_ids_json(prompt.new_json, encode_ids(generation.output_ids))
-        session.tree.cache_json(interaction.interaction_id, own_json)
+        self._router.update_newest_version(
+            max((span.version for span in interaction.spans), default=0)
+        )
+        own_json = join_ids_json(prompt.new_json, ids_to_json(generation.output_ids))
+        session.tree.cache_ids_json(interaction.interaction_id, own_json)
         return RecordedReply(choice, interaction, generation, said)
 
 

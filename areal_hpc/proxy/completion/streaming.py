@@ -69,18 +69,18 @@ class ReplyStream:
         self._ended += isinstance(event, RecordedReply)
         return event
 
-    def abandon(self) -> None:
+    def stop_generation(self) -> None:
         """Nobody reads any more: stop the engine. What it has said by then is recorded."""
         self.abandoned = True
         for stop in self._stops.values():
             stop()
 
-    def begin_generation(self, choice: int, stop: Callable[[], None]) -> None:
+    def register_stop(self, choice: int, stop: Callable[[], None]) -> None:
         """A choice is being generated; `stop` ends that early."""
         self._stops[choice] = stop
         if self.abandoned:
             stop()
 
-    def end_generation(self, choice: int) -> None:
+    def unregister_stop(self, choice: int) -> None:
         """Nothing is left to stop."""
         self._stops.pop(choice, None)

@@ -26,7 +26,7 @@ BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
 """What happens to a block; the text is what `add` appends."""
 
 
-class BlockReader:
+class BlockSplitter:
     """Cuts a reply into blocks as it comes: reasoning, text, then one for each call.
 
     White space alone is no text next to calls. A reply without text or calls has an empty text.
@@ -76,7 +76,7 @@ class BlockReader:
 
 def split_into_blocks(said: ReplyDelta) -> list[ContentBlock]:
     """The blocks of a whole reply."""
-    reader = BlockReader()
+    reader = BlockSplitter()
     for _ in (*reader.feed(said), *reader.finish()):
         pass
     return reader.blocks

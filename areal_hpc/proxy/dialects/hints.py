@@ -17,7 +17,7 @@ Hint = Annotated[Any, Meta(description="Accepted without effect.")]
 _type_info = cache(inspect.type_info)
 
 
-def list_hints(request: Struct, inside: str = "") -> Iterator[str]:
+def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
     for name in _list_declared_hints(type(request)):
         if getattr(request, name) is not None:
@@ -25,7 +25,7 @@ def list_hints(request: Struct, inside: str = "") -> Iterator[str]:
     for name in request.__struct_fields__:
         value = getattr(request, name)
         if isinstance(value, Struct):
-            yield from list_hints(value, f"{inside}{name}.")
+            yield from list_ignored_params(value, f"{inside}{name}.")
 
 
 @cache

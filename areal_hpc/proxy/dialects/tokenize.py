@@ -12,7 +12,7 @@ from areal_hpc.proxy.dialects.validation import check_token_ids
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.tree import encode_ids
+from areal_hpc.session.tree import ids_to_json
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +54,7 @@ async def tokenize(
     if request.prompt is not None:
         with_special = request.add_special_tokens is not False
         ids = await prompts.encode(request.prompt, add_special_tokens=with_special)
-        ids_json, count = encode_ids(ids), len(ids)
+        ids_json, count = ids_to_json(ids), len(ids)
     else:
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
@@ -62,7 +62,7 @@ async def tokenize(
             variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )
-        ids_json, count = await prompts.prompt_json(session, call)
+        ids_json, count = await prompts.build_prompt_json(session, call)
     tokens = msgspec.Raw(b"[" + ids_json + b"]")
     reply = {"tokens": tokens, "count": count, "max_model_len": model.context_tokens}
     return msgspec.json.encode(reply)

@@ -24,11 +24,11 @@ Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 TopK = Annotated[int, Meta(ge=-1)]
 ToolName = Annotated[str, Meta(min_length=1)]
 
-_PARAMETER_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
-_FIELD_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
+_ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
+_FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
+def decode_json(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
     """A JSON body, or the part of one that stands under `key`, as the type `form`.
 
     A null stands for absence, under whatever name.
@@ -36,7 +36,7 @@ def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
     Raises:
         RequestError: 400, naming the parameter that is wrong or unknown.
     """
-    decoder = _decoder_of(form)
+    decoder = _get_decoder(form)
     try:
         try:
             return decoder.decode(body)
@@ -49,15 +49,15 @@ def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
 
 
 @cache
-def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
+def _get_decoder(form: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
 def _to_request_error(complaint: str, inside: str) -> RequestError:
     """The text of a `ValidationError` about what stands under `inside`, as a refusal by name."""
-    where = _PARAMETER_PATTERN.search(complaint)
+    where = _ERROR_PATH_PATTERN.search(complaint)
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
-    named = _FIELD_PATTERN.search(complaint)
+    named = _FIELD_ERROR_PATTERN.search(complaint)
     if named and named[1] == "unknown" and not key:
         return RequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
     if named:

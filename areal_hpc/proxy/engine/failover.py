@@ -11,7 +11,7 @@ from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_char
 from areal_hpc.proxy.engine.router import pack_engine_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import VersionSpan, encode_ids, join_ids_json
+from areal_hpc.session.tree import VersionSpan, ids_to_json, join_ids_json
 from areal_hpc.wire.replicas import ReplicaView
 
 
@@ -24,7 +24,7 @@ class ReplyFailover:
         self.is_possible = True
         """False once something was said that another replica cannot go on from."""
 
-    def request(self, request: GenerateRequest) -> GenerateRequest:
+    def build_next_request(self, request: GenerateRequest) -> GenerateRequest:
         """What to ask the next replica; the same request as long as nothing was said."""
         if self._said is None:
             return request
@@ -32,11 +32,11 @@ class ReplyFailover:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=join_ids_json(request.prompt_json, encode_ids(ids)),
+            prompt_json=join_ids_json(request.prompt_json, ids_to_json(ids)),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 
-    def on_lost(
+    def on_replica_lost(
         self, partial: Generation | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
         """A replica, as it was when it was asked, was lost after it had said `partial`.
@@ -74,7 +74,7 @@ class ReplyFailover:
             text == generation.text
             and not count_stop_prefix_chars(text, sampling.stop or ())
             and len(generation.output_ids) < sampling.max_new_tokens
-            and not sampling.grammars
+            and not sampling.active_grammar_names
             and penalties == (0.0, 0.0, 1.0)
         )
         self._said = self.join_replies(generation)

@@ -22,7 +22,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_SPACE = b" \t\r\n"
 Decoded = TypeVar("Decoded")
-UNKNOWN_VERSION = "default"
+SGLANG_DEFAULT_VERSION = "default"
 """SGLang's version of weights that nobody gave one."""
 TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
@@ -57,7 +57,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
 
     @property
-    def grammars(self) -> list[str]:
+    def active_grammar_names(self) -> list[str]:
         """Names of the constraints that are set; the engine takes one at most."""
         names = ("json_schema", "regex", "ebnf", "structural_tag")
         return [name for name in names if getattr(self, name) is not None]
@@ -76,7 +76,7 @@ class _FinishReason(Struct):
     status_code: int | None = None
 
 
-class _Meta(Struct):
+class _MetaInfo(Struct):
     finish_reason: _FinishReason | None
     completion_tokens: int = 0
     weight_versions: list[_ReplyVersionSpan] = field(default_factory=list)
@@ -91,13 +91,13 @@ class _GenerateReply(Struct):
     text: str
     output_ids: msgspec.Raw
     """Not read, since they come a second time with their log-probabilities; compared as text."""
-    meta_info: _Meta
+    meta_info: _MetaInfo
 
 
 class _StreamEventReply(Struct):
     text: str
     output_ids: list[int]
-    meta_info: _Meta
+    meta_info: _MetaInfo
 
 
 class _StreamError(Struct):
@@ -163,7 +163,7 @@ class ChunkReader:
         self._cached_tokens = 0
         self._is_sound = True
 
-    def partial(self) -> Generation | None:
+    def build_partial_generation(self) -> Generation | None:
         """All that has been read, as of a call that its server ended, if it fits together.
 
         Of a stream that was cut the spans of versions are missing: all of it counts as sampled from
@@ -191,7 +191,7 @@ class ChunkReader:
             top_logprobs=self._top_logprobs,
         )
 
-    def read(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
+    def read_event(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
         """Take in one event's data: what is new, and all of it once the stream has ended.
 
         Text that may turn out to begin a stop string is held back.
@@ -201,7 +201,7 @@ class ChunkReader:
             RequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
-            raise _build_refusal(self._where, data)
+            raise _build_exception(self._where, data)
         self._is_sound = False  # unless this comes to its end
         reply = _decode_reply(_stream_event_decoder, self._where, data)
         meta = reply.meta_info
@@ -255,7 +255,7 @@ def _decode_reply(decoder: msgspec.json.Decoder[Decoded], where: str, answer: by
         raise EngineLostError(f"{where} sent an unexpected reply: {error}") from error
 
 
-def _build_generation(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
+def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
     reason = meta.finish_reason
     if reason is None:
         raise EngineLostError(f"{where} ended the reply without a finish reason")
@@ -291,12 +291,12 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _Meta) -> Ge
 
 def _pack_version(where: str, version: str) -> int:
     try:
-        return 0 if version == UNKNOWN_VERSION else WeightVersion.parse(version).packed
+        return 0 if version == SGLANG_DEFAULT_VERSION else WeightVersion.parse(version).packed
     except ValueError as error:
         raise EngineLostError(f"{where}: {error}") from error
 
 
-def _build_refusal(where: str, data: bytes) -> Exception:
+def _build_exception(where: str, data: bytes) -> Exception:
     """The exception for an `error` event; SGLang marks the request's fault by its code."""
     try:
         error = _error_decoder.decode(data).error

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 from areal_hpc.proxy.engine.http_connection import Connection
 
-TIMER_STEP_S = 0.001
+TIMER_RESOLUTION_S = 0.001
 """uvloop's timers count milliseconds."""
 KEEP_ALIVE_S = 15.0
 """Connections that idled for longer are not used: servers close theirs at some time, too."""
 
 
-class _TimeLimits:
+class _CallDeadlines:
     """Ends of calls. One timer for all: most end long before, and a timer each costs 5 us."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _TimeLimits:
 
     def _fail_late_calls(self) -> None:
         self._timer = None
-        now = self._loop.time() + TIMER_STEP_S
+        now = self._loop.time() + TIMER_RESOLUTION_S
         for connection, limit in [*self._limits.items()]:
             if limit <= now:
                 self.drop(connection)
@@ -77,14 +77,14 @@ class ConnectionPool:
         self._headers = f"HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._limits = _TimeLimits()
+        self._limits = _CallDeadlines()
         self._idle: deque[Connection] = deque()
         """The longest first."""
         self._is_closed = False
         self.used_at = self._loop.time()
         """When a call began, last."""
 
-    async def ask(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Send a body; status and body of the answer.
 
         Raises:
@@ -93,7 +93,7 @@ class ConnectionPool:
             OSError: It cannot be found.
         """
         give_up_at = self._loop.time() + timeout_s
-        connection = await self._take_connection(timeout_s)
+        connection = await self._acquire_connection(timeout_s)
         self._limits.add(connection, give_up_at)
         try:
             connection.send(self._build_request(path, body))
@@ -103,28 +103,28 @@ class ConnectionPool:
             raise
         finally:
             self._limits.drop(connection)
-        self._give_back(connection)
+        self._release_connection(connection)
         return connection.status, answer
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[Connection]:
+    async def stream_post(self, path: str, body: bytes) -> AsyncIterator[Connection]:
         """Send a body; gives the connection, once it knows the answer's status, to read the rest.
 
         Raises:
             ConnectionError: The server does not accept, left, or does not speak HTTP.
             OSError: It cannot be found.
         """
-        connection = await self._take_connection()
+        connection = await self._acquire_connection()
         try:
             connection.send(self._build_request(path, body), reads_parts=True)
-            await connection.read_head()
+            await connection.wait_for_status()
         except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
             raise
         try:
             yield connection
         finally:
-            self._give_back(connection)
+            self._release_connection(connection)
 
     def close(self) -> None:
         """Close what idles, and later what is under way."""
@@ -138,12 +138,12 @@ class ConnectionPool:
         head = f"POST {self._path}{path} {self._headers}content-length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
-    async def _take_connection(self, timeout_s: float = math.inf) -> Connection:
+    async def _acquire_connection(self, timeout_s: float = math.inf) -> Connection:
         """An open connection, the one used last if there is any."""
         self.used_at = self._loop.time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_sound and self.used_at - connection.idle_since < KEEP_ALIVE_S:
+            if connection.can_be_reused and self.used_at - connection.idle_since < KEEP_ALIVE_S:
                 return connection
             connection.close()
         try:
@@ -157,9 +157,9 @@ class ConnectionPool:
             raise ConnectionError(f"no connection to {self._url}") from error
         return connection
 
-    def _give_back(self, connection: Connection) -> None:
+    def _release_connection(self, connection: Connection) -> None:
         """Keep the connection for the next call, unless something of this one is left in it."""
-        if self._is_closed or not connection.is_sound:
+        if self._is_closed or not connection.can_be_reused:
             connection.close()
             return
         connection.idle_since = now = self._loop.time()

@@ -32,12 +32,12 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     @property
-    def is_sound(self) -> bool:
+    def can_be_reused(self) -> bool:
         """It can carry another call: nothing of this one is left in it."""
         return self._is_whole and self._is_reusable and not self._transport.is_closing()
 
     def send(self, request: bytes, *, reads_parts: bool = False) -> None:
-        """Begin a call. Its answer is read by `read_body`, or by `read_head` and `read_part`."""
+        """Begin a call. `read_body` reads its answer, or `wait_for_status` and `read_part` do."""
         self.status, self._is_whole, self._reads_parts = 0, False, reads_parts
         self._blocks, self._unread_bytes = [], 0
         self._transport.write(request)
@@ -52,28 +52,28 @@ class Connection(asyncio.Protocol):
             self._reads_parts = False
             self._transport.resume_reading()
         while not self._is_whole:
-            await self._wait_for_change()
-        return self._take_blocks()
+            await self._wait_for_data()
+        return self._pop_received_bytes()
 
-    async def read_head(self) -> None:
+    async def wait_for_status(self) -> None:
         """Wait until the status is known. Raises as `read_body` does."""
         while not self.status:
-            await self._wait_for_change()
+            await self._wait_for_data()
 
     async def read_part(self) -> bytes:
         """More of the body, nothing at its end. Raises as `read_body` does."""
         while not self._blocks and not self._is_whole:
-            await self._wait_for_change()
-        return self._take_blocks()
+            await self._wait_for_data()
+        return self._pop_received_bytes()
 
-    def _take_blocks(self) -> bytes:
+    def _pop_received_bytes(self) -> bytes:
         blocks = self._blocks
         self._blocks, self._unread_bytes = [], 0
         if self._reads_parts:
             self._transport.resume_reading()
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_data(self) -> None:
         if self._trouble is not None:
             raise self._trouble
         self._change = self._loop.create_future()

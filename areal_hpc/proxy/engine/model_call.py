@@ -82,7 +82,7 @@ class ServedModel:
             name,
             ChatTemplate.from_model_dir(model_dir),
             TokenEncoder.from_model_dir(model_dir),
-            context_tokens or read_context_tokens(model_dir),
+            context_tokens or read_max_context_tokens(model_dir),
             tool_call_parser,
             reasoning_parser,
         )
@@ -92,7 +92,7 @@ class ServedModel:
         return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))
 
 
-def read_context_tokens(model_path: Path) -> int:
+def read_max_context_tokens(model_path: Path) -> int:
     """The longest sequence that the model's configuration allows.
 
     Raises:

@@ -26,18 +26,18 @@ class _Request(msgspec.Struct):
     sampling_params: _Sampling = _Sampling()
 
 
-class _Span(msgspec.Struct):
+class _VersionSpan(msgspec.Struct):
     version: str = ""
 
 
-class _Meta(msgspec.Struct):
-    weight_versions: list[_Span] = []
+class _MetaInfo(msgspec.Struct):
+    weight_versions: list[_VersionSpan] = []
 
 
 class _Answer(msgspec.Struct):
     """Fields of an answer, as far as the proxy reads them: which weights sampled it."""
 
-    meta_info: _Meta
+    meta_info: _MetaInfo
 
 
 class GeneratePassthrough:
@@ -74,7 +74,7 @@ class GeneratePassthrough:
         if not request.input_ids or max(request.input_ids) >= self._vocab_size:
             message = f"expected ids below {self._vocab_size}, and one at least"
             raise RequestError(400, message, key="input_ids")
-        body = self._fit_reply_limit(request, body)
+        body = self._clamp_max_new_tokens(request, body)
         give_up_at = time.monotonic() + self._timeout_s
         replica = await self._router.pick_replica(session.session_id, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
@@ -85,7 +85,7 @@ class GeneratePassthrough:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
                 # Only known versions may stand in what the session records of this call.
                 for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:
-                    self._router.note_version(pack_engine_version(span.version))
+                    self._router.update_newest_version(pack_engine_version(span.version))
             return answer
         except EngineLostError as lost:
             self._router.on_replica_lost(replica)
@@ -95,7 +95,7 @@ class GeneratePassthrough:
             session.touch()
             self._router.on_call_finished(replica)
 
-    def _fit_reply_limit(self, request: _Request, body: bytes) -> bytes:
+    def _clamp_max_new_tokens(self, request: _Request, body: bytes) -> bytes:
         """The body, its reply bounded by what the context has left: SGLang would refuse more.
 
         A client in a driver knows its tokenizer, and not how long a context the replicas have.

@@ -13,13 +13,13 @@ from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 CONTROL_PROXY_TIMEOUT_S = 5.0
-READY_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 
 
 class ReplicaSource(Protocol):
     """Says which replicas there are."""
 
-    async def refresh(self) -> list[ReplicaView]:
+    async def fetch_replicas(self) -> list[ReplicaView]:
         """The replicas as they are now.
 
         Raises:
@@ -38,7 +38,7 @@ class CellReplicaSource:
         self._control_proxy_name = rendezvous.format_control_proxy_name(cell)
         self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
-    async def refresh(self) -> list[ReplicaView]:
+    async def fetch_replicas(self) -> list[ReplicaView]:
         """Replicas that the control proxy reports; none before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
         if endpoint is None:
@@ -65,15 +65,15 @@ class StaticReplicaSource:
         self._urls = [url.rstrip("/") for url in urls]
         self._http: aiohttp.ClientSession | None = None
 
-    async def refresh(self) -> list[ReplicaView]:
+    async def fetch_replicas(self) -> list[ReplicaView]:
         """All of them, asked at the same time."""
         if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
+            timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout)
-        views = (self._view_server(self._http, index, url) for index, url in enumerate(self._urls))
+        views = (self._probe_server(self._http, index, url) for index, url in enumerate(self._urls))
         return list(await asyncio.gather(*views))
 
-    async def _view_server(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
+    async def _probe_server(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
         try:
             async with http.get(f"{url}/ready") as answer:
                 if answer.status >= 500:

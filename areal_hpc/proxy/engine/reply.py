@@ -43,7 +43,7 @@ class ReplyDelta(Struct):
                 whole.name = whole.name or call.name
                 whole.arguments += call.arguments
 
-    def message(self) -> Message:
+    def build_message(self) -> Message:
         """The reply in normal form, as a client sends it back."""
         return normalize_chat_message(
             {

@@ -14,7 +14,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
 
 
@@ -51,13 +51,13 @@ class Router:
             await self._refresh_replicas()
             self._refreshed.set()
             self._refreshed = asyncio.Event()
-            pause_s = POLL_S if self._serving else NO_REPLICA_POLL_S
+            pause_s = REPLICA_POLL_S if self._serving else NO_REPLICA_POLL_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refresh_now.wait(), pause_s)
 
     async def _refresh_replicas(self) -> None:
         try:
-            replicas = await self._source.refresh()
+            replicas = await self._source.fetch_replicas()
         except ClusterError as error:
             log.debug("the control proxy does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
@@ -66,9 +66,9 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.note_version(pack_engine_version(replica.version))
+            self.update_newest_version(pack_engine_version(replica.version))
 
-    def note_version(self, packed: int) -> None:
+    def update_newest_version(self, packed: int) -> None:
         """A replica serves these weights, or has sampled from them."""
         self.newest_version = max(self.newest_version, packed)
 

@@ -42,7 +42,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reasons_first: bool = False
     """The reply begins inside its reasoning, so a grammar starts after that."""
 
-    def body(self, *, stream: bool) -> bytes:
+    def encode_body(self, *, stream: bool) -> bytes:
         """Body of `/generate`; joined, because the ids are long and already JSON."""
         return b"".join(
             (
@@ -79,7 +79,9 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        answer = await self.forward(base_url, request.rid, request.body(stream=False), timeout_s)
+        answer = await self.forward(
+            base_url, request.rid, request.encode_body(stream=False), timeout_s
+        )
         return decode_generation(base_url, answer)
 
     async def stream(
@@ -100,12 +102,12 @@ class SGLangClient:
         reader = ChunkReader(base_url, request.sampling.stop or ())
 
         async def read() -> Generation:
-            server, body = self._get_pool(base_url), request.body(stream=True)
-            async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
+            server, body = self._get_pool(base_url), request.encode_body(stream=True)
+            async with asyncio.timeout(timeout_s), server.stream_post("/generate", body) as answer:
                 if answer.status != 200:
                     _check_status(base_url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
-                    piece, whole = reader.read(data)
+                    piece, whole = reader.read_event(data)
                     if piece.output_ids or piece.text:
                         await take(piece)
                     if whole is not None:
@@ -113,9 +115,9 @@ class SGLangClient:
             raise EngineLostError(f"{base_url} ended the stream early")
 
         try:
-            return await self._guard_call(base_url, request.rid, timeout_s, read())
+            return await self._await_or_abort(base_url, request.rid, timeout_s, read())
         except EngineLostError as lost:
-            lost.partial = reader.partial()
+            lost.partial = reader.build_partial_generation()
             raise
 
     async def forward(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
@@ -125,12 +127,12 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        call = self._get_pool(base_url).ask("/generate", body, timeout_s)
-        status, answer = await self._guard_call(base_url, rid, timeout_s, call)
+        call = self._get_pool(base_url).post("/generate", body, timeout_s)
+        status, answer = await self._await_or_abort(base_url, rid, timeout_s, call)
         _check_status(base_url, status, answer)
         return answer
 
-    async def _guard_call(
+    async def _await_or_abort(
         self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
@@ -167,7 +169,7 @@ class SGLangClient:
     async def _send_abort(self, base_url: str, rid: str) -> None:
         try:
             body = msgspec.json.encode({"rid": rid})
-            await self._get_pool(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
+            await self._get_pool(base_url).post("/abort_request", body, ABORT_TIMEOUT_S)
         except OSError as error:
             log.info("abort of %s did not reach %s: %s", rid, base_url, error)
 

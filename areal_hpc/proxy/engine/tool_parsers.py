@@ -18,7 +18,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, ParserLostError, RequestError
 from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
-from areal_hpc.wire.parsers import ConstrainRequest, ParseRequest, ParserReply, ReplyOpening
+from areal_hpc.wire.parsers import ParseRequest, ParserReply, ReplyParseContext, ToolGrammarRequest
 
 log = logging.getLogger(__name__)
 PARSER_MODULE = "areal_hpc.inference.parser_process"
@@ -29,7 +29,7 @@ PROMPT_END_CHARS = 200
 """How much of the prompt may hold the mark that opens the reasoning."""
 
 
-class ToolParsers:
+class ParserProcessClient:
     """The parsers of one model's formats, by SGLang's names, shared by all replies.
 
     Their process, of SGLang's Python, starts with the first request, or by `start`.
@@ -102,12 +102,12 @@ class ToolParsers:
                 waiting.set_exception(ParserLostError("SGLang's parsers died"))
         self._waiting.clear()
 
-    def next_number(self) -> int:
+    def allocate_id(self) -> int:
         """A number for a request or a reply."""
         self._count += 1
         return self._count
 
-    async def ask(self, request: ParseRequest | ConstrainRequest) -> ParserReply:
+    async def send_request(self, request: ParseRequest | ToolGrammarRequest) -> ParserReply:
         """Send a request and wait for its reply.
 
         Raises:
@@ -125,7 +125,7 @@ class ToolParsers:
             raise ParserLostError("SGLang's parsers died") from error
         return await waiting
 
-    async def grammar(
+    async def fetch_grammar(
         self, tools: Sequence[dict[str, Any]], prompt: str, choice: ToolChoice
     ) -> ParserReply:
         """Which grammar holds the model to a tool choice, and where it begins.
@@ -133,10 +133,10 @@ class ToolParsers:
         Raises:
             RequestError: There is none, or the parsers are gone.
         """
-        number, end, must_call = self.next_number(), prompt[-PROMPT_END_CHARS:], choice.must_call
-        request = ConstrainRequest(number, [*tools], end, must_call, choice.name, choice.parallel)
+        number, end, must_call = self.allocate_id(), prompt[-PROMPT_END_CHARS:], choice.must_call
+        request = ToolGrammarRequest(number, [*tools], end, must_call, choice.name, choice.parallel)
         try:
-            reply = await self.ask(request)
+            reply = await self.send_request(request)
         except ParserLostError as error:
             raise RequestError(503, str(error)) from error
         if reply.error:
@@ -144,9 +144,9 @@ class ToolParsers:
             raise RequestError(400, reply.error, key=key)
         return reply
 
-    def reply(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyReader:
+    def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyParser:
         """A reader for one reply to a prompt that ends with `prompt`."""
-        return ReplyReader(self, ReplyOpening([*tools], prompt[-PROMPT_END_CHARS:]))
+        return ReplyParser(self, ReplyParseContext([*tools], prompt[-PROMPT_END_CHARS:]))
 
     async def close(self) -> None:
         """End the process."""
@@ -157,13 +157,13 @@ class ToolParsers:
             await self._process.wait()
 
 
-class ReplyReader:
+class ReplyParser:
     """Takes the text of one reply, gives what can be shown of it."""
 
-    def __init__(self, parsers: ToolParsers, opening: ReplyOpening) -> None:
+    def __init__(self, parsers: ParserProcessClient, opening: ReplyParseContext) -> None:
         self._parsers = parsers
-        self._opening: ReplyOpening | None = opening
-        self._number = parsers.next_number()
+        self._opening: ReplyParseContext | None = opening
+        self._number = parsers.allocate_id()
 
     async def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
         """What the next text adds.
@@ -173,16 +173,16 @@ class ReplyReader:
         Raises:
             RequestError: The parsers died in the middle of a streamed reply.
         """
-        request = ParseRequest(self._parsers.next_number(), self._number, text, last, self._opening)
+        request = ParseRequest(self._parsers.allocate_id(), self._number, text, last, self._opening)
         try:
             try:
-                reply = await self._parsers.ask(request)
+                reply = await self._parsers.send_request(request)
             except ParserLostError:
                 if self._opening is None or not last:
                     raise
                 # A whole reply may be parsed by the next process.
-                again = msgspec.structs.replace(request, call=self._parsers.next_number())
-                reply = await self._parsers.ask(again)
+                again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
+                reply = await self._parsers.send_request(again)
         except ParserLostError as error:
             raise RequestError(503, str(error)) from error
         self._opening = None

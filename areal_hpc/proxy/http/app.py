@@ -17,13 +17,13 @@ from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic import request as anthropic_request
-from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES
+from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, FormatError
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.openai.chat import CHAT
-from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS
+from areal_hpc.proxy.dialects.openai.chat import CHAT_DIALECT
+from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS_DIALECT
 from areal_hpc.proxy.dialects.openai_responses import reply as responses
-from areal_hpc.proxy.dialects.validation import decode
+from areal_hpc.proxy.dialects.validation import decode_json
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.driver_api import DriverApi
@@ -43,10 +43,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Result = TypeVar("Result")
 
 DIALECT_BY_ROUTE = {
-    "/chat/completions": CHAT,
-    "/completions": COMPLETIONS,
-    "/messages": MESSAGES,
-    "/responses": responses.RESPONSES,
+    "/chat/completions": CHAT_DIALECT,
+    "/completions": COMPLETIONS_DIALECT,
+    "/messages": MESSAGES_DIALECT,
+    "/responses": responses.RESPONSES_DIALECT,
 }
 JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
 _EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -94,8 +94,8 @@ class ProxyApp:
                 "POST", path, "session", self._build_handler(path, dialect), dialect.request
             )
             yield replace(said, refused=dialect.refused, streams=True)
-        path, refused = "/messages/count_tokens", MESSAGES.refused
-        yield Route("POST", path, "session", self._count_tokens, MESSAGES.request, refused)
+        path, refused = "/messages/count_tokens", MESSAGES_DIALECT.refused
+        yield Route("POST", path, "session", self._count_tokens, MESSAGES_DIALECT.request, refused)
         answer: Callable[..., Any] = partial(
             tokenize.tokenize, self._completions.prompts, self._model
         )
@@ -113,7 +113,7 @@ class ProxyApp:
         refused: FormatError = openai_format.format_error
         allowed = ""
         try:
-            methods, named = self._routes.at(scope["path"])
+            methods, named = self._routes.find_routes(scope["path"])
             route, key = methods.get(scope["method"]), ""
             refused = (route or next(iter(methods.values()))).refused
             if route is None:
@@ -127,7 +127,7 @@ class ProxyApp:
                 elif name == b"x-api-key" and not key:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
-                    raise self._too_large_error()
+                    raise self._build_too_large_error()
             session = self._authenticate_session(route, key)  # without a key no memory for a body
             body = await self._read_body(receive)
             result = route.answer(*self._list_arguments(route, session, named, body, scope))
@@ -156,7 +156,7 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _too_large_error(self) -> RequestError:
+    def _build_too_large_error(self) -> RequestError:
         return RequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
     async def _read_body(self, receive: Receive) -> bytes:
@@ -168,7 +168,7 @@ class ProxyApp:
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > self._max_request_bytes:
-                raise self._too_large_error()
+                raise self._build_too_large_error()
             if not message.get("more_body"):
                 return body
 
@@ -204,7 +204,7 @@ class ProxyApp:
         elif route.request is bytes:
             yield body
         elif route.request is not None:
-            yield decode(body, route.request)
+            yield decode_json(body, route.request)
 
     # Routes -------------------------------------------------------------------------------
 
@@ -219,9 +219,9 @@ class ProxyApp:
     async def _count_tokens(
         self, session: Session, request: anthropic_request.MessagesRequest
     ) -> bytes:
-        call = anthropic_request.build_call(request, session.request.sampling, self._model)
-        self._completions.metrics.count_ignored("/messages/count_tokens", call.ignored)
-        _, count = await self._completions.prompts.prompt_json(session, call)
+        call = anthropic_request.build_model_call(request, session.request.sampling, self._model)
+        self._completions.metrics.count_ignored_parameters("/messages/count_tokens", call.ignored)
+        _, count = await self._completions.prompts.build_prompt_json(session, call)
         return msgspec.json.encode({"input_tokens": count})
 
     def _build_handler(
@@ -232,7 +232,7 @@ class ProxyApp:
         async def answer(session: Session, request: msgspec.Struct) -> RouteResult:
             exchange = dialect.read(request, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
-            self._completions.metrics.count_ignored(path, call.ignored)
+            self._completions.metrics.count_ignored_parameters(path, call.ignored)
             if exchange.streams:
                 return exchange, await self._completions.stream(session, call, answer_id)
             return exchange.format_reply(await self._completions.answer(session, call, answer_id))
@@ -249,11 +249,13 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
         admin("/rl/await_session", driver_api.await_session, wire.AwaitSessionRequest),
         admin("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
-        admin("/rl/seal", driver_api.seal),
+        admin("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),
         Route("POST", "/rl/set_reward", "session", driver_api.set_reward, wire.SetRewardRequest),
-        Route("POST", "/rl/record", "session", driver_api.record, wire.RecordRequest),
+        Route(
+            "POST", "/rl/record", "session", driver_api.record_interactions, wire.RecordCallsRequest
+        ),
         Route("POST", "/rl/end_session", "session", driver_api.end_session, when_ended=True),
     )
 
@@ -309,7 +311,7 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
                 break
         await send({"type": "http.response.body", "body": b""})
     finally:
-        live.abandon()  # after the end there is nothing left to stop
+        live.stop_generation()  # after the end there is nothing left to stop
         await events.aclose()
 
 

@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, RequestError, UnsoundCallError
+from areal_hpc.errors import InvalidRewardError, RequestError, UntrainableCallError
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
-from areal_hpc.session.export import plan_all_rows, to_batch
-from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
+from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
+from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
 
 MIN_KEY_CHARS = 16
 SESSION_END_POLL_S = 0.05
-MAX_WAIT_S = 60.0
+MAX_LONG_POLL_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class _EpisodeSlot:
+class _OfferedEpisode:
     """One episode's place, until a program takes it or its driver asks anew."""
 
     request: wire.OfferEpisodeRequest
@@ -34,7 +34,7 @@ class _EpisodeSlot:
     """The id of the session."""
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Older tickets first, so that groups become complete."""
         session = self.request.session
         ref = session.ref
@@ -62,7 +62,7 @@ class DriverApi:
         self._sealer = sealer
         self._most_sessions = max_sessions
         self._online = online
-        self._free_slots: set[_EpisodeSlot] = set()
+        self._free_slots: set[_OfferedEpisode] = set()
 
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
         """Open a session and hand out its key."""
@@ -85,7 +85,7 @@ class DriverApi:
         if not free:
             problem = "no episode is waiting for an external program now"
             raise RequestError(429, problem, hint="repeat the request")
-        slot = min(free, key=lambda one: one.rank)
+        slot = min(free, key=lambda one: one.sort_key)
         self._free_slots.discard(slot)
         session_id = self._open_session(slot.request.session, key)
         slot.taken.set_result(session_id)
@@ -101,10 +101,10 @@ class DriverApi:
         """Wait for a program that plays an episode of a ticket."""
         if not self._online:
             raise RequestError(404, "this proxy has no online mode")
-        slot = _EpisodeSlot(request)
+        slot = _OfferedEpisode(request)
         self._free_slots.add(slot)
         try:
-            async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S)):
+            async with asyncio.timeout(min(request.wait_s, MAX_LONG_POLL_S)):
                 return wire.OfferEpisodeReply(await slot.taken)
         except TimeoutError:
             return wire.OfferEpisodeReply(None)
@@ -113,7 +113,7 @@ class DriverApi:
 
     async def await_session(self, request: wire.AwaitSessionRequest) -> wire.AwaitSessionReply:
         """Tell when a session of a ticket has ended."""
-        give_up_at = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
+        give_up_at = time.monotonic() + min(request.wait_s, MAX_LONG_POLL_S)
         while True:
             session = self._find_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
@@ -148,7 +148,7 @@ class DriverApi:
     def set_reward(self, session: Session, request: wire.SetRewardRequest) -> wire.SetRewardReply:
         """Reward the named interaction, or the last one."""
         try:
-            interaction = find_rewarded_interaction(session.tree, request.interaction_id)
+            interaction = find_interaction_to_reward(session.tree, request.interaction_id)
             reward = validate_reward(request.reward)
         except InvalidRewardError as error:
             raise RequestError(400, str(error), key="reward") from error
@@ -157,7 +157,9 @@ class DriverApi:
         )
         return wire.SetRewardReply(interaction.interaction_id)
 
-    def record(self, session: Session, request: wire.RecordRequest) -> wire.RecordReply:
+    def record_interactions(
+        self, session: Session, request: wire.RecordCallsRequest
+    ) -> wire.RecordCallsReply:
         """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
         for raw in request.interactions:
             try:
@@ -169,10 +171,10 @@ class DriverApi:
             self._refuse_unknown_version(one)
             try:
                 self._recorder.record(events.InteractionAdded(session.session_id, one))
-            except UnsoundCallError as error:
+            except UntrainableCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
                 raise RequestError(400, problem, key="interactions") from error
-        return wire.RecordReply(len(session.tree))
+        return wire.RecordCallsReply(len(session.tree))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
         known = self._router.newest_version
@@ -208,11 +210,11 @@ class DriverApi:
                     self._recorder.record(events.SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
         if rows is None:
-            rows = self._finish_sessions(request)
+            rows = self._record_finished_ticket(request)
             sealer.wake()
         return wire.FinishTicketReply(rows)
 
-    def _finish_sessions(self, request: wire.FinishTicketRequest) -> int:
+    def _record_finished_ticket(self, request: wire.FinishTicketRequest) -> int:
         if not request.session_ids:
             raise RequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
@@ -229,7 +231,7 @@ class DriverApi:
         self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
 
-    async def seal(self) -> wire.SealReply:
+    async def seal_tickets(self) -> wire.SealReply:
         """Seal and settle what is finished."""
         return wire.SealReply(await self._require_sealer().seal_now())
 
@@ -263,8 +265,8 @@ def export_interactions(
         raise RequestError(400, str(error), key="discount") from error
     rewards = {name: earnings.total for name, earnings in earned.items()}
     rows = {}
-    for plan in plan_all_rows(tree, request.style, rewards):
+    for plan in plan_rows_with_unrewarded(tree, request.style, rewards):
         name = plan.path[-1].interaction_id
-        batch = {key: array.tolist() for key, array in to_batch(plan).items()}
+        batch = {key: array.tolist() for key, array in build_areal_batch(plan).items()}
         rows[name] = wire.ExportedInteraction(name, rewards[name], batch)
     return rows

@@ -64,7 +64,7 @@ class Routes:
         for methods in (*self._by_path.values(), *self._named.values()):
             yield from methods.values()
 
-    def at(self, path: str) -> tuple[Mapping[str, Route], str]:
+    def find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
         """The routes of a path by their methods, and the name that it ends with, or nothing.
 
         Raises:
@@ -79,7 +79,7 @@ class Routes:
         return self._named[head], name
 
 
-SCHEMA_REFERENCE = "#/components/schemas/{name}"
+SCHEMA_REF_TEMPLATE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES: dict[str, dict[str, Any]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -102,7 +102,7 @@ def render_openapi(routes: Routes) -> bytes:
     """The routes as an OpenAPI document, JSON."""
     structs = {one.request for one in routes if one.request} - {bytes}
     ordered = sorted(structs, key=lambda one: one.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REFERENCE)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REF_TEMPLATE)
     bodies = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -126,7 +126,7 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
-    refusal = {"application/json": {"schema": {"$ref": SCHEMA_REFERENCE.format(name="Refusal")}}}
+    refusal = {"application/json": {"schema": {"$ref": SCHEMA_REF_TEMPLATE.format(name="Refusal")}}}
     operation: dict[str, Any] = {
         "x-opened-by": route.opened_by,
         "responses": {

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.session.tree import Interaction
-from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
 
 
@@ -66,7 +66,7 @@ class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
 class TicketsSealed(Struct, tag="sealed", frozen=True):
     """The tickets' rows lie in a sealed, indexed shard. The ledger may not know yet."""
 
-    tickets: list[SettledTicket]
+    tickets: list[SealedTicket]
 
 
 class TicketsSettled(Struct, tag="settled", frozen=True):

@@ -6,20 +6,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, UnsoundCallError
+from areal_hpc.errors import ClusterError, UntrainableCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.trajectory import MAX_TOKEN_IDS
+from areal_hpc.wire.trajectory import MAX_VOCAB_SIZE
 
 log = logging.getLogger(__name__)
 
-EVENT_KIND = 1
+EVENT_RECORD_KIND = 1
 MIN_ROTATION_BYTES = 1 << 20
-_REMOVING_EVENTS = (
+_SESSION_REMOVING_EVENTS = (
     events.SessionDropped,
     events.TicketDropped,
     events.TicketFinished,
@@ -28,7 +28,7 @@ _REMOVING_EVENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class JournalRotation:
+class JournalRotationPlan:
     """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
     gone: frozenset[str]
@@ -69,7 +69,9 @@ class JournaledRecorder:
         ClusterError: The journal cannot be opened or written.
     """
 
-    def __init__(self, path: Path, sync_interval_s: float, vocab_size: int = MAX_TOKEN_IDS) -> None:
+    def __init__(
+        self, path: Path, sync_interval_s: float, vocab_size: int = MAX_VOCAB_SIZE
+    ) -> None:
         self.store = SessionStore()
         self.folder = path.parent
         """The journal's own."""
@@ -93,20 +95,20 @@ class JournaledRecorder:
                 len(self.store.sessions),
                 len(self.store.finished),
             )
-        self._rotated_bytes = self._journal.bytes_written
+        self._rotated_bytes = self._journal.journal_size_bytes
 
     def record(self, event: Event) -> None:
         """Let `event` happen. It survives the death of this process when this returns.
 
         Raises:
             ClusterError: The journal refused; the event has not happened.
-            UnsoundCallError: It is a model call that cannot be trained on; it has not happened.
+            UntrainableCallError: It is a model call that cannot be trained on; it has not happened.
         """
         if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
-            raise UnsoundCallError(defect)
-        if self._is_durable(event):
+            raise UntrainableCallError(defect)
+        if self._must_journal(event):
             try:
-                self._journal.append(EVENT_KIND, encode_event(event))
+                self._journal.append(EVENT_RECORD_KIND, encode_event(event))
             except ClusterError as error:
                 self.failure = error
                 raise
@@ -148,7 +150,7 @@ class JournaledRecorder:
         session.defect = session.defect or f"its journal holds an unsound call: {defect}"
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
-    def _is_durable(self, event: Event) -> bool:
+    def _must_journal(self, event: Event) -> bool:
         match event:
             case events.SessionOpened():
                 return Session(event).is_recorded
@@ -163,7 +165,7 @@ class JournaledRecorder:
                 return True
 
     def _apply_event(self, event: Event) -> None:
-        known = set(self.store.sessions) if isinstance(event, _REMOVING_EVENTS) else set()
+        known = set(self.store.sessions) if isinstance(event, _SESSION_REMOVING_EVENTS) else set()
         self.store.apply(event)
         self._gone_sessions |= known - self.store.sessions.keys()
         if isinstance(event, events.TicketDropped):
@@ -175,18 +177,20 @@ class JournaledRecorder:
 
     # Forgetting ---------------------------------------------------------------------------
 
-    def plan_rotation(self) -> JournalRotation:
+    def plan_rotation(self) -> JournalRotationPlan:
         """What can be forgotten now. Records appended later are never taken for gone."""
         sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
-        return JournalRotation(frozenset(self._gone_sessions), sealed, settled, sealed <= settled)
+        return JournalRotationPlan(
+            frozenset(self._gone_sessions), sealed, settled, sealed <= settled
+        )
 
-    def rotate(self, rotation: JournalRotation) -> None:
+    def rotate(self, rotation: JournalRotationPlan) -> None:
         """Drop the records that `rotation` does not need. May run in a thread.
 
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        self._journal.rotate(rotation.must_keep)
+        self._journal.compact(rotation.must_keep)
 
     async def rotate_if_due(self) -> None:
         """Rotate the journal if that is due.
@@ -195,15 +199,15 @@ class JournaledRecorder:
             ClusterError: The disk refuses; the journal stays as it is.
         """
         # Has it doubled since it last held only what is needed?
-        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
+        grown = self._journal.journal_size_bytes > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
         if grown and self._gone_sessions:
             rotation = self.plan_rotation()
             await asyncio.to_thread(self.rotate, rotation)
             self.forget_rotated(rotation)
 
-    def forget_rotated(self, rotation: JournalRotation) -> None:
+    def forget_rotated(self, rotation: JournalRotationPlan) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
-        self._rotated_bytes = self._journal.bytes_written
+        self._rotated_bytes = self._journal.journal_size_bytes
         self._gone_sessions -= rotation.gone
         if rotation.all_settled:
             self._settled_refs -= rotation.settled
@@ -217,12 +221,12 @@ class JournaledRecorder:
 class MemoryRecorder(JournaledRecorder):
     """Sessions in memory alone: they end with the process."""
 
-    def __init__(self, vocab_size: int = MAX_TOKEN_IDS) -> None:
+    def __init__(self, vocab_size: int = MAX_VOCAB_SIZE) -> None:
         self.store = SessionStore()
         self.failure: ClusterError | None = None
         self._vocab_size = vocab_size
 
-    def _is_durable(self, event: Event) -> bool:
+    def _must_journal(self, event: Event) -> bool:
         return False
 
     def _apply_event(self, event: Event) -> None:

@@ -23,13 +23,13 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index
-from areal_hpc.shards.writer import seal_shard
+from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
-    SettledTicket,
+    SealedTicket,
     SettleRequest,
     TicketRef,
 )
@@ -64,12 +64,12 @@ class TicketSealer:
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
-    def recover(self) -> None:
+    def record_already_sealed(self) -> None:
         """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index(self._paths, self._cell)
         indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
         found = [
-            _build_settled(ref, *indexed[ref.ticket_id, ref.attempt])
+            _build_settled_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
             for ref in self._store.finished
             if (ref.ticket_id, ref.attempt) in indexed
         ]
@@ -91,7 +91,7 @@ class TicketSealer:
             if time.monotonic() < self._not_before:
                 continue
             try:
-                if self._is_due():
+                if self._is_seal_due():
                     await self._seal_finished()
                 await self._settle_sealed()
                 pauses = iter(BACKOFF)
@@ -113,7 +113,7 @@ class TicketSealer:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
         return count
 
-    def _is_due(self) -> bool:
+    def _is_seal_due(self) -> bool:
         finished = self._store.finished.values()
         if not finished:
             return False
@@ -139,13 +139,11 @@ class TicketSealer:
             self._recorder.record(TicketsSealed(settled))
             return len(settled)
 
-    def _write_shard(
-        self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]
-    ) -> list[SettledTicket]:
+    def _write_shard(self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]) -> list[SealedTicket]:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
-        shard = seal_shard(rows, self._paths.shards_dir, self._paths.index_dir, self._cell)
+        shard = write_sealed_shard(rows, self._paths.shards_dir, self._paths.index_dir, self._cell)
         log.info(
             "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
             len(rows_of),
@@ -156,7 +154,8 @@ class TicketSealer:
         )
         places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
         return [
-            _build_settled(ref, shard.file, places[ref.ticket_id, ref.attempt]) for ref in rows_of
+            _build_settled_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
+            for ref in rows_of
         ]
 
     async def _settle_sealed(self) -> None:
@@ -191,7 +190,7 @@ def _build_rows(
         rows, defect = [], ticket.defect
         if not defect:
             try:
-                rows = ticket.rows()
+                rows = ticket.build_rows()
                 defect = next(filter(None, map(find_defect, rows)), "")
             except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
                 log.exception("the rows of %s cannot be built", ticket.ref)
@@ -203,5 +202,5 @@ def _build_rows(
     return rows_of, defects
 
 
-def _build_settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:
-    return SettledTicket(ref, shard, place.rows, place.rewards, place.oldest_version)
+def _build_settled_ticket(ref: TicketRef, shard: str, place: ShardTicket) -> SealedTicket:
+    return SealedTicket(ref, shard, place.rows, place.rewards, place.oldest_version)

@@ -8,7 +8,7 @@ from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 
 ROW_BYTES_PER_TOKEN = 17
@@ -60,7 +60,7 @@ class Session:
         """Put off the idle timeout."""
         self.touched_at = time.monotonic()
 
-    def rows(self, ref: TicketRef) -> list[Trajectory]:
+    def build_rows(self, ref: TicketRef) -> list[Trajectory]:
         """The session's training rows."""
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
         return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.request.export)
@@ -81,11 +81,11 @@ class FinishedTicket:
         except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
             self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
-        self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].sequence_tokens for p in plans)
+        self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].num_sequence_tokens for p in plans)
 
-    def rows(self) -> list[Trajectory]:
+    def build_rows(self) -> list[Trajectory]:
         """Every row of the ticket, episode by episode."""
-        return [row for session in self.sessions for row in session.rows(self.ref)]
+        return [row for session in self.sessions for row in session.build_rows(self.ref)]
 
 
 class SessionStore:
@@ -95,7 +95,7 @@ class SessionStore:
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, FinishedTicket] = {}
         """Finished tickets that are not sealed yet."""
-        self.sealed: dict[TicketRef, SettledTicket] = {}
+        self.sealed: dict[TicketRef, SealedTicket] = {}
         """Sealed, not yet acknowledged by the ledger."""
         self.dropped: dict[TicketRef, str] = {}
         """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
@@ -126,7 +126,7 @@ class SessionStore:
             case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
-                session.sampled_tokens += event.interaction.output_tokens
+                session.sampled_tokens += event.interaction.num_output_tokens
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 tree[event.interaction_id].reward = event.reward
@@ -173,7 +173,7 @@ class SessionStore:
         if self._by_key.get(session.opened.key_digest) is session:  # not if it was given on
             del self._by_key[session.opened.key_digest]
 
-    def idle_sessions(self, older_than_s: float) -> list[Session]:
+    def list_idle_sessions(self, older_than_s: float) -> list[Session]:
         """Sessions that nobody used for so long, apart from those of finished tickets.
 
         A ticket's sessions wait for one another: none of them is idle while one is used. An ended

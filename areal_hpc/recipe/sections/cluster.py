@@ -112,7 +112,7 @@ class NetworkConfig(BaseConfig):
             raise ValueError(f"{', '.join(others)}: set these in variables of a role")
         return variables
 
-    def variables(self) -> dict[str, str]:
+    def build_variables(self) -> dict[str, str]:
         """The environment that says all this to gloo and NCCL."""
         found: dict[str, str] = {}
         if self.interface:

@@ -58,7 +58,7 @@ class TrainTaskSetConfig(TaskSetConfig):
 
     choices: ClassVar[tuple[str, ...]] = (*TaskSetConfig.choices, "sources")
 
-    def parts(self, key: str) -> list[tuple[TaskSetConfig, str]]:
+    def list_sources(self, key: str) -> list[tuple[TaskSetConfig, str]]:
         """The sources, each with its place in the recipe; `key` is that of this section."""
         if not self.sources:
             return [(self, key)]

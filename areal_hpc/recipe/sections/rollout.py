@@ -46,13 +46,13 @@ class AgentExecutionConfig(BaseConfig):
     drop_retry_orphans: bool = True
     """Drop unused replies to a retried request; false if the agent resamples on purpose."""
 
-    def export_settings(self, is_discounted: bool) -> ExportSettings:
+    def build_export_settings(self, is_discounted: bool) -> ExportSettings:
         """How rows are made; `is_discounted` if the agent has passed rewards back itself."""
         discount = 0.0 if is_discounted else self.turn_discount
         return ExportSettings(self.export_style, discount, self.credit, self.drop_retry_orphans)
 
 
-class LimitsConfig(BaseConfig):
+class EpisodeLimitsConfig(BaseConfig):
     """Limits of an episode on the model; a task may override it by a key `limits` of its own."""
 
     max_turns: Annotated[int, Field(ge=0)] = 0
@@ -90,7 +90,7 @@ class RolloutConfig(BaseConfig):
     """What to do with a group over that limit; `drop`, `requeue` bias against long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
-    limits: LimitsConfig = LimitsConfig()
+    limits: EpisodeLimitsConfig = EpisodeLimitsConfig()
     """What an episode may use; a task overrides them and `timeout_s` by a key `limits`."""
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """An episode that takes longer has failed."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import describe_failure, hold_worker_process
+from areal_hpc.rollout.execution.subprocess_agent import build_agent_error, hold_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.ledger import Empty
@@ -25,7 +25,7 @@ from areal_hpc.wire.proxy import (
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
-POLL_TIMEOUT_S = 10.0
+PROXY_LONG_POLL_S = 10.0
 """How long the proxy may keep a request that waits for a program."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
@@ -75,10 +75,10 @@ async def run_episode(
     """
     async with hold_worker_process(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
-        incarnation = proxy.instance
+        incarnation = proxy.peer_started_at
         try:
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _record_rewards(validate_rewards(returned), session, proxy)
+            reward = await _send_rewards_and_end_session(validate_rewards(returned), session, proxy)
         except (AgentError, TimeoutError) as error:
             is_served = await _close_session(session, proxy)
             is_late = isinstance(error, TimeoutError)
@@ -92,7 +92,7 @@ async def run_episode(
         status: EpisodeStatus = "timed_out" if is_late else "failed"
         if not is_served:
             status = "unserved"
-        if proxy.instance != incarnation:
+        if proxy.peer_started_at != incarnation:
             status = "interrupted"
         return EpisodeOutcome(status, session.session_id, reason=reason)
 
@@ -103,12 +103,12 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     A program that takes longer than `spec.timeout_s`, or ends without a reward, costs no try of the
     ticket: the outcome is `interrupted`.
     """
-    offer = OfferEpisodeRequest(spec.session, spec.data, POLL_TIMEOUT_S)
+    offer = OfferEpisodeRequest(spec.session, spec.data, PROXY_LONG_POLL_S)
     session_id = None
     while session_id is None:
         offered = await proxy.call("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = offered.session_id
-    question = AwaitSessionRequest(session_id, POLL_TIMEOUT_S)
+    question = AwaitSessionRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + spec.timeout_s
     reason = f"the program took longer than {spec.timeout_s:g} s"
@@ -191,10 +191,10 @@ async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -
     except AgentError as error:  # it says all there is to say
         return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
-        return describe_failure(error, error.__traceback__ and error.__traceback__.tb_next)
+        return build_agent_error(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
-async def _record_rewards(
+async def _send_rewards_and_end_session(
     rewards: dict[str | None, float], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
     """Give the rewards to the proxy and end the session. The reward of the last interaction."""

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.rollout import LimitsConfig, RolloutConfig
+from areal_hpc.recipe.sections.rollout import EpisodeLimitsConfig, RolloutConfig
 
 TASK_LIMITS_KEY = "limits"
 """Where the row of a task has limits of its own."""
 
 
-class EpisodeLimits(LimitsConfig):
+class EpisodeLimits(EpisodeLimitsConfig):
     """Limits of one episode."""
 
     timeout_s: Annotated[float, Field(gt=0)]

@@ -17,10 +17,10 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rundir.atomic import write_atomic_private
 
-PICKLE_MODULE = "handed_over"
+PICKLED_AGENT_MODULE = "handed_over"
 """Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
 
-_MODULE_SOURCE = '''"""The agent as a script handed it over."""
+_AGENT_MODULE_TEMPLATE = '''"""The agent as a script handed it over."""
 
 import sys
 
@@ -50,7 +50,7 @@ def save_agent(
     folder: Path,
     sys_path: Sequence[str],
     alias: bool,
-    module: str = PICKLE_MODULE,
+    module: str = PICKLED_AGENT_MODULE,
 ) -> str:
     """The dotted path, for `rollout.workflow`, of an agent that is put into a folder as `module`.
 
@@ -60,7 +60,7 @@ def save_agent(
         RecipeError: It cannot be pickled.
     """
     data = pickle_agent((workflow, dict(kwargs)))
-    source = _MODULE_SOURCE.format(
+    source = _AGENT_MODULE_TEMPLATE.format(
         folders=list(sys_path),
         alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
     )
@@ -119,6 +119,6 @@ def _load_function(data: bytes) -> PickledFunction:
     return PickledFunction(cloudpickle.loads(data))
 
 
-def make_portable(function: Callable[..., Any]) -> Callable[..., Any]:
+def make_function_picklable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself if others can import it."""
     return function if get_import_path(function) is not None else PickledFunction(function)

@@ -32,7 +32,7 @@ class ProcessPool:
         self._places = asyncio.Semaphore(size)
 
     @asynccontextmanager
-    async def process(self) -> AsyncIterator[_Process]:
+    async def acquire(self) -> AsyncIterator[_Process]:
         """A process to oneself; waits while all are taken."""
         async with self._places:
             process = self._idle.pop() if self._idle else _Process()
@@ -51,7 +51,7 @@ class ProcessPool:
             WorkerLostError: The process died.
             Exception: Whatever the function raised.
         """
-        async with self.process() as process:
+        async with self.acquire() as process:
             return await process.call(function, *args, **kwargs)
 
     def close(self) -> None:

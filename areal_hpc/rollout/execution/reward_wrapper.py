@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from areal_hpc.rollout.execution.agent_pickle import make_portable
+from areal_hpc.rollout.execution.agent_pickle import make_function_picklable
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.session.rewards import validate_reward
 
@@ -36,7 +36,7 @@ class AsyncRewardWrapper:
     ) -> None:
         if max_retries < 1:
             raise ValueError(f"max_retries must be at least 1, got {max_retries}")
-        self._reward_fn = make_portable(reward_fn)
+        self._reward_fn = make_function_picklable(reward_fn)
         self._timeout_s = timeout_seconds
         self._tries = max_retries
         self._pool = ProcessPool(max_workers or os.cpu_count() or 1)
@@ -50,7 +50,7 @@ class AsyncRewardWrapper:
         """
         for left in reversed(range(self._tries)):
             try:
-                async with self._pool.process() as process, asyncio.timeout(self._timeout_s):
+                async with self._pool.acquire() as process, asyncio.timeout(self._timeout_s):
                     return validate_reward(await process.call(self._reward_fn, *args, **kwargs))
             except TimeoutError:
                 log.warning("a reward took longer than %g s; %d tries left", self._timeout_s, left)

@@ -28,7 +28,7 @@ class SubprocessAgent:
         self._kwargs = dict(kwargs)
         self._pool = ProcessPool(size)
 
-    async def check(self) -> None:
+    async def check_agent_builds(self) -> None:
         """Build the agent once, so that what is wrong with it is known before any episode.
 
         Raises:
@@ -37,16 +37,16 @@ class SubprocessAgent:
         await self._pool.call(_check_agent, self._workflow, self._kwargs)
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[Agent]:
+    async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
-        async with self._pool.process() as process:
-            yield _WorkerAgent(
+        async with self._pool.acquire() as process:
+            yield _WorkerAgentHandle(
                 partial(process.call, _run_episode_in_child, self._workflow, self._kwargs)
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Like `Agent.run`, including the wait for a process."""
-        async with self.place() as agent:
+        async with self.acquire_worker_agent() as agent:
             return await agent.run(data, **extra_kwargs)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class SubprocessAgent:
         self._pool.close()
 
 
-class _WorkerAgent:
+class _WorkerAgentHandle:
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
         self._run = run
 
@@ -73,13 +73,13 @@ class _WorkerAgent:
 async def hold_worker_process(agent: Agent) -> AsyncIterator[Agent]:
     """The agent, with a process for one episode if it needs one."""
     if isinstance(agent, SubprocessAgent):
-        async with agent.place() as one:
+        async with agent.acquire_worker_agent() as one:
             yield one
     else:
         yield agent
 
 
-def describe_failure(error: BaseException, trace: TracebackType | None) -> AgentError:
+def build_agent_error(error: BaseException, trace: TracebackType | None) -> AgentError:
     """What an agent raised, in words: the last line, then the end of the traceback."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     shown = "".join(traceback.format_exception(type(error), error, trace))
@@ -116,4 +116,4 @@ def _run_episode_in_child(
         raise
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         # Tracebacks do not cross the pipe, so what they say goes into the message.
-        raise describe_failure(error, error.__traceback__) from None
+        raise build_agent_error(error, error.__traceback__) from None

@@ -16,8 +16,8 @@ from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from areal_hpc.slurm.devcluster.plan import (
     DevclusterPlan,
     DevclusterSettings,
-    dump_plan,
-    parse_plan,
+    dump_plan_inputs,
+    parse_plan_inputs,
     plan_devcluster,
 )
 
@@ -38,8 +38,8 @@ def start_cluster(
         RecipeError: Commands are missing, or a cluster with other settings exists.
         ClusterError: Something did not come up; its last words are in the message.
     """
-    _open_state(paths)
-    with host.reserve_resources(), _lock_state(paths):
+    _prepare_state_dir(paths)
+    with host.lock_host(), _lock_state(paths):
         began = time.monotonic()
         deadline = began + within_s
         made = _load_or_create_plan(paths, asked)
@@ -54,7 +54,7 @@ def start_cluster(
         say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
 
 
-def _open_state(paths: DevclusterPaths) -> None:
+def _prepare_state_dir(paths: DevclusterPaths) -> None:
     """Make the state directory, or see that it may be used."""
     paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
     if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
@@ -83,7 +83,7 @@ def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
 def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
     """The cluster that exists, or a new one whose files are written."""
     if paths.made_of.exists():
-        settings, facts = parse_plan(paths.made_of.read_text())
+        settings, facts = parse_plan_inputs(paths.made_of.read_text())
         for key, value in asked.items():
             if getattr(settings, key) != value:
                 raise RecipeError(
@@ -102,7 +102,9 @@ def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> De
 
 def _write_files(made: DevclusterPlan) -> None:
     paths = made.paths
-    paths.made_of.write_text(dump_plan(made.settings, made.facts))  # first: `down` goes by it
+    paths.made_of.write_text(
+        dump_plan_inputs(made.settings, made.facts)
+    )  # first: `down` goes by it
     folders = [paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir]
     folders += [paths.spool_dir, paths.controller_state]
     for folder in (*folders, *(paths.spool_dir / node.name for node in made.nodes)):
@@ -126,16 +128,16 @@ def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
     """
     if not paths.made_of.exists():
         raise RecipeError(f"there is no devcluster in {paths.root}", hint="areal-hpc devcluster up")
-    return plan_devcluster(*parse_plan(paths.made_of.read_text()), paths)
+    return plan_devcluster(*parse_plan_inputs(paths.made_of.read_text()), paths)
 
 
-def stop_cluster(paths: DevclusterPaths) -> bool:
+def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:
     """Stop everything and remove every trace. Whether there was a cluster."""
     if not paths.made_of.exists():
         return False
     with _lock_state(paths):
         made = read_plan(paths)
-        _cancel_all(made)
+        _cancel_all_jobs(made)
         for node in made.nodes:
             nodes.power_off(made, node)
         if made.facts.limits_memory:
@@ -147,7 +149,7 @@ def stop_cluster(paths: DevclusterPaths) -> bool:
     return True
 
 
-def _cancel_all(made: DevclusterPlan) -> None:
+def _cancel_all_jobs(made: DevclusterPlan) -> None:
     """Cancel all jobs. An srun or salloc in some terminal ends with its job, but not with us."""
     if not daemons.is_running(made, made.daemons[-1]):
         return  # scancel would ask a slurmctld that is gone, again and again
@@ -186,7 +188,7 @@ def restore_node(paths: DevclusterPaths, name: str, within_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DaemonHealth:
+class ComponentHealth:
     """Health of one daemon or node."""
 
     name: str
@@ -196,22 +198,22 @@ class DaemonHealth:
     note: str
 
 
-def check_health(made: DevclusterPlan) -> list[DaemonHealth]:
+def check_health(made: DevclusterPlan) -> list[ComponentHealth]:
     """Every daemon, then every node."""
     found = []
     for daemon in made.daemons:
         is_well = daemons.is_running(made, daemon) and daemons.is_responding(made, daemon)
         state = "up" if is_well else "silent" if daemons.is_running(made, daemon) else "off"
-        found.append(DaemonHealth(daemon.name, state, is_well, ""))
+        found.append(ComponentHealth(daemon.name, state, is_well, ""))
     states = nodes.read_node_states(made)
     for node in made.nodes:
         state = states.get(node.name, "unknown")
-        if processes.find_process(made.paths.process(node.name)) is None:
+        if processes.find_recorded_process(made.paths.process_record_file(node.name)) is None:
             note = "without power"
         elif nodes.find_slurmd(made.paths, node) is None:
             note = "without slurmd"
         else:
             note = f"{node.address}:{node.port}"
         is_well = state in nodes.UP_STATES and not note.startswith("without")
-        found.append(DaemonHealth(node.name, state, is_well, note))
+        found.append(ComponentHealth(node.name, state, is_well, note))
     return found

@@ -17,7 +17,7 @@ LOG_TAIL_LINES = 8
 
 def is_running(made: DevclusterPlan, daemon: Daemon) -> bool:
     """True if its process is there."""
-    return processes.find_process(made.paths.process(daemon.name)) is not None
+    return processes.find_recorded_process(made.paths.process_record_file(daemon.name)) is not None
 
 
 def is_responding(made: DevclusterPlan, daemon: Daemon) -> bool:
@@ -38,14 +38,17 @@ def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     if not is_running(made, daemon):
         if daemon.made_first is not None and not daemon.made_first.exists():
             done = processes.run_command(daemon.make_first, made.environ)
-            with paths.output(daemon.name).open("a") as sink:
+            with paths.output_file(daemon.name).open("a") as sink:
                 sink.write(done.stdout + done.stderr)
             if done.returncode:
                 maker = daemon.make_first[0]
                 what = f"lacks {daemon.made_first}: {maker} ended with {done.returncode}"
                 raise build_daemon_error(paths, daemon.name, what)
         processes.spawn(
-            daemon.command, made.environ, paths.output(daemon.name), paths.process(daemon.name)
+            daemon.command,
+            made.environ,
+            paths.output_file(daemon.name),
+            paths.process_record_file(daemon.name),
         )
     while not is_responding(made, daemon):
         if not is_running(made, daemon):
@@ -57,14 +60,14 @@ def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
 
 def stop(made: DevclusterPlan, daemon: Daemon) -> None:
     """End a daemon, if it runs."""
-    if process := processes.find_process(made.paths.process(daemon.name)):
+    if process := processes.find_recorded_process(made.paths.process_record_file(daemon.name)):
         processes.terminate(process, GRACE_S)
 
 
 def build_daemon_error(paths: DevclusterPaths, name: str, what: str) -> ClusterError:
     """The error about a daemon or node, with the end of its logs."""
     lines: list[str] = []
-    for path in (paths.log(name), paths.output(name)):
+    for path in (paths.log_file(name), paths.output_file(name)):
         if path.exists():
             lines += path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     words = "".join(f"\n    {line}" for line in lines) or " none"

@@ -53,7 +53,7 @@ def can_create_namespaces() -> bool:
     return processes.run_command(_NAMESPACE_TRIAL_COMMAND, {}).returncode == 0
 
 
-def reserve_resources() -> AbstractContextManager[None]:
+def lock_host() -> AbstractContextManager[None]:
     """Be the only command on this machine that takes what `inspect_host` found free.
 
     Two that start at once would choose the same network and ports.

@@ -40,10 +40,10 @@ def find_node(made: DevclusterPlan, name: str) -> DevclusterNode:
 def power_off(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Cut the network, then kill every process of the node. Does nothing to one that is off."""
     block_traffic(node)
-    if first := processes.find_process(made.paths.process(node.name)):
+    if first := processes.find_recorded_process(made.paths.process_record_file(node.name)):
         processes.kill_tree(first)
     detach_node(node)
-    made.paths.process(node.name).unlink(missing_ok=True)
+    made.paths.process_record_file(node.name).unlink(missing_ok=True)
     if node.cgroup:
         remove_cgroups(node.cgroup)
 
@@ -59,7 +59,7 @@ def remove_cgroups(name: str) -> None:
 
 def find_slurmd(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
     """The node's slurmd, if both run."""
-    first = processes.find_process(paths.process(node.name))
+    first = processes.find_recorded_process(paths.process_record_file(node.name))
     for process in processes.list_descendants(first) if first else ():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name() == "slurmd":
@@ -86,7 +86,7 @@ def restart_node(made: DevclusterPlan, node: DevclusterNode) -> None:
     # jobs that no longer exist.
     lost = ("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost power")
     processes.run_command(lost, made.environ)
-    files = made.paths.output(node.name), made.paths.process(node.name)
+    files = made.paths.output_file(node.name), made.paths.process_record_file(node.name)
     process = processes.spawn(node.command, made.environ, *files, stdin=subprocess.PIPE)
     assert process.stdin is not None
     # Interrupted before the line, the pipe closes without it, and the node goes away again.
@@ -110,7 +110,7 @@ def wait_until_up(
         if not late:
             return
         for node in late:
-            if processes.find_process(made.paths.process(node.name)) is None:
+            if processes.find_recorded_process(made.paths.process_record_file(node.name)) is None:
                 raise build_daemon_error(made.paths, node.name, "ended while it started")
         if time.monotonic() > deadline:
             state = found.get(late[0].name, "unknown to slurmctld")
@@ -148,7 +148,7 @@ def attach_node(
         if machine.poll() is not None or time.monotonic() > deadline:
             raise ClusterError(
                 f"{node.name} got no namespaces",
-                key=str(made.paths.output(node.name)),
+                key=str(made.paths.output_file(node.name)),
                 hint="areal-hpc devcluster up --loopback does without",
             )
         time.sleep(0.005)

@@ -19,7 +19,7 @@ class DevclusterPaths:
         """The settings and facts that this cluster was planned from. Without it there is none."""
         self.config_dir = root / "etc"
         """Slurm looks for its other files beside slurm.conf."""
-        self.slurm_conf = self.config("slurm.conf")
+        self.slurm_conf = self.config_file("slurm.conf")
         self.log_dir = root / "log"
         """One log per daemon, and `<name>.out` for what it writes to its terminal."""
         self.pid_dir = root / "run"
@@ -39,18 +39,18 @@ class DevclusterPaths:
         self.database_socket = root / "database.socket"
         """How slurmdbd reaches MariaDB; nothing else does."""
 
-    def config(self, name: str) -> Path:
+    def config_file(self, name: str) -> Path:
         """A rendered template."""
         return self.config_dir / name
 
-    def log(self, name: str) -> Path:
+    def log_file(self, name: str) -> Path:
         """Slurm's own log of a daemon."""
         return self.log_dir / f"{name}.log"
 
-    def output(self, name: str) -> Path:
+    def output_file(self, name: str) -> Path:
         """Output of a daemon."""
         return self.log_dir / f"{name}.out"
 
-    def process(self, name: str) -> Path:
+    def process_record_file(self, name: str) -> Path:
         """Which process of the host a daemon or node is."""
         return self.pid_dir / f"{name}.json"

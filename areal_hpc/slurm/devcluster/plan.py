@@ -169,7 +169,7 @@ def plan_devcluster(
         facts=facts,
         paths=paths,
         files={
-            paths.config(name): _TEMPLATES.get_template(f"{name}.j2").render(words)
+            paths.config_file(name): _TEMPLATES.get_template(f"{name}.j2").render(words)
             for name in (template.removesuffix(".j2") for template in _TEMPLATES.list_templates())
             if (settings.accounting or name not in ACCOUNTING_ONLY_FILES)
             and (settings.namespaces or name not in NAMESPACE_ONLY_FILES)
@@ -219,7 +219,7 @@ def _plan_node(
     machine = NodeSetup(
         name=name,
         address=f"{address}/24",
-        hosts=str(paths.config("hosts")),
+        hosts=str(paths.config_file("hosts")),
         cgroup=cgroup,
         memory_mib=_compute_node_memory_mib(settings, facts),
     )
@@ -255,7 +255,7 @@ def _plan_daemons(
     slurmctld = Daemon("slurmctld", ("slurmctld", "-D"), ready=("scontrol", "ping"))
     if not settings.accounting:
         return (munged, slurmctld)
-    mariadb_config = f"--defaults-file={paths.config('mariadb.cnf')}"
+    mariadb_config = f"--defaults-file={paths.config_file('mariadb.cnf')}"
     mariadbd = Daemon(
         "mariadbd",
         ("mariadbd", mariadb_config),
@@ -273,12 +273,12 @@ def _plan_daemons(
     return (munged, mariadbd, slurmdbd, slurmctld)
 
 
-def dump_plan(settings: DevclusterSettings, facts: HostFacts) -> str:
+def dump_plan_inputs(settings: DevclusterSettings, facts: HostFacts) -> str:
     """What must be kept so that a later command makes the same plan."""
     return json.dumps({"settings": asdict(settings), "facts": asdict(facts)}, indent=2) + "\n"
 
 
-def parse_plan(text: str) -> tuple[DevclusterSettings, HostFacts]:
-    """The inverse of `dump_plan`."""
+def parse_plan_inputs(text: str) -> tuple[DevclusterSettings, HostFacts]:
+    """The inverse of `dump_plan_inputs`."""
     kept = json.loads(text)
     return DevclusterSettings(**kept["settings"]), HostFacts(**kept["facts"])

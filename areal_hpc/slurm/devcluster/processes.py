@@ -85,7 +85,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_process(record: Path) -> psutil.Process | None:
+def find_recorded_process(record: Path) -> psutil.Process | None:
     """The process that `spawn` wrote down, if it still runs."""
     try:
         kept = json.loads(record.read_text())
@@ -125,10 +125,10 @@ def kill_tree(process: psutil.Process) -> None:
     while remaining := list_descendants(process):
         for child in remaining:
             _kill_process(child)
-        _wait_or_fail(deadline, remaining)
+        _sleep_or_time_out(deadline, remaining)
     _kill_process(process)
     while _is_running(process):
-        _wait_or_fail(deadline, [process])
+        _sleep_or_time_out(deadline, [process])
 
 
 def terminate(process: psutil.Process, grace_s: float) -> None:
@@ -147,7 +147,7 @@ def _kill_process(process: psutil.Process) -> None:
         process.kill()
 
 
-def _wait_or_fail(deadline: float, remaining: Sequence[psutil.Process]) -> None:
+def _sleep_or_time_out(deadline: float, remaining: Sequence[psutil.Process]) -> None:
     if time.monotonic() > deadline:
         raise ClusterError(
             f"expected killed processes to be gone after {MAX_KILL_S:.0f} s, got "

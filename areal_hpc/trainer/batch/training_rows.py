@@ -20,7 +20,7 @@ from areal_hpc.trainer.objective.advantages import (
     compute_group_advantages,
     compute_mean_episode_rewards,
 )
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
@@ -50,7 +50,7 @@ def _read_rows(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajector
     return [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
 
 
-def leave_out_unsound(
+def drop_unsound_tickets(
     tickets: Sequence[Sequence[Trajectory]], manifest: BatchManifest, vocab_size: int
 ) -> tuple[list[Trajectory], list[UntrainedRecord]]:
     """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
@@ -74,7 +74,7 @@ def leave_out_unsound(
     return sound, left_out
 
 
-def _find_first_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str:
+def _find_first_defect(rows: list[Trajectory], ticket: SealedTicket, vocab_size: int) -> str:
     """Place and defect of a ticket's first unsound row; nothing when all are sound."""
     for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
@@ -97,8 +97,8 @@ def build_rows(
         [row.episode for row in batch],
         objective.min_reward_std,
     )
-    tempered = any(_get_temperature(trajectory) != 1.0 for trajectory in batch)
-    held = [version.packed for version in find_equal_versions(current, forks)]
+    tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
+    held = [version.packed for version in list_version_aliases(current, forks)]
     rows = []
     for trajectory, advantage in zip(batch, advantages_B, strict=True):
         size = trajectory.num_tokens
@@ -111,13 +111,13 @@ def build_rows(
             channels[AGE] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
             channels[TEMPERATURE_CHANNEL] = np.full(
-                size, _get_temperature(trajectory), dtype=np.float32
+                size, _get_softmax_temperature(trajectory), dtype=np.float32
             )
         rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
     return rows
 
 
-def find_equal_versions(
+def list_version_aliases(
     current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
@@ -134,14 +134,14 @@ def _compute_ages(
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
-    for packed in _count_sampled_tokens(versions_T):
+    for packed in _count_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness(
             current, WeightVersion.unpack(packed), forks
         )
     return ages_T
 
 
-def _get_temperature(trajectory: Trajectory) -> float:
+def _get_softmax_temperature(trajectory: Trajectory) -> float:
     """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
     return trajectory.temperature or 1.0
 
@@ -153,7 +153,7 @@ def summarize_batch(
 
     A batch without rows has no mean reward.
     """
-    tokens_of = [_count_sampled_tokens(trajectory.versions_T) for trajectory in batch]
+    tokens_of = [_count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
@@ -170,7 +170,7 @@ def summarize_batch(
     }
 
 
-def _count_sampled_tokens(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
+def _count_tokens_by_version(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
     """Tokens by the version they were sampled from; versions come in few, long stretches."""
     turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
     tokens = Counter[int]()

@@ -60,7 +60,7 @@ def export_checkpoint(
     try:
         weights = CheckpointWeights(checkpoint.path, read_architecture(model_path))
         write_model(
-            weights.tensors(), weights.specs(), model_path, target_dir,
+            weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
             file_bytes=file_bytes, on_file=progress,
         )  # fmt: skip
     except FileNotFoundError as error:

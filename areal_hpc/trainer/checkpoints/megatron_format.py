@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoints import build_checkpoint_error
+from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
 from areal_hpc.trainer.megatron_private import (
     build_sharded_state,
     load_optimizer_state,
@@ -46,7 +46,7 @@ def save_sharded(policy: Policy, optimizer: Any, directory: Path, open_copy: Ope
     try:
         dist_checkpointing.save(state, str(directory), _StreamedSaveStrategy(files))
     except CheckpointException as error:
-        raise build_checkpoint_error(directory, _get_first_failure(error)) from error
+        raise build_checkpoint_write_error(directory, _get_first_failure(error)) from error
     return files.data_name
 
 

@@ -22,14 +22,14 @@ from typing import Any
 import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
-from areal_hpc.jobs.time_limit import record_checkpoint_time
+from areal_hpc.jobs.time_limit import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER_FILE,
     Checkpoint,
     TrainerState,
-    build_checkpoint_error,
+    build_checkpoint_write_error,
     find_latest,
     get_unfinished_path,
     is_complete,
@@ -76,7 +76,7 @@ class CheckpointStore:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def resume(self, policy: Policy, config: AdamConfig) -> tuple[Any, Checkpoint | None]:
+    def load_latest(self, policy: Policy, config: AdamConfig) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
         The checkpoint may be of another layout, and of other settings than `config`, which hold.
@@ -106,7 +106,7 @@ class CheckpointStore:
         read_on_all_ranks(lambda: _check_visible(checkpoint.path), ClusterError)
         return checkpoint
 
-    def clean(self, generation: int) -> None:
+    def delete_leftovers(self, generation: int) -> None:
         """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
 
         What a generation later than this trainer's is writing is not ours to touch.
@@ -120,13 +120,13 @@ class CheckpointStore:
 
     # Writing ---------------------------------------------------------------------------------
 
-    def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
+    def begin_save(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
         """Copy the state and begin to write it, after an earlier one; its path. A collective.
 
         Raises:
             ClusterError: The storage refused this checkpoint or the one before.
         """
-        self.finish()
+        self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
         partial = get_unfinished_path(self._directory, state.step, state.generation)
@@ -138,7 +138,9 @@ class CheckpointStore:
             dist.barrier()
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")
-            data = megatron_format.save_sharded(policy, optimizer, partial, self._writer.copy)
+            data = megatron_format.save_sharded(
+                policy, optimizer, partial, self._writer.open_memory_stream
+            )
             fault_point("checkpoint.after_copy")
             small = []
             if is_first:  # the small files are all rank 0's
@@ -146,13 +148,13 @@ class CheckpointStore:
                 small = [
                     p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
                 ]
-            self._writer.write(partial / data, small)
+            self._writer.begin_write(partial / data, small)
             fault_point("checkpoint.while_writing")
         self._begun = Checkpoint(target, state)
         self._copied_s = time.monotonic() - began
         return target
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
+    def publish_if_written(self, timeout_s: float = 0.0) -> bool:
         """Make the checkpoint being written visible if all of it is on disk. A collective.
 
         True on every rank when it became visible and durable in this call.
@@ -177,18 +179,18 @@ class CheckpointStore:
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
                 self._make_visible(self._begun)
-                record_checkpoint_time(self._copied_s + self._writer.took_s)
+                record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
         raise_on_all_ranks(trouble)
         self._begun = None
         return True
 
-    def finish(self) -> bool:
+    def finish_save(self) -> bool:
         """Wait for the checkpoint being written; false when there was none. A collective."""
         if self._begun is None:
             return False
-        while not self.poll(POLL_S):
+        while not self.publish_if_written(POLL_S):
             pass
         return True
 
@@ -251,4 +253,4 @@ def _explain_storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise build_checkpoint_error(path, error) from error
+        raise build_checkpoint_write_error(path, error) from error

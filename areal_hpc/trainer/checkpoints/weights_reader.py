@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model.families.architecture import Architecture
-from areal_hpc.trainer.model.families.weight_map import Parameter, build_weight_map, to_hf
+from areal_hpc.trainer.model.families.weight_map import ParamMap, build_weight_map, to_hf
 from areal_hpc.trainer.model.hf_files import HfSpec
 
 _STORED_NAME_BY_PARAMETER = {
@@ -32,7 +32,7 @@ _STORED_NAME_BY_PARAMETER = {
 }
 
 
-def get_stored_name(parameter: Parameter) -> str:
+def get_stored_name(parameter: ParamMap) -> str:
     """The tensor of a checkpoint that holds this parameter of every layer and expert."""
     if parameter.layer is None:
         return parameter.megatron
@@ -41,7 +41,7 @@ def get_stored_name(parameter: Parameter) -> str:
     return f"decoder.layers.{_STORED_NAME_BY_PARAMETER.get(parameter.megatron, parameter.megatron)}"
 
 
-def _get_place(parameter: Parameter) -> list[int]:
+def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
     """Where in that tensor it lies."""
     return [at for at in (parameter.layer, parameter.expert) if at is not None]
 
@@ -67,15 +67,15 @@ class CheckpointWeights:
         for parameter in build_weight_map(arch):
             self._check_parameter(parameter)
 
-    def specs(self) -> list[HfSpec]:
-        """Name, shape and dtype of every tensor, in the order of `tensors`. Reads nothing."""
+    def list_tensor_specs(self) -> list[HfSpec]:
+        """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
         return [
             (tensor.name, tensor.shape, self._stored[get_stored_name(parameter)].properties.dtype)
             for parameter in build_weight_map(self._arch)
             for tensor in parameter.hf
         ]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
         for parameter in build_weight_map(self._arch):
             whole = self._read_parameter(parameter)
@@ -84,8 +84,8 @@ class CheckpointWeights:
             ):
                 yield spec.name, tensor
 
-    def _read_parameter(self, parameter: Parameter) -> torch.Tensor:
-        name, place = get_stored_name(parameter), _get_place(parameter)
+    def _read_parameter(self, parameter: ParamMap) -> torch.Tensor:
+        name, place = get_stored_name(parameter), _get_layer_expert_indices(parameter)
         stored = self._stored[name]
         shape = stored.size[len(place) :]
         wanted = ChunkStorageMetadata(
@@ -97,9 +97,11 @@ class CheckpointWeights:
         self._reader.read_data(plan, _TensorLoadPlanner(target)).wait()
         return target.reshape(shape)
 
-    def _check_parameter(self, parameter: Parameter) -> None:
+    def _check_parameter(self, parameter: ParamMap) -> None:
         stored = self._stored.get(get_stored_name(parameter))
-        shape: tuple[int, ...] = stored.size[len(_get_place(parameter)) :] if stored else ()
+        shape: tuple[int, ...] = (
+            stored.size[len(_get_layer_expert_indices(parameter)) :] if stored else ()
+        )
         least = sum(tensor.shape[0] for tensor in parameter.hf)
         if len(shape) != len(parameter.hf[0].shape) or shape[0] < least:
             found = tuple(stored.size) if stored else "nothing"

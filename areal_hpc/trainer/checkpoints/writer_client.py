@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.checkpoints import build_checkpoint_error
+from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
 from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ class WriterClient:
         )  # fmt: skip
 
     @contextmanager
-    def copy(self) -> Iterator[io.BufferedWriter]:
+    def open_memory_stream(self) -> Iterator[io.BufferedWriter]:
         """A stream that replaces what the memory holds. Nothing may be in the writing."""
         assert self._request is None
         os.lseek(self._memory, 0, os.SEEK_SET)
         with open(self._memory, "wb", closefd=False) as stream:
             yield stream
 
-    def write(self, path: Path, neighbors: list[str]) -> None:
+    def begin_write(self, path: Path, neighbors: list[str]) -> None:
         """Begin to write what was copied into a new file.
 
         Files beside it with the names `neighbors` are to become durable with it.
@@ -92,7 +92,7 @@ class WriterClient:
             return False
         reply = msgspec.json.decode(line, type=WriteReply)
         if reply.error:
-            raise build_checkpoint_error(Path(self._request.path), reply.error)
+            raise build_checkpoint_write_error(Path(self._request.path), reply.error)
         logger.debug("%s took %.1f s", self._request.path, reply.seconds)
         self._request = None
         self.took_s = reply.seconds

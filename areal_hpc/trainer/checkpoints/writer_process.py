@@ -61,10 +61,10 @@ def main() -> None:
             case RemoveRequest(path):
                 shutil.rmtree(path, ignore_errors=True)  # the next start cleans up the rest
             case WriteRequest() as request:
-                os.write(1, msgspec.json.encode(_carry_out(request, memory)) + b"\n")
+                os.write(1, msgspec.json.encode(_handle_write_request(request, memory)) + b"\n")
 
 
-def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
+def _handle_write_request(request: WriteRequest, memory: int) -> WriteReply:
     began = time.perf_counter()
     try:
         path = Path(request.path)

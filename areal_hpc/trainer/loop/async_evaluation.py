@@ -10,7 +10,7 @@ from areal_hpc.weights.publisher import find_outdated
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class AsyncEvaluation:
+class AsyncEvaluator:
     """Evaluations under way, and those still due. -1 as the newest judged step: none was."""
 
     def __init__(self, schedule: Schedule, judged_step: int) -> None:
@@ -21,10 +21,12 @@ class AsyncEvaluation:
 
     def has_unjudged_up_to(self, step: int) -> bool:
         """Weights up to `step` remain to be judged."""
-        due = self._schedule.evaluated_steps(self._judged_step, step)
+        due = self._schedule.list_evaluated(self._judged_step, step)
         return self.under_way is not None or bool(due)
 
-    def receivers(self, found: DiscoveredReplicas, current: WeightVersion) -> list[ReplicaKey]:
+    def list_weight_receivers(
+        self, found: DiscoveredReplicas, current: WeightVersion
+    ) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
         return (
             find_outdated(found, current) if self._choose_version(found, current) == current else []
@@ -42,7 +44,7 @@ class AsyncEvaluation:
 
         Those should have been judged, and never will be, as their weights are gone.
         """
-        due = self._schedule.evaluated_steps(self._judged_step, current.step)
+        due = self._schedule.list_evaluated(self._judged_step, current.step)
         self.under_way = current
         return [step for step in due if step != current.step]
 
@@ -55,11 +57,11 @@ class AsyncEvaluation:
         self, found: DiscoveredReplicas, current: WeightVersion
     ) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
-        if self.under_way is not None and not self._is_lost(found):
+        if self.under_way is not None and not self._are_weights_lost(found):
             return self.under_way
-        return current if self._schedule.evaluated_steps(self._judged_step, current.step) else None
+        return current if self._schedule.list_evaluated(self._judged_step, current.step) else None
 
-    def _is_lost(self, found: DiscoveredReplicas) -> bool:
+    def _are_weights_lost(self, found: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""
         held = _list_held_versions(found)
         return bool(held) and str(self.under_way) not in held

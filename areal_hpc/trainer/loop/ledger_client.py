@@ -17,9 +17,9 @@ from areal_hpc.wire.ledger import (
     BatchRequest,
     EvaluateReply,
     EvaluateRequest,
-    FinishRequest,
+    FinishRunRequest,
     OpenGenerationRequest,
-    PublishRequest,
+    WeightsPublishedRequest,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ ReplyT = TypeVar("ReplyT")
 START_TIMEOUT_S = 120.0
 UNREACHABLE_TIMEOUT_S = 120.0
 """Time that the ledger may be away. Its supervisor restarts it within seconds."""
-RETRY_S = 2.0
+PATIENCE_S = 2.0
 """After this long without a connection its address is looked up again."""
 REPLY_TIMEOUT_S = 15.0
 """A ledger that takes longer for what needs no waiting hangs."""
@@ -60,24 +60,24 @@ class LedgerClient:
         request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
         self._call_ledger("/open_generation", request, Acknowledged)
 
-    def batch(self, step: int, wait_s: float) -> BatchReply:
+    def request_batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""
         return self._call_ledger(
             "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
         )
 
-    def publish(self, step: int) -> None:
+    def report_published(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
-        self._call_ledger("/publish", PublishRequest(self._generation, step), Acknowledged)
+        self._call_ledger("/publish", WeightsPublishedRequest(self._generation, step), Acknowledged)
 
-    def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
+    def request_evaluation(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
         """Ask for the evaluation of `step`, or how far it is."""
         request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
         return self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
 
-    def finish(self) -> None:
+    def report_run_finished(self) -> None:
         """The run is complete."""
-        self._call_ledger("/finish", FinishRequest(self._generation), Acknowledged)
+        self._call_ledger("/finish", FinishRunRequest(self._generation), Acknowledged)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -91,7 +91,7 @@ class LedgerClient:
             url = f"{self._url or self._find_ledger()}{route}"
             try:
                 return self._client.call(
-                    url, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
+                    url, request, reply, patience_s=PATIENCE_S, timeout_s=wait_s + REPLY_TIMEOUT_S
                 )
             except HttpStatusError as refusal:
                 if refusal.status == HTTP_CONFLICT:

@@ -14,7 +14,7 @@ from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
@@ -46,7 +46,7 @@ class LedgerSource(BatchSource):
         specs: list[TensorSpec],
         events: EventLog,
         stop: StopRequest,
-        async_evaluation: AsyncEvaluation | None = None,
+        async_evaluation: AsyncEvaluator | None = None,
     ) -> None:
         self._schedule = schedule
         self._record = record
@@ -61,9 +61,9 @@ class LedgerSource(BatchSource):
         self._ticket_counts: FlatRow = {}
         self._targets: list[ReplicaKey] = []
         """The replicas that the next publish is for."""
-        self.begin_version()
+        self.mark_weights_unpublished()
 
-    def begin_version(self) -> None:
+    def mark_weights_unpublished(self) -> None:
         """A step was taken: no replica has the new weights, nor has the ledger heard of them."""
         self._record.row |= self._ticket_counts
         self._is_served = self._is_announced = False
@@ -77,7 +77,7 @@ class LedgerSource(BatchSource):
             AgentError: Agents do nothing but fail, so that no batch will form.
         """
         with self._record.timer.phase("batch_wait"):
-            reply = self._ledger.batch(step, LONG_POLL_S)
+            reply = self._ledger.request_batch(step, LONG_POLL_S)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
@@ -89,29 +89,29 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def get_publish_state(self) -> PublishState:
+    def poll_publish_state(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._find_outdated():
+        if self._poll_outdated_replicas():
             return "publish"
         if not self._is_served:
             self._stop.wait(NO_REPLICA_PAUSE_S)
             return "wait"
         if not self._is_announced:
-            self._ledger.publish(self._record.version.step)
+            self._ledger.report_published(self._record.version.step)
             self._is_announced = True
-        if self._async_evaluation and self._find_evaluation_replicas(self._async_evaluation):
+        if self._async_evaluation and self._target_evaluation_replicas(self._async_evaluation):
             return "publish"
         return "done"
 
-    def _find_outdated(self) -> bool:
+    def _poll_outdated_replicas(self) -> bool:
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.phase("publish"):
-            outdated = self._publisher.outdated(self._record.version)
+            outdated = self._publisher.discover_outdated(self._record.version)
         now = time.monotonic()
         self._targets = self._backoff.get_retryable(outdated, now)
         if not self._targets and not self._is_served:
@@ -121,15 +121,15 @@ class LedgerSource(BatchSource):
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _find_evaluation_replicas(self, evaluation: AsyncEvaluation) -> bool:
+    def _target_evaluation_replicas(self, evaluation: AsyncEvaluator) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
-        outdated = evaluation.receivers(self._publisher.evaluation_replicas, version)
+        outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
         is_last = version.step >= self._schedule.total_steps
         self._targets = self._backoff.get_retryable(outdated, time.monotonic(), is_urgent=is_last)
         return bool(self._targets)
 
-    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version
         began_at = time.monotonic()
@@ -157,13 +157,13 @@ class LedgerSource(BatchSource):
         for key, error in report.failed.items():
             logger.warning("%s did not receive version %s: %s", key, version, error)
 
-    def describe_updates(self) -> FlatRow:
+    def get_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
         return summarize_update_pauses(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 
-    def is_evaluated(self) -> bool:
+    def poll_evaluation(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits."""
         step, row = self._record.version.step, self._record.row
         if (
@@ -173,16 +173,18 @@ class LedgerSource(BatchSource):
         ):
             return True
         with self._record.timer.phase("eval"):
-            reply = self._ledger.evaluate(step, self._schedule.evaluation_tasks, LONG_POLL_S)
+            reply = self._ledger.request_evaluation(
+                step, self._schedule.evaluation_tasks, LONG_POLL_S
+            )
         if reply.mean_reward is not None:
             row[EVAL_REWARD_METRIC] = reply.mean_reward
         return False
 
-    def _poll_async_evaluation(self, evaluation: AsyncEvaluation) -> None:
+    def _poll_async_evaluation(self, evaluation: AsyncEvaluator) -> None:
         """Note the reward of what was being judged, and begin what the cell is ready for."""
         version = self._record.version
         if evaluation.under_way is not None:
-            self._request_reward(evaluation, evaluation.under_way)
+            self._poll_evaluation_reward(evaluation, evaluation.under_way)
         if not evaluation.may_begin(self._publisher.evaluation_replicas, version):
             return
         given_up, left_out = evaluation.under_way, evaluation.begin(version)
@@ -200,16 +202,16 @@ class LedgerSource(BatchSource):
                 version.step,
                 ", ".join(map(str, left_out)),
             )
-        self._request_reward(evaluation, version)
+        self._poll_evaluation_reward(evaluation, version)
 
-    def _request_reward(self, evaluation: AsyncEvaluation, version: WeightVersion) -> None:
+    def _poll_evaluation_reward(self, evaluation: AsyncEvaluator, version: WeightVersion) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
-        reply = self._ledger.evaluate(version.step, self._schedule.evaluation_tasks, 0.0)
+        reply = self._ledger.request_evaluation(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:
             evaluation.end()
             self._record.add(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
 
-    def is_settled(self) -> bool:
+    def is_async_evaluation_done(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
@@ -222,9 +224,9 @@ class LedgerSource(BatchSource):
         self._stop.wait(NO_REPLICA_PAUSE_S)
         return False
 
-    def finish(self) -> None:
+    def report_run_finished(self) -> None:
         """Tell the ledger that the run is complete."""
-        self._ledger.finish()
+        self._ledger.report_run_finished()
 
     def close(self) -> None:
         """Leave replicas and ledger."""

@@ -48,7 +48,7 @@ from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.model.hf_weights import export_hf
+from areal_hpc.trainer.model.hf_weights import stream_hf
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -106,31 +106,31 @@ class BatchSource(ABC):
             ArealError: There will be none.
         """
 
-    def begin_version(self) -> None:
+    def mark_weights_unpublished(self) -> None:
         """A step was taken: the weights are new."""
         return  # a source may leave it out
 
-    def get_publish_state(self) -> PublishState:
+    def poll_publish_state(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
-    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
         return  # a source may leave it out
 
-    def is_evaluated(self) -> bool:
+    def poll_evaluation(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
-    def describe_updates(self) -> FlatRow:
+    def get_update_metrics(self) -> FlatRow:
         """Cost of sending the weights to those who generate."""
         return {}
 
-    def is_settled(self) -> bool:
+    def is_async_evaluation_done(self) -> bool:
         """Nothing is left to wait for after the last step. Waits a little."""
         return True
 
-    def finish(self) -> None:
+    def report_run_finished(self) -> None:
         """The run is complete."""
         return  # a source may leave it out
 
@@ -152,7 +152,7 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
         if any_true(stop.requested):
             stop.request()
         _poll_checkpoint(learner, coordinator, wait=False)
-        command, trouble = _receive_command(coordinator)
+        command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, Stop):
             _poll_checkpoint(learner, coordinator, wait=True)
             if trouble is not None:
@@ -161,7 +161,9 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
         _execute_command(command, learner, coordinator)
 
 
-def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, ArealError | None]:
+def _broadcast_next_command(
+    coordinator: Coordinator | None,
+) -> tuple[RankCommand, ArealError | None]:
     """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
     command, trouble = None, None
     if coordinator:
@@ -180,16 +182,16 @@ def _execute_command(
     match command:
         case TrainStep(manifest):
             try:
-                row = learner.train(manifest)
+                row = learner.train_batch(manifest)
             except (NonFiniteGradientError, ShardError, OtherRankError):  # on all ranks alike
                 _poll_checkpoint(learner, coordinator, wait=True)
                 raise
             if coordinator:
                 coordinator.on_trained(learner.version, row)
         case PublishWeights():
-            parameters = export_hf(learner.policy)
+            parameters = stream_hf(learner.policy)
             if coordinator:
-                coordinator.publish(parameters)
+                coordinator.publish_weights(parameters)
             for _ in parameters:  # exporting is a collective: the others drain it
                 pass
         case SaveCheckpoint(row):
@@ -199,7 +201,7 @@ def _execute_command(
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModel():
-            learner.export()
+            learner.export_model()
             if coordinator:
                 coordinator.on_exported()
 
@@ -207,7 +209,9 @@ def _execute_command(
 def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
     """Poll the checkpoint being written; notify the coordinator once it is durable."""
     began = time.perf_counter()
-    is_durable = learner.checkpoints.finish() if wait else learner.checkpoints.poll()
+    is_durable = (
+        learner.checkpoints.finish_save() if wait else learner.checkpoints.publish_if_written()
+    )
     if is_durable and coordinator:
         coordinator.on_checkpoint_saved(time.perf_counter() - began)
 
@@ -251,11 +255,11 @@ class Coordinator:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
                 # The ledger was told to stop as well.
-        return self._finish_early()
+        return self._decide_stop_command()
 
     def _decide_command(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.get_publish_state():
+        match self.source.poll_publish_state():
             case "publish":
                 return PublishWeights()
             case "wait":
@@ -263,45 +267,45 @@ class Coordinator:
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_generation()
             return SaveCheckpoint(self._record.row)
-        if not self.source.is_evaluated():
+        if not self.source.poll_evaluation():
             return Wait()
-        if self._schedule.exports(step) and self._exported_step < step:
+        if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_generation()
             return ExportModel()
-        self._record.write(self.source.describe_updates())
+        self._record.write(self.source.get_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
             return Wait() if manifest is None else TrainStep(manifest)
-        return Stop(finished=True) if self.source.is_settled() else Wait()
+        return Stop(finished=True) if self.source.is_async_evaluation_done() else Wait()
 
-    def _finish_early(self) -> RankCommand:
+    def _decide_stop_command(self) -> RankCommand:
         """Save what was trained, then stop."""
         step = self._record.version.step
         if self._saved_step < step:
             self._check_generation()
             return SaveCheckpoint(self._record.row)
-        self._record.write(self.source.describe_updates())
+        self._record.write(self.source.get_update_metrics())
         return Stop(finished=self._schedule.ends_with_checkpoint(step))
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self._record.begin(version, row)
-        self.source.begin_version()
+        self.source.mark_weights_unpublished()
 
-    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
         self._check_generation()
-        self.source.publish(parameters)
+        self.source.publish_weights(parameters)
 
     def on_checkpoint_started(self, seconds: float) -> None:
         """The state is copied, and will be durable soon. The step's row waits for that."""
         self._saved_step = self._record.version.step
-        self._record.metrics.hold()
+        self._record.metrics.hold_back_lines()
         self._record.timer.add("checkpoint", seconds)
 
     def on_checkpoint_saved(self, seconds: float) -> None:
         """The checkpoint being written is durable; it kept the ranks from training so long."""
-        self._record.metrics.release()
+        self._record.metrics.write_held_lines()
         self._record.timer.add("checkpoint", seconds)
 
     def on_exported(self) -> None:

@@ -21,7 +21,7 @@ class Schedule:
         regular = _is_multiple(step, self.evaluation_every_steps)
         return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
 
-    def evaluated_steps(self, after: int, until: int) -> list[int]:
+    def list_evaluated(self, after: int, until: int) -> list[int]:
         """The steps above `after`, up to `until`, whose weights are judged, in order."""
         return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
 
@@ -29,7 +29,7 @@ class Schedule:
         """The work up to `step` is made durable without being asked."""
         return step > 0 and (step % self.checkpoint_every_steps == 0 or step == self.total_steps)
 
-    def exports(self, step: int) -> bool:
+    def exports_model(self, step: int) -> bool:
         """The weights of `step` are written as a Hugging Face model."""
         if self.export_every_steps is None or step == 0:
             return False
@@ -37,7 +37,9 @@ class Schedule:
 
     def ends_with_checkpoint(self, step: int) -> bool:
         """`step` is the last one, and its weights are neither exported nor evaluated."""
-        return step >= self.total_steps and not self.exports(step) and not self.evaluates(step)
+        return (
+            step >= self.total_steps and not self.exports_model(step) and not self.evaluates(step)
+        )
 
 
 def _is_multiple(step: int, every: int) -> bool:

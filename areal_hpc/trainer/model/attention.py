@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.batch.packing import Pack, PackLayout
+from areal_hpc.trainer.batch.packing import Pack, PackSplit
 from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
 
@@ -33,7 +33,7 @@ class AttentionPlan:
 
 
 def plan_attention(
-    pack: Pack, split: PackLayout, frequencies: torch.Tensor, dtype: torch.dtype
+    pack: Pack, split: PackSplit, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> AttentionPlan:
     """Index tables and rotary angles of a pack built for `split`, on the frequencies' device."""
     device = frequencies.device
@@ -79,7 +79,7 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
         plan = packed_seq_params
-        query, key = (_Rotate.apply(part, plan.cos_TD, plan.sin_TD) for part in (query, key))  # type: ignore[no-untyped-call]
+        query, key = (_Rotary.apply(part, plan.cos_TD, plan.sin_TD) for part in (query, key))  # type: ignore[no-untyped-call]
         if self.context_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(part.contiguous(), group=self.context_group)
@@ -88,7 +88,7 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
         return plan.layout.attend(query, key, value, self.scale).flatten(1)
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """Rotary position embedding, the two halves of a head forming the pairs.
 
     The gradient of a rotation is turned back by the same angle.
@@ -99,16 +99,16 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        return _rotate_halves(states_TND, cos_TD, sin_TD)
+        return _apply_rotary(states_TND, cos_TD, sin_TD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_TD, sin_TD = ctx.saved_tensors
-        return _rotate_halves(gradient_TND, cos_TD, -sin_TD), None, None
+        return _apply_rotary(gradient_TND, cos_TD, -sin_TD), None, None
 
 
-def _rotate_halves(
+def _apply_rotary(
     states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> torch.Tensor:
     turned_TND = torch.empty_like(states_TND, memory_format=torch.contiguous_format)

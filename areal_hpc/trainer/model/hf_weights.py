@@ -16,9 +16,9 @@ from safetensors import safe_open
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
-    HfTensor,
-    Parameter,
-    count_tp_ranks,
+    HfTensorSpec,
+    ParamMap,
+    count_tp_shards,
     get_hf_slices,
     get_shard_shape,
     to_hf,
@@ -28,7 +28,7 @@ from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_model
 from areal_hpc.trainer.model.policy import Policy
 
 Slices = tuple[slice, ...]
-ReadSlices = Callable[[HfTensor, Slices], torch.Tensor]
+ReadSlices = Callable[[HfTensorSpec, Slices], torch.Tensor]
 """Gives part of a Hugging Face tensor."""
 
 
@@ -51,7 +51,7 @@ class HfModelReader:
         self._dir = model_dir
         self._open: dict[str, Any] = {}
 
-    def read(self, tensor: HfTensor, part: Slices = ()) -> torch.Tensor:
+    def read_tensor(self, tensor: HfTensorSpec, part: Slices = ()) -> torch.Tensor:
         """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
 
         Raises:
@@ -81,7 +81,7 @@ def load_hf(policy: Policy, read: ReadSlices) -> None:
     for parameter in policy.weight_map:
         targets = [policy.get_local_part(parameter)]
         if parameter.megatron == EMBEDDING_NAME:
-            targets.append(policy.tied_copy)
+            targets.append(policy.tied_embedding_copy)
         held = [target for target in targets if target is not None]
         if not held:
             continue
@@ -92,7 +92,7 @@ def load_hf(policy: Policy, read: ReadSlices) -> None:
 
 
 def list_hf_specs(policy: Policy) -> list[HfSpec]:
-    """Name, shape and dtype of every tensor `export_hf` yields, in its order. Moves no data."""
+    """Name, shape and dtype of every tensor `stream_hf` yields, in its order. Moves no data."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
         for parameter in policy.weight_map
@@ -101,7 +101,7 @@ def list_hf_specs(policy: Policy) -> list[HfSpec]:
 
 
 @torch.no_grad()
-def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
 
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
@@ -114,7 +114,7 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
             yield spec.name, tensor
 
 
-def _broadcast_from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
+def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
     """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     spread = parallel_state.get_expert_model_parallel_group()
@@ -135,15 +135,15 @@ def _broadcast_from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
     return part
 
 
-def _find_stage(parameter: Parameter, layers: int, stages: int) -> int:
+def _find_stage(parameter: ParamMap, layers: int, stages: int) -> int:
     """The pipeline stage that holds a parameter. Every stage has equally many layers."""
     if parameter.layer is not None:
         return parameter.layer * stages // layers
     return 0 if parameter.megatron == EMBEDDING_NAME else stages - 1
 
 
-def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> list[torch.Tensor]:
-    ranks = count_tp_ranks(parameter, policy.split.tp)
+def _gather_shards(policy: Policy, part: torch.Tensor, parameter: ParamMap) -> list[torch.Tensor]:
+    ranks = count_tp_shards(parameter, policy.split.tp)
     if ranks == 1:
         return [part]
     shards = [torch.empty_like(part) for _ in range(ranks)]
@@ -159,7 +159,7 @@ def save_hf_model(
 
     A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
-    tensors = export_hf(policy)
+    tensors = stream_hf(policy)
     if dist.get_rank() == 0:
         write_model(tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
     for _ in tensors:  # the other ranks take part in gathering

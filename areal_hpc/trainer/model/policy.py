@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.trainer.batch.packing import PackLayout
+from areal_hpc.trainer.batch.packing import PackSplit
 from areal_hpc.trainer.megatron_private import ScoredTokenGPT
 from areal_hpc.trainer.model.attention import PackedCausalAttention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_NAME,
-    Parameter,
+    ParamMap,
     build_weight_map,
     pad_vocab_size,
 )
@@ -46,7 +46,7 @@ class Policy:
     """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
     device: torch.device
-    split: PackLayout
+    split: PackSplit
     frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
@@ -55,11 +55,11 @@ class Policy:
         self._held = dict(self.gpt.named_parameters())
 
     @property
-    def weight_map(self) -> list[Parameter]:
+    def weight_map(self) -> list[ParamMap]:
         """Every parameter of the whole network."""
         return build_weight_map(self.arch)
 
-    def get_local_part(self, parameter: Parameter) -> torch.Tensor | None:
+    def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
         name = parameter.megatron
         if parameter.expert is not None:
@@ -80,7 +80,7 @@ class Policy:
         return self.arch.experts.count // ranks
 
     @property
-    def tied_copy(self) -> torch.Tensor | None:
+    def tied_embedding_copy(self) -> torch.Tensor | None:
         """The last stage's copy of a tied embedding, when that stage is not the first."""
         if not self.arch.tied or self.gpt.pre_process:
             return None
@@ -98,7 +98,7 @@ def build_policy(
         RecipeError: The sizes do not divide by the parallel sizes.
     """
     if problems := list(find_layout_problems(arch, parallel)):
-        raise RecipeError.of(problems)
+        raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device)
     gpt = ScoredTokenGPT(
         config,
@@ -128,8 +128,10 @@ def build_policy(
         replica=replica,
         dtype=dtype,
         device=device,
-        split=PackLayout(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
-        frequencies=torch.tensor(arch.rope_frequencies(), dtype=torch.float32, device=device),
+        split=PackSplit(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
+        frequencies=torch.tensor(
+            arch.compute_rope_frequencies(), dtype=torch.float32, device=device
+        ),
     )
 
 
@@ -177,9 +179,9 @@ def build_transformer_config(
         use_cpu_initialization=device.type == "cpu",
         # Weights are always loaded. Initialization still has to run: it is what marks
         # parameters as cut over tensor-parallel ranks, which the gradient norm depends on.
-        init_method=_leave_as_is,
-        output_layer_init_method=_leave_as_is,
-        embedding_init_method=_leave_as_is,
+        init_method=_skip_weight_init,
+        output_layer_init_method=_skip_weight_init,
+        embedding_init_method=_skip_weight_init,
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         # variable_seq_lengths refuses the default dispatcher even for dense networks.
@@ -197,7 +199,7 @@ def build_transformer_config(
     )
 
 
-def _leave_as_is(weights: torch.Tensor) -> torch.Tensor:
+def _skip_weight_init(weights: torch.Tensor) -> torch.Tensor:
     return weights
 
 

@@ -17,7 +17,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenRows:
+class TokenRowMap:
     """Which row each scored token of a micro-batch belongs to. N: tokens on this rank."""
 
     row_N: torch.Tensor
@@ -27,7 +27,7 @@ class TokenRows:
     group: dist.ProcessGroup | None = None
     """The ranks that hold parts of the same rows; None when each row is whole here."""
 
-    def mean(self, values_N: torch.Tensor) -> torch.Tensor:
+    def compute_row_means(self, values_N: torch.Tensor) -> torch.Tensor:
         """The mean over the row's scored tokens, at each of them [N]. A collective of `group`."""
         ones_N = torch.ones_like(values_N)
         sums_2R = values_N.new_zeros((2, self.count), dtype=torch.float64)
@@ -38,7 +38,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CorrectedWeights:
+class ImportanceWeights:
     """Behavior weights of some tokens after the correction. No gradient flows through any of it."""
 
     weight_N: torch.Tensor
@@ -52,8 +52,8 @@ class CorrectedWeights:
 
 
 def correct_off_policy(
-    proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRows, config: ObjectiveConfig
-) -> CorrectedWeights:
+    proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRowMap, config: ObjectiveConfig
+) -> ImportanceWeights:
     """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
 
     What is not a number is never out of bounds: it reaches the loss, where it is noticed.
@@ -62,14 +62,14 @@ def correct_off_policy(
     raw_N = log_ratio_N.exp()
     kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
     if config.off_policy_correction == "none":
-        return CorrectedWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
+        return ImportanceWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
     by_row = config.off_policy_correction_level == "sequence"
     if config.off_policy_correction_metric == "kl":
-        judged_N = rows.mean(kl_N) if by_row else kl_N
+        judged_N = rows.compute_row_means(kl_N) if by_row else kl_N
     else:
-        judged_N = raw_N = rows.mean(log_ratio_N).exp() if by_row else raw_N
+        judged_N = raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N
     low, high = config.off_policy_correction_low, config.off_policy_correction_high
     outside_N = (judged_N < low) | (judged_N > high)
     if config.off_policy_correction == "mask":
-        return CorrectedWeights(torch.where(outside_N, 0.0, raw_N), raw_N, outside_N, kl_N)
-    return CorrectedWeights(raw_N.clamp(low, high), raw_N, outside_N, kl_N)
+        return ImportanceWeights(torch.where(outside_N, 0.0, raw_N), raw_N, outside_N, kl_N)
+    return ImportanceWeights(raw_N.clamp(low, high), raw_N, outside_N, kl_N)

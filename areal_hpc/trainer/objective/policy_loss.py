@@ -3,9 +3,9 @@
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
 
-LOSS_SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
+LOSS_SUM_NAMES = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
 """Sums of a loss over tokens, besides their number: `clipped` counts tokens whose gradient the clip
 removed, `outside` those whose behavior weight was out of bounds; `weight` adds up behavior weights
 before the bounds, `applied` and its squares those that terms were multiplied by, `kl` the
@@ -17,7 +17,7 @@ def compute_policy_loss(
     proximal_N: torch.Tensor,
     behavior_N: torch.Tensor,
     advantages_N: torch.Tensor,
-    rows: TokenRows,
+    rows: TokenRowMap,
     config: ObjectiveConfig,
 ) -> tuple[torch.Tensor, dict[str, float], float]:
     """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
@@ -25,8 +25,8 @@ def compute_policy_loss(
     The gradient flows through `logprobs_N`, those of the weights being trained.
 
     Returns:
-        The sum, to be divided by the batch's sampled tokens; `LOSS_SUMS` by name; the largest w
-        before the bounds, 0 without tokens.
+        The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
+        largest w before the bounds, 0 without tokens.
     """
     proximal_N = proximal_N.detach()
     correction = correct_off_policy(proximal_N, behavior_N, rows, config)
@@ -47,7 +47,7 @@ def compute_policy_loss(
     )
     # One copy from the device.
     *sums, weight_max = torch.stack([number.double() for number in measured]).tolist()
-    return total, dict(zip(LOSS_SUMS, sums, strict=True)), weight_max
+    return total, dict(zip(LOSS_SUM_NAMES, sums, strict=True)), weight_max
 
 
 def interpolate_logprobs(

@@ -47,7 +47,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     problems: list[Problem] = []
     is_finished = paths.finished_marker.exists()
     checkpoint = _find_newest_checkpoint(paths.checkpoints_dir, problems)
-    manifests = dict(_iterate_whole_manifests(paths, problems))
+    manifests = dict(_iterate_readable_manifests(paths, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
     requeued: set[tuple[int, int]] = set()
@@ -66,7 +66,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
         filtered,
         requeued,
         shards,
-        dict(_list_sizes(paths.shards_dir)),
+        dict(_list_file_sizes(paths.shards_dir)),
         is_finished,
         total_steps,
         batch_size,
@@ -75,7 +75,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     )
 
 
-def _list_sizes(directory: Path) -> Iterator[tuple[str, int]]:
+def _list_file_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     for path in directory.iterdir() if directory.is_dir() else ():
         with suppress(FileNotFoundError):  # got its final name just now; the index has it by then
             yield path.name, path.stat().st_size
@@ -94,7 +94,7 @@ def _find_newest_checkpoint(directory: Path, problems: list[Problem]) -> Trainer
     return newest
 
 
-def _iterate_whole_manifests(
+def _iterate_readable_manifests(
     paths: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
     for step in list_manifest_steps(paths):
@@ -115,7 +115,7 @@ def _read_recipe_limits(paths: RunPaths) -> tuple[int, int, int]:
     Recipes are read as plain YAML: an old run must be auditable by newer code.
     """
     batch_size = offpolicyness = total_steps = 0
-    for path in paths.recipes():
+    for path in paths.list_recipe_files():
         recipe = yaml.safe_load(path.read_text()) or {}
         trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
         batch_size = max(batch_size, trainer.get("batch_size", 0))

@@ -44,7 +44,7 @@ from areal_hpc.errors import Problem
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.audit.records import TicketRecords, read_ticket_records
-from areal_hpc.wire.ledger import SettledTicket
+from areal_hpc.wire.ledger import SealedTicket
 
 
 class TicketStatus(StrEnum):
@@ -81,17 +81,21 @@ class AuditReport:
     checkpoint_step: int
     is_finished: bool
 
-    def of(self, status: TicketStatus) -> list[AuditedTicket]:
+    def with_status(self, status: TicketStatus) -> list[AuditedTicket]:
         """The tickets of one status."""
         return [ticket for ticket in self.tickets if ticket.status is status]
 
     @property
     def is_clean(self) -> bool:
         """True if nothing was trained twice, nothing is lost and every file is believed."""
-        return not (self.of(TicketStatus.DUPLICATE) or self.of(TicketStatus.LOST) or self.problems)
+        return not (
+            self.with_status(TicketStatus.DUPLICATE)
+            or self.with_status(TicketStatus.LOST)
+            or self.problems
+        )
 
     @property
-    def verdict(self) -> str:
+    def summary_line(self) -> str:
         """The line that scripts read."""
         count = Counter(ticket.status for ticket in self.tickets)
         return (
@@ -101,7 +105,7 @@ class AuditReport:
         )
 
 
-_BatchUse = tuple[int, SettledTicket]
+_BatchUse = tuple[int, SealedTicket]
 """A step, and a ticket in its batch."""
 
 
@@ -112,7 +116,7 @@ def audit_run(paths: RunPaths) -> AuditReport:
 
 def classify_tickets(evidence: TicketRecords) -> AuditReport:
     """The status of every id below the highest that left a trace. Pure."""
-    uses, shared = _collect_uses(evidence)
+    uses, shared = _collect_batch_uses(evidence)
     sealed: dict[int, str] = {}
     for shard in evidence.shards:
         for one in shard.tickets:  # the first line of a ticket counts: the ledger takes that one
@@ -123,8 +127,8 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
     doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
-    strays = _find_beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
-    rows = _ShardRows(evidence)
+    strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
+    rows = _ShardRowChecker(evidence)
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
@@ -151,7 +155,9 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, newest.untrained, newest.step, evidence.is_finished)
 
 
-def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
+def _collect_batch_uses(
+    evidence: TicketRecords,
+) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
     A batch that the checkpoint consumed twice counts twice; one it did not consume counts once:
@@ -189,7 +195,7 @@ def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
     return doubts
 
 
-def _find_beyond_reach(
+def _find_lost_traceless_ids(
     evidence: TicketRecords, traceless: list[int], highest_batched: int
 ) -> set[int]:
     """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit."""
@@ -201,7 +207,7 @@ def _find_beyond_reach(
 
 
 def _judge_batched(
-    evidence: TicketRecords, rows: _ShardRows, uses: list[_BatchUse], shares_with: int | None
+    evidence: TicketRecords, rows: _ShardRowChecker, uses: list[_BatchUse], shares_with: int | None
 ) -> tuple[TicketStatus, str]:
     step, ticket = uses[0]
     checkpoint = evidence.checkpoint
@@ -211,7 +217,7 @@ def _judge_batched(
         return TicketStatus.DUPLICATE, f"in the batches of steps {steps}"
     if shares_with is not None:
         return TicketStatus.DUPLICATE, f"{where}: some rows also belong to ticket {shares_with}"
-    if fault := rows.fault_of(ticket):
+    if fault := rows.find_ticket_fault(ticket):
         return TicketStatus.LOST, f"{where}: {fault}"
     if step in checkpoint.consumed:
         for one in checkpoint.untrained:
@@ -231,9 +237,9 @@ def _judge_batched(
 
 
 def _judge_sealed(
-    rows: _ShardRows, file: str, doubtful: dict[int, str]
+    rows: _ShardRowChecker, file: str, doubtful: dict[int, str]
 ) -> tuple[TicketStatus, str]:
-    if fault := rows.fault_of_file(file):
+    if fault := rows.find_shard_fault(file):
         return TicketStatus.LOST, f"sealed in {file}: {fault}"
     if doubtful:
         doubt = next(iter(doubtful.values()))
@@ -241,7 +247,7 @@ def _judge_sealed(
     return TicketStatus.OPEN, f"sealed in {file}, in no batch yet"
 
 
-class _ShardRows:
+class _ShardRowChecker:
     """Which rows of which ticket are there, by the index and the sizes of files."""
 
     def __init__(self, evidence: TicketRecords) -> None:
@@ -253,7 +259,7 @@ class _ShardRows:
             for one in shard.tickets
         }
 
-    def fault_of_file(self, file: str) -> str:
+    def find_shard_fault(self, file: str) -> str:
         """Why a shard's rows are not there; empty if they are. Bytes are not looked at."""
         shard = self._shards.get(file)
         if shard is None:
@@ -265,9 +271,9 @@ class _ShardRows:
             return f"that shard has {found_bytes} bytes, expected {shard.bytes}"
         return ""
 
-    def fault_of(self, ticket: SettledTicket) -> str:
+    def find_ticket_fault(self, ticket: SealedTicket) -> str:
         """Why the rows that a manifest names are not there; empty if they are."""
-        if fault := self.fault_of_file(ticket.shard):
+        if fault := self.find_shard_fault(ticket.shard):
             return fault
         held = self._places.get((ticket.shard, ticket.ref.ticket_id, ticket.ref.attempt))
         if held != ticket.rows:

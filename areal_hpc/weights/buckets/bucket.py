@@ -79,7 +79,7 @@ class PackingBuffers:
     def __init__(self, device: torch.device) -> None:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def open(self, bucket: BucketPlan) -> OpenBucket:
+    def open_bucket(self, bucket: BucketPlan) -> OpenBucket:
         """Start packing; the bucket opened before the last one is overwritten."""
         free, last = self._flats
         if free.numel() < bucket.size_bytes:
@@ -93,7 +93,7 @@ SendBucket = Callable[[OpenBucket], WaitSent]
 """Begins to send a full bucket, which stays as it is until the `WaitSent` has returned."""
 
 
-def send_all(
+def send_buckets(
     buckets: Sequence[BucketPlan],
     arrivals: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],

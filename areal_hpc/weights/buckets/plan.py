@@ -21,7 +21,7 @@ BYTES_BY_DTYPE = {
 }
 """Bytes of one element, by torch's name of the type."""
 
-_FUSED_PATTERN = re.compile(r"\.(?:(?P<qkv>[qkv])|(?:gate|up))_proj\.")
+_FUSIBLE_PROJECTION_PATTERN = re.compile(r"\.(?:(?P<qkv>[qkv])|(?:gate|up))_proj\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ def get_fused_name(name: str) -> str:
 
     q/k/v projections become `qkv_proj`, gate and up `gate_up_proj`; others keep their name.
     """
-    return _FUSED_PATTERN.sub(lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name)
+    return _FUSIBLE_PROJECTION_PATTERN.sub(
+        lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name
+    )
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:

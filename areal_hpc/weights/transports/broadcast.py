@@ -12,17 +12,17 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
-from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
-from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log
+from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
+from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
-_SERIAL_NUMBERS = itertools.count()
+_GROUP_SERIAL_NUMBERS = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""
 
 
@@ -40,7 +40,7 @@ class BroadcastSession(UpdateSession):
         """Of the bucket sent last: when each member had loaded it."""
         self._sent_at = 0.0
 
-    def join(self) -> None:
+    def form_group(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
         self._call_all(lambda member: member.post("fence", FenceRequest()))
         group = self._group
@@ -64,9 +64,9 @@ class BroadcastSession(UpdateSession):
         """Stop generation and open the update session."""
         super().pause()
         self._loading = []
-        self._call_all(lambda member: member.begin())
+        self._call_all(lambda member: member.begin_update())
 
-    def send(self, full: OpenBucket, version: WeightVersion | None) -> None:
+    def send_bucket(self, full: OpenBucket, version: WeightVersion | None) -> None:
         """Broadcast one bucket and wait until every member has loaded the one before it.
 
         A member alone is called to receive while it still loads, so that it begins at once. Of
@@ -78,7 +78,7 @@ class BroadcastSession(UpdateSession):
 
         def receive(member: ReplicaClient) -> float:
             is_packed = full.flat is not None
-            member.receive(full.bucket, self._group.name, version, packed=is_packed)
+            member.request_bucket_load(full.bucket, self._group.name, version, packed=is_packed)
             return time.monotonic()
 
         if len(self._members) > 1:
@@ -88,7 +88,7 @@ class BroadcastSession(UpdateSession):
         self._run_collective(
             receiving,
             lambda refused: self._group.broadcast(
-                full.messages, lambda: refused() or _has_failed(before)
+                full.messages, lambda: refused() or _any_failed(before)
             ),
         )
         sent_at = time.monotonic()
@@ -101,7 +101,7 @@ class BroadcastSession(UpdateSession):
         self.load_s += max(0.0, max(loaded_at, default=0.0) - self._sent_at)
         self._loading = []
 
-    def end(self) -> None:
+    def end_update(self) -> None:
         """Close the update session: the server finishes what it loaded."""
         fault_point("weights.before_end")
         self._await_loaded()
@@ -124,17 +124,17 @@ class BroadcastSession(UpdateSession):
             self._group.close()
         else:
             self._group.abandon()  # to leave in order could mean to wait for the member
-        self.release()
+        self.close_clients()
 
     def abandon(self) -> None:
         """Part at once; members that wait for bytes get an error instead."""
         self._group.abandon()
-        self.release()
+        self.close_clients()
 
-    def give_up(self) -> None:
+    def abandon_and_fence(self) -> None:
         """Abandon the group, and keep its members out of service until another update."""
         self._group.abandon()
-        super().give_up()
+        super().abandon_and_fence()
 
     def _run_collective(
         self, calls: Sequence[Future[Any]], own_part: Callable[[Callable[[], bool]], None]
@@ -144,10 +144,10 @@ class BroadcastSession(UpdateSession):
         The error names the members that refused or have not answered, and their ranks.
         """
         try:
-            own_part(lambda: _has_failed(calls))
+            own_part(lambda: _any_failed(calls))
         except WeightSyncError as error:
             for call in self._loading:
-                if _has_failed([call]):
+                if _any_failed([call]):
                     call.result()
             missing: list[str] = []
             for member, call, first in zip(self._members, calls, self._first_ranks, strict=False):
@@ -166,7 +166,7 @@ class BroadcastSession(UpdateSession):
             ) from error
 
 
-def _has_failed(calls: Sequence[Future[Any]]) -> bool:
+def _any_failed(calls: Sequence[Future[Any]]) -> bool:
     return any(call.done() and call.exception() is not None for call in calls)
 
 
@@ -181,15 +181,15 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._open_bucket = (
             OpenBucket
             if sends_in_place(backend, config.replicas_per_group)
-            else PackingBuffers(device).open
+            else PackingBuffers(device).open_bucket
         )
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
     def _transfer(
         self,
-        update: GroupUpdate[BroadcastSession],
-        order: UpdateOrder,
+        update: UpdateInProgress[BroadcastSession],
+        order: UpdateRequest,
         timer: PhaseTimer,
         watch: WatchBucket,
     ) -> None:
@@ -197,25 +197,28 @@ class BroadcastTransport(Transport[BroadcastSession]):
 
         def ship(full: OpenBucket) -> WaitSent:
             complete = order.version if full.bucket is last else None
-            return update.start_step("send", lambda session: session.send(full, complete))
+            return update.start_step("send", lambda session: session.send_bucket(full, complete))
 
         with timer.phase("group_join"):
-            self._gather_groups(update, order)
+            self._reuse_or_form_groups(update, order)
         with timer.phase("pause_call"):
             update.run_step("pause", lambda session: session.pause())
         with timer.phase("transfer"):
-            send_all(order.buckets, order.arrivals, self._open_bucket, ship, watch)
-            update.run_step("end", lambda session: session.end())
+            send_buckets(order.buckets, order.arrivals, self._open_bucket, ship, watch)
+            update.run_step("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
-        timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
+        transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
+        timer.seconds |= {"transfer": transfer_s, "load": load_s}
 
-    def _gather_groups(self, update: GroupUpdate[BroadcastSession], order: UpdateOrder) -> None:
+    def _reuse_or_form_groups(
+        self, update: UpdateInProgress[BroadcastSession], order: UpdateRequest
+    ) -> None:
         """Take the groups that still stand and form the others."""
         groups = partition_replicas(order.replicas, self._config.replicas_per_group, self._suspects)
-        places = {key.place for key in order.replicas}
+        places = {key.cell_and_index for key in order.replicas}
         self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._sessions]:
-            if keys not in groups and any(key.place in places for key in keys):
+            if keys not in groups and any(key.cell_and_index in places for key in keys):
                 self._sessions.pop(keys).abandon()  # a member was restarted or is grouped otherwise
         standing: list[BroadcastSession] = []
         for keys in groups:
@@ -223,7 +226,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 standing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(order.version, keys))
-        update.run_step("join", lambda session: session.join())
+        update.run_step("join", lambda session: session.form_group())
         update.live += standing
 
     def _new_session(
@@ -231,19 +234,19 @@ class BroadcastTransport(Transport[BroadcastSession]):
     ) -> BroadcastSession:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
         group = UpdateProcessGroup(
-            f"generation{version.generation}/{members}/{next(_SERIAL_NUMBERS)}",
+            f"generation{version.generation}/{members}/{next(_GROUP_SERIAL_NUMBERS)}",
             get_advertised_host(),
             1 + sum(key.tp for key in keys),
             self._backend,
             self._config.update_timeout_s,
         )
         return BroadcastSession(
-            group, [self._connect_replica(key, version) for key in keys], self._config
+            group, [self._build_replica_client(key, version) for key in keys], self._config
         )
 
-    def _keep_sessions(self, update: GroupUpdate[BroadcastSession]) -> None:
+    def _finish_update(self, update: UpdateInProgress[BroadcastSession]) -> None:
         self._sessions.update({session.keys: session for session in update.live})
-        self._suspects |= {key.place for key in update.failed}
+        self._suspects |= {key.cell_and_index for key in update.failed}
 
     def close(self) -> None:
         """Leave all groups."""
@@ -272,7 +275,7 @@ def partition_replicas(
     Suspects are places whose last update failed. Each gets a group of its own: it may fail the next
     one too.
     """
-    ordered = sorted(replicas, key=lambda key: key.place)
-    trusted = [key for key in ordered if key.place not in suspects]
+    ordered = sorted(replicas, key=lambda key: key.cell_and_index)
+    trusted = [key for key in ordered if key.cell_and_index not in suspects]
     groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
-    return groups + [(key,) for key in ordered if key.place in suspects]
+    return groups + [(key,) for key in ordered if key.cell_and_index in suspects]

@@ -19,11 +19,11 @@ from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
-from areal_hpc.weights.update_session import GroupUpdate, UpdateSession
-from areal_hpc.wire.replicas import LoadRequest
+from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
+from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
+from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
@@ -45,7 +45,7 @@ class WeightsFolder:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
 
-    def write(self, full: OpenBucket) -> None:
+    def write_bucket(self, full: OpenBucket) -> None:
         """Write one bucket and force it to disk."""
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
@@ -68,11 +68,11 @@ class WeightsFolder:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
             match = _WEIGHTS_FOLDER_PATTERN.fullmatch(path.name)
-            if match and _parse_age(match[1]) < _parse_age(self.name):
+            if match and _parse_folder_name(match[1]) < _parse_folder_name(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _parse_age(name: str) -> list[int]:
+def _parse_folder_name(name: str) -> list[int]:
     """Generation, step, serial number."""
     return [int(part) for part in name.split(".")]
 
@@ -93,12 +93,12 @@ class DiskSession(UpdateSession):
     """Replicas that load a folder; each for itself, so one that fails takes no other with it."""
 
     def __init__(self, member: ReplicaClient, config: WeightsConfig) -> None:
-        super().__init__([member], config, str(member.key.place))
+        super().__init__([member], config, str(member.key.cell_and_index))
 
     def load(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
-        request = LoadRequest(folder, str(version))
+        request = LoadWeightsRequest(folder, str(version))
         self._call_all(lambda member: member.post_slow("load", request))
         self.load_s = time.monotonic() - began
 
@@ -120,8 +120,8 @@ class DiskTransport(Transport[DiskSession]):
 
     def _transfer(
         self,
-        update: GroupUpdate[DiskSession],
-        order: UpdateOrder,
+        update: UpdateInProgress[DiskSession],
+        order: UpdateRequest,
         timer: PhaseTimer,
         watch: WatchBucket,
     ) -> None:
@@ -132,21 +132,23 @@ class DiskTransport(Transport[DiskSession]):
                 update.failed = dict.fromkeys(order.replicas, error)
                 return
         for key in order.replicas:
-            update.live.append(DiskSession(self._connect_replica(key, order.version), self._config))
+            update.live.append(
+                DiskSession(self._build_replica_client(key, order.version), self._config)
+            )
         with timer.phase("pause_call"):
             update.run_step("pause", lambda session: session.pause())
         with timer.phase("load"):
             update.run_step("load", lambda session: session.load(folder.name, order.version))
 
-    def _write_folder(self, order: UpdateOrder, watch: WatchBucket) -> WeightsFolder:
+    def _write_folder(self, order: UpdateRequest, watch: WatchBucket) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, order.version, next(self._serial))
 
         def ship(full: OpenBucket) -> WaitSent:
-            return self._pool.submit(folder.write, full).result
+            return self._pool.submit(folder.write_bucket, full).result
 
         try:
-            send_all(order.buckets, order.arrivals, self._buffers.open, ship, watch)
+            send_buckets(order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch)
             folder.put_in_place()
         except WeightStorageError:
             folder.discard_partial()
@@ -154,9 +156,9 @@ class DiskTransport(Transport[DiskSession]):
         self._folder = folder
         return folder
 
-    def _keep_sessions(self, update: GroupUpdate[DiskSession]) -> None:
+    def _finish_update(self, update: UpdateInProgress[DiskSession]) -> None:
         """Every replica has loaded the newest folder or will get another: the others can go."""
         for session in update.live:
-            session.release()
+            session.close_clients()
         if self._folder is not None:
             self._folder.delete_older()

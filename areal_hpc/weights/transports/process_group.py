@@ -23,9 +23,9 @@ from areal_hpc.errors import WeightSyncError
 
 ResultT = TypeVar("ResultT")
 
-_WAKE_PERIOD_S = 0.02
+_REFUSAL_POLL_S = 0.02
 """Period of the question to members whether they refuse."""
-_POLL_S = 0.0002
+_NCCL_POLL_S = 0.0002
 """Period of the questions to NCCL."""
 
 
@@ -58,12 +58,12 @@ class UpdateProcessGroup:
             WeightSyncError: Not all came in time, or `refused` said that a member will not come.
         """
         # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
-        forming = _start_daemon(self._construct_group)
+        forming = _start_daemon_thread(self._construct_group)
         self._wait_until(
             lambda wait_s: not wait([forming], wait_s).not_done,
             refused,
             "the process group did not form",
-            _WAKE_PERIOD_S,
+            _REFUSAL_POLL_S,
         )
         try:
             self._group = forming.result()
@@ -101,9 +101,11 @@ class UpdateProcessGroup:
             trouble = "the broadcast did not complete"
             left = [_make_future(work) for work in works]
             self._wait_until(
-                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _WAKE_PERIOD_S
+                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _REFUSAL_POLL_S
             )
-            self._wait_until(lambda wait_s: _poll_once(works, wait_s), refused, trouble, _POLL_S)
+            self._wait_until(
+                lambda wait_s: _poll_once(works, wait_s), refused, trouble, _NCCL_POLL_S
+            )
             for work in works:
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
@@ -146,7 +148,7 @@ class UpdateProcessGroup:
             group.abort()
             dist.destroy_process_group(group)
 
-        _start_daemon(destroy)
+        _start_daemon_thread(destroy)
 
 
 def _make_future(work: dist.Work) -> Future[None]:
@@ -163,7 +165,7 @@ def _poll_once(works: Sequence[dist.Work], wait_s: float) -> bool:
     return False
 
 
-def _start_daemon(work: Callable[[], ResultT]) -> Future[ResultT]:
+def _start_daemon_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
     """Run `work` in a thread that never keeps the process from exiting."""
     future: Future[ResultT] = Future()
 

@@ -16,7 +16,7 @@ from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient, get_step_deadline_s
-from areal_hpc.weights.update_session import GroupUpdate, SessionT
+from areal_hpc.weights.update_session import SessionT, UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 
 _MAX_CONCURRENT_GROUPS = 1024
@@ -26,7 +26,7 @@ WatchBucket = Callable[[OpenBucket], None]
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateOrder:
+class UpdateRequest:
     """Order for one update."""
 
     version: WeightVersion
@@ -62,10 +62,10 @@ class Transport(ABC, Generic[SessionT]):
         self._replica_device = replica_device
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
-    def update(self, order: UpdateOrder) -> UpdateReport:
+    def update(self, order: UpdateRequest) -> UpdateReport:
         """Send, verify and put into service; see `Publisher.publish`."""
         timer = PhaseTimer()
-        update: GroupUpdate[SessionT] = GroupUpdate(
+        update: UpdateInProgress[SessionT] = UpdateInProgress(
             self._pool, get_step_deadline_s(self._config.update_timeout_s)
         )
         compares = self._config.verify_checksum
@@ -84,13 +84,13 @@ class Transport(ABC, Generic[SessionT]):
             with timer.phase("verify"):
                 update.run_step("verify", lambda session: session.verify(order.version, digests))
             with timer.phase("flush"):
-                update.run_step("flush", lambda session: session.flush())
+                update.run_step("flush", lambda session: session.flush_caches())
             with timer.phase("resume"):
                 update.run_step("resume", lambda session: session.resume(order.version))
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
-            update.give_up()
+            update.fail_all_sessions()
             raise
-        self._keep_sessions(update)
+        self._finish_update(update)
         return UpdateReport(
             order.version,
             ok=tuple(key for session in update.live for key in session.keys),
@@ -102,18 +102,18 @@ class Transport(ABC, Generic[SessionT]):
     @abstractmethod
     def _transfer(
         self,
-        update: GroupUpdate[SessionT],
-        order: UpdateOrder,
+        update: UpdateInProgress[SessionT],
+        order: UpdateRequest,
         timer: PhaseTimer,
         watch: WatchBucket,
     ) -> None:
         """Pause the replicas and load the weights there; `watch` sees every full bucket."""
 
     @abstractmethod
-    def _keep_sessions(self, update: GroupUpdate[SessionT]) -> None:
+    def _finish_update(self, update: UpdateInProgress[SessionT]) -> None:
         """Keep what later updates can use, and nothing else."""
 
-    def _connect_replica(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
+    def _build_replica_client(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
             key, self._admin_key, version.generation, self._config.update_timeout_s
         )

@@ -195,7 +195,7 @@ async def test_concat_gives_a_row_per_leaf_and_each_reply_once(server: ScriptedS
         left, right = (one.to_tensor_dict() for one in exported.values())
         assert sorted(set(left["turn_ids"][0].tolist())) == [-1, 0, 1]
         assert sorted(set(right["turn_ids"][0].tolist())) == [-1, 0]
-        said = sum(one.output_tokens for one in client.tree)
+        said = sum(one.num_output_tokens for one in client.tree)
         assert left["loss_mask"].sum() + right["loss_mask"].sum() == said
         assert set(client.export_interactions("individual")) == {first, second, third}
 

@@ -111,7 +111,7 @@ def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named
     assert error is None
     assert text == "hello world" + END
     (recorded,) = stage.journaled(key)
-    count = recorded.output_tokens
+    count = recorded.num_output_tokens
     assert spans_of(recorded) == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
 
 
@@ -134,7 +134,7 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
     (recorded,) = stage.journaled(key)
     assert spans_of(recorded) == [
         (1 << 32, 0, len(said)),
-        (1 << 32 | 1, len(said), recorded.output_tokens),
+        (1 << 32 | 1, len(said), recorded.num_output_tokens),
     ]
 
 

@@ -74,7 +74,7 @@ class ScriptedServer:
         assert self.accepted == accepted + 1
 
     async def ask(self, body: bytes = b"{}") -> tuple[int, bytes]:
-        return await self.connections.ask("/generate", body, PATIENCE_S)
+        return await self.connections.post("/generate", body, PATIENCE_S)
 
 
 def answer(body: bytes, *, extra: bytes = b"", status: bytes = b"200 OK") -> bytes:
@@ -122,7 +122,7 @@ async def test_an_unsound_connection_is_not_used_again(script: bytes, hangs_up: 
 
 async def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
     async with ScriptedServer(HALF, TWO) as server:
-        async with server.connections.post("/generate", b"{}") as half:
+        async with server.connections.stream_post("/generate", b"{}") as half:
             assert await half.read_part() == b"x" * 50
         await server.ask_by_another()
 
@@ -153,7 +153,7 @@ async def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
     async with ScriptedServer(answer(b"one"), HALF, TWO) as server:
         assert await server.ask() == (200, b"one")  # so that there is a connection
         with pytest.raises(TimeoutError):
-            await server.connections.ask("/generate", b"{}", 0.1)
+            await server.connections.post("/generate", b"{}", 0.1)
         await server.ask_by_another()
 
 
@@ -161,7 +161,7 @@ async def test_each_call_has_a_time_limit_of_its_own() -> None:
     async def waits_s(server: ScriptedServer, timeout_s: float) -> float:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            await server.connections.ask("/generate", b"{}", timeout_s)
+            await server.connections.post("/generate", b"{}", timeout_s)
         return time.monotonic() - began
 
     async with ScriptedServer(*[b""] * 4) as server:
@@ -184,7 +184,7 @@ async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None
     body = b"x" * 3_000_000  # more than is held unread
     async with (
         ScriptedServer(answer(body, status=b"500 Broken")) as server,
-        server.connections.post("/generate", b"{}") as failed,
+        server.connections.stream_post("/generate", b"{}") as failed,
     ):
         await asyncio.sleep(0.1)
         assert failed.status == 500
@@ -198,7 +198,7 @@ async def test_a_long_answer_read_in_parts_comes_whole() -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     async with ScriptedServer(head + coded, TWO) as server:
         read = b""
-        async with server.connections.post("/generate", b"{}") as long:
+        async with server.connections.stream_post("/generate", b"{}") as long:
             assert long.status == 200
             while part := await long.read_part():
                 read += part

@@ -13,7 +13,7 @@ from areal_hpc.proxy.sessions.events import (
     TicketFinished,
     encode_event,
 )
-from areal_hpc.proxy.sessions.recorder import EVENT_KIND
+from areal_hpc.proxy.sessions.recorder import EVENT_RECORD_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.ledger import TicketRef
@@ -140,7 +140,7 @@ def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef,
             SessionEnded(session_id),
             TicketFinished(ref, [session_id], time.time()),
         ):
-            writer.append(EVENT_KIND, encode_event(event))
+            writer.append(EVENT_RECORD_KIND, encode_event(event))
     writer.close()
     return sessions
 

@@ -85,6 +85,6 @@ def assert_called_once(scene: Scene) -> str:
     assert (answer.parent_id, answer.reuse) == (call.interaction_id, "reused")
     assert scene.heard == [scene.said(answer)]
     (row,) = scene.rows
-    assert scene.trained(row) == call.output_tokens + answer.output_tokens
+    assert scene.trained(row) == call.num_output_tokens + answer.num_output_tokens
     (told,) = [one["content"] for one in answer.new_messages if one["role"] == "tool"]
     return str(told)

@@ -46,7 +46,7 @@ def test_the_openai_sdk_is_recorded_alike_awaited_streamed_and_blocking(theatre:
         (turn,) = scene.turns
         assert [message["role"] for message in turn.new_messages] == ["user"]
         (row,) = scene.rows
-        assert (row.reward, scene.trained(row)) == (1.0, turn.output_tokens)
+        assert (row.reward, scene.trained(row)) == (1.0, turn.num_output_tokens)
     assert streamed.heard == [streamed.said(streamed.turns[0], skip_special_tokens=True)]
 
 
@@ -104,7 +104,7 @@ def assert_a_team_handed_over(team: Scene) -> None:
     assert team.heard == [team.said(team.turns[2], skip_special_tokens=True)]
     # ... and shares the reward of the last.
     assert team.rewards == [0.25, 0.5, 1.0]
-    spoken = [turn.output_tokens for turn in team.turns]
+    spoken = [turn.num_output_tokens for turn in team.turns]
     assert [team.trained(row) for row in team.rows] == spoken
 
 

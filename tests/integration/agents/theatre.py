@@ -49,7 +49,7 @@ class Scene:
         """The episode's training rows."""
         ref = self.session.request.ref
         assert ref is not None
-        return self.session.rows(ref)
+        return self.session.build_rows(ref)
 
     @property
     def rewards(self) -> list[float]:
@@ -173,4 +173,4 @@ def assert_a_tool_was_used(scene: Scene) -> None:
     assert scene.heard == [scene.said(answer)]
     (row,) = scene.rows
     assert row.reward == 1.0
-    assert scene.trained(row) == call.output_tokens + answer.output_tokens
+    assert scene.trained(row) == call.num_output_tokens + answer.num_output_tokens

@@ -124,13 +124,13 @@ def tick_until(replica: Replica, wanted: Callable[[ReplicaView], bool]) -> Repli
     """Look after the replica until it is as wanted."""
 
     def is_wanted() -> bool:
-        if wanted(replica.view()):
+        if wanted(replica.build_view()):
             return True
-        replica.tick()
+        replica.maintain_server()
         return False
 
-    wait_for(is_wanted, why=replica.view)
-    return replica.view()
+    wait_for(is_wanted, why=replica.build_view)
+    return replica.build_view()
 
 
 def is_ready(view: ReplicaView) -> bool:
@@ -140,6 +140,6 @@ def is_ready(view: ReplicaView) -> bool:
 def tick_for(replica: Replica, seconds: float) -> None:
     stop_at = time.monotonic() + seconds
     while time.monotonic() < stop_at:
-        replica.tick()
+        replica.maintain_server()
         time.sleep(0.01)
-    replica.tick()
+    replica.maintain_server()

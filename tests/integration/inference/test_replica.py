@@ -54,7 +54,7 @@ def schedulers() -> list[psutil.Process]:
 
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
     """What the control proxy says of a call that SGLang accepted."""
-    caller = ControlCaller(replica.view().incarnation, 1, deadline_s)
+    caller = ControlCaller(replica.build_view().incarnation, 1, deadline_s)
     replica.begin_control_call(caller, route)
     replica.finish_control_call(caller, route, True)
 
@@ -64,7 +64,7 @@ def test_only_lost_schedulers_replace_the_server_and_old_crashes_pass(make: Make
     for incarnation in (1, 2, 3):
         tick_until(replica, is_ready)
         tick_for(replica, 0.6)
-        view = replica.view()
+        view = replica.build_view()
         assert (view.incarnation, view.state, view.version) == (incarnation, "ready", "")
         (child,) = schedulers()
         child.kill()
@@ -133,7 +133,7 @@ time.sleep(600)
 
     replica = make(launch, max_restarts=0)
     tick_until(replica, lambda _: Stranger.asked >= 3)
-    assert replica.view().state == "starting"
+    assert replica.build_view().state == "starting"
     binds.touch()
     assert tick_until(replica, is_ready).incarnation == 2
     strangers[0].shutdown()
@@ -154,7 +154,7 @@ def test_a_server_never_ready_ends_the_cell_with_its_last_log(make: Make, tmp_pa
     wait_for(lambda: "loading" in log.read_text())
     with pytest.raises(ClusterError, match=r"not ready within 1 s, after 1 restarts[^$]*loading"):
         tick_until(replica, is_ready)
-    assert replica.view().state == "failed"
+    assert replica.build_view().state == "failed"
 
 
 def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> None:
@@ -162,9 +162,9 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
     tick_until(replica, is_ready)
     relay(replica, "pause_generation", 30)
     tick_for(replica, 1.2)
-    assert replica.view().state == "ready"
+    assert replica.build_view().state == "ready"
     began = time.monotonic()
-    replica.serve(ControlCaller(1, 1, 30), ServeRequest("1.4"))
+    replica.start_serving(ControlCaller(1, 1, 30), ServeRequest("1.4"))
     tick_until(replica, lambda view: view.state == "starting")
     assert 0.5 <= time.monotonic() - began < 10
 
@@ -177,7 +177,7 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
 def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer: int) -> None:
     replica = make(server(POST_STATUS=answer), max_restarts=0)
     tick_until(replica, is_ready)
-    replica.serve(ControlCaller(1, 1, 30), ServeRequest("1.4"))
+    replica.start_serving(ControlCaller(1, 1, 30), ServeRequest("1.4"))
     for route in routes:
         relay(replica, route, 0.3)
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
@@ -220,10 +220,10 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
         assert json.loads(body)["model_path"] == str(weights)
         assert json.loads(body)["weight_version"] == "1.3"
         call(proxy, "replicas/0/continue_generation")
-        assert replica.view().version == "", "nobody has vouched for these weights"
+        assert replica.build_view().version == "", "nobody has vouched for these weights"
         call(proxy, "replicas/0/serve", {"version": "1.3"})
-        wait_for(lambda: replica.view().pause)
-    pause = replica.view().pause
+        wait_for(lambda: replica.build_view().pause)
+    pause = replica.build_view().pause
     assert pause is not None
     assert (pause.version, pause.requests, pause.recomputed_tokens) == ("1.3", 3, 300)
     assert SILENT_S <= pause.reprefill_s < pause.pause_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
+from areal_hpc.inference.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.worker_node import WorkerNode
 from areal_hpc.rundir import rendezvous
 from tests.integration.inference.small_servers import (
@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.parts: list[tuple[int, NodePart]] = []
+        self.parts: list[tuple[int, NodeOptions]] = []
         self.head = make_replica(folder, server(), nodes=2)
         self._stack = ExitStack()
         self.proxy = self._stack.enter_context(control_proxy(self.head, folder))
@@ -46,20 +46,20 @@ class Pair:
             patience_s=PATIENCE_S,
         )
 
-    def _launch(self, incarnation: int, ports: ServerPorts, part: NodePart) -> ServerCommand:
+    def _launch(self, incarnation: int, ports: ServerPorts, part: NodeOptions) -> ServerCommand:
         self.parts.append((incarnation, part))
         return server_command(PART, ports)
 
     def tick_until(self, condition: Callable[[], bool]) -> None:
         def tick() -> bool:
-            self.head.tick()
-            self.worker.tick()
+            self.head.maintain_server()
+            self.worker.sync_with_head_node()
             return condition()
 
-        wait_for(tick, why=lambda: (self.head.view(), self.parts))
+        wait_for(tick, why=lambda: (self.head.build_view(), self.parts))
 
     def is_ready(self, incarnation: int) -> bool:
-        view = self.head.view()
+        view = self.head.build_view()
         return (view.incarnation, view.state) == (incarnation, "ready")
 
     def running(self) -> list[psutil.Process]:
@@ -103,7 +103,7 @@ def test_a_part_does_not_outlive_a_first_node_that_is_gone(pair: Pair) -> None:
     pair.proxy.stop()
 
     def is_over() -> bool:
-        pair.worker.tick()
+        pair.worker.sync_with_head_node()
         return not pair.running()
 
     wait_for(is_over)

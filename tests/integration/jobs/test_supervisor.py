@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, TaskExit
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
@@ -81,7 +81,7 @@ def submit(folder: Path) -> Iterator[Submit]:
             stop_grace_s=grace_s,
             **options,
         )
-        handles.append(submit_local(launch, run_job))
+        handles.append(submit_local(launch, run_task))
         return handles[-1]
 
     yield submit_processes

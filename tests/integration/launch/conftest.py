@@ -30,4 +30,4 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 def model(finished: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the SFT stage made; elsewhere, as commands that name that run are taken for its own."""
     place = tmp_path_factory.mktemp("model") / "sft"
-    return Path(shutil.copytree(finished.paths.export("sft"), place))
+    return Path(shutil.copytree(finished.paths.export_dir("sft"), place))

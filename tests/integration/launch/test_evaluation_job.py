@@ -97,7 +97,7 @@ def test_a_run_and_its_evaluations_outlive_trainer_and_evaluation_server(run: Sm
     assert set(found) <= {step_of(event) for event in begun(paths)}
     given_up = [event["given_up"] for event in begun(paths) if event["given_up"]]
     assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
-    assert paths.attempts() == [1]
+    assert paths.list_attempts() == [1]
     logged = {path.name for path in paths.log_dir(1).glob("*")}
     assert logged == {"cell-0", "evaluation", "trainer"}
     assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"

@@ -40,8 +40,8 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     assert paths.recipe.exists()
     assert paths.learning_curve.stat().st_size > 10_000
     assert list(paths.tensorboard_dir.glob("events*"))
-    assert (paths.export("step_00000003") / "model.safetensors.index.json").exists() or list(
-        paths.export("step_00000003").glob("*.safetensors")
+    assert (paths.export_dir("step_00000003") / "model.safetensors.index.json").exists() or list(
+        paths.export_dir("step_00000003").glob("*.safetensors")
     )
     for file in finished.paths.rendezvous_dir.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, "secrets are private"
@@ -91,7 +91,7 @@ def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = finished.paths.export("step_00000003")
+    path = finished.paths.export_dir("step_00000003")
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.model_type == "qwen3"
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_exported_without_torch(finished: SmallRun, tmp_path: Pa
     export = (get_interpreter("agents", "auto"), "-m", "areal_hpc", "export", finished.paths.root)
     said_by(run_program(*export, "--out", tmp_path / "model"))
     newest = format_step_dir(read_lines(finished.paths.metrics)[-1]["step"])
-    by_trainer = finished.paths.export(newest)
+    by_trainer = finished.paths.export_dir(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)
 
 

@@ -92,7 +92,7 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
     assert "training reward   0.500 -> 0.500" in said
     assert ("held-out reward   0.250" in said) == (held_out is not None)
     assert "export" not in said, "no model has been exported"
-    paths.export("step_00000001").mkdir(parents=True)
+    paths.export_dir("step_00000001").mkdir(parents=True)
     assert "trained model" in status()
     odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
     append_line(paths.metrics, STEP | dict.fromkeys(odd) | {"step": 2})

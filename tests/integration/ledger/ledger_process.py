@@ -31,12 +31,12 @@ from areal_hpc.wire.ledger import (
     LeaseRequest,
     LedgerStatus,
     OpenGenerationRequest,
-    PublishRequest,
-    SettledTicket,
+    SealedTicket,
     SettleRequest,
     TaskSplit,
     TicketGrant,
     TicketRef,
+    WeightsPublishedRequest,
 )
 
 Reply = TypeVar("Reply")
@@ -163,12 +163,12 @@ class LedgerProcess:
             assert time.monotonic() < give_up_at, "nothing is granted"
         return granted
 
-    def seal(self, refs: list[TicketRef], cell: str = "cell-0") -> list[SettledTicket]:
+    def seal(self, refs: list[TicketRef], cell: str = "cell-0") -> list[SealedTicket]:
         """What a proxy does before it settles: a shard with an index line."""
         name = f"{cell}-{self.shards:06d}.h5"
         self.shards += 1
         tickets = [
-            SettledTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], NO_VERSION)
+            SealedTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], NO_VERSION)
             for i, ref in enumerate(refs)
         ]
         indexed = [
@@ -179,7 +179,7 @@ class LedgerProcess:
         append_to_index(self.paths.index_dir, shard)
         return tickets
 
-    def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:
+    def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:
         self.order("/settle", SettleRequest(cell, tickets))
 
     def report(self, ref: TicketRef, reward: float) -> None:
@@ -213,7 +213,7 @@ class LedgerProcess:
         return self.call("/evaluate", request, EvaluateReply)
 
     def publish(self, step: int, generation: int = 1) -> None:
-        self.order("/publish", PublishRequest(generation, step))
+        self.order("/publish", WeightsPublishedRequest(generation, step))
 
     def status(self) -> LedgerStatus:
         return self.call("/status", Empty(), LedgerStatus)

@@ -13,7 +13,7 @@ import pytest
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
-from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRequest, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRunRequest, TicketRef
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
 Reply = TypeVar("Reply")
@@ -114,7 +114,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
         lambda: ledger.batch(1, generation=1),
         lambda: ledger.publish(1, generation=1),
         lambda: ledger.open_generation(1),
-        lambda: ledger.order("/finish", FinishRequest(1)),
+        lambda: ledger.order("/finish", FinishRunRequest(1)),
         lambda: ledger.evaluate(0, 2),
     )
     for call in calls:
@@ -152,7 +152,7 @@ def test_a_superseded_ledger_cannot_form_a_batch_or_publish(start_ledger: StartL
 
 def test_cells_are_told_to_stop_by_a_ledger_started_after_the_end(ledger: LedgerProcess) -> None:
     ledger.open_generation()
-    ledger.order("/finish", FinishRequest(1))
+    ledger.order("/finish", FinishRunRequest(1))
     assert ledger.lease().stop
     ledger.paths.finished_marker.touch()
     ledger.restart()

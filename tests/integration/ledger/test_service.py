@@ -19,7 +19,7 @@ from areal_hpc.wire.ledger import (
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
-    SettledTicket,
+    SealedTicket,
     SettleRequest,
     TicketRef,
 )
@@ -30,7 +30,7 @@ WAIT_S = 50.0
 PROMPT_S = 20.0
 """With news it ends within this on any machine; on an idle one in 1-3 ms."""
 OF_AN_EVALUATION = SettleRequest(
-    "cell-0", [SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
+    "cell-0", [SealedTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
 )
 RARE_SWEEPS = {"cell_timeout_s": 3000.0}
 """Sweeps wake those who wait, too: here every 100 s, so that the news alone can have done it."""
@@ -183,8 +183,8 @@ def test_the_admin_key_is_needed_for_every_route(idle_ledger: LedgerProcess) -> 
 
 def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     refs = [grant.ref for grant in ledger.grants()]
-    good = SettledTicket(refs[0], "s", [0], [1.0], NO_VERSION)
-    bad = SettledTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
+    good = SealedTicket(refs[0], "s", [0], [1.0], NO_VERSION)
+    bad = SealedTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
     with pytest.raises(HttpStatusError, match="2 rows and 1 rewards"):
         ledger.settle([good, bad])
     assert ledger.status().settled == 0
@@ -236,7 +236,7 @@ def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> No
     before = process.cpu_times()
     for _ in range(rounds):
         (grant,) = ledger.lease(tickets=1).grants
-        ledger.settle([SettledTicket(grant.ref, "s", [0, 1, 2, 3], [0.0, 1.0] * 2, NO_VERSION)])
+        ledger.settle([SealedTicket(grant.ref, "s", [0, 1, 2, 3], [0.0, 1.0] * 2, NO_VERSION)])
     after = process.cpu_times()
     cpu_s = after.user + after.system - before.user - before.system
     print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")

@@ -185,7 +185,7 @@ def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
             next(iter(chunks))
     (interaction,) = stage.await_journaled(key)
     assert interaction.finish_reason == "abort"
-    assert 0 < interaction.output_tokens < 900
+    assert 0 < interaction.num_output_tokens < 900
 
 
 @pytest.mark.parametrize(

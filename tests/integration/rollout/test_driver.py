@@ -16,7 +16,7 @@ from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_BLOCKED_S, LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import Services
+from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
@@ -84,7 +84,7 @@ class Cell:
             driving(self.run_dir, name="ledger") as (ledger, _),
             asyncio.TaskGroup() as group,
         ):
-            services = Services(ledger, proxy)
+            services = ServiceClients(ledger, proxy)
             runner = TicketRunner(
                 job,
                 agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},

@@ -171,7 +171,7 @@ def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did(tmp_p
             for _ in range(2):
                 with pytest.raises(HttpStatusError, match="no such session"):
                     await peer.call("/rl/end_session", Empty(), EndSessionReply)
-                found.append(peer.instance)
+                found.append(peer.peer_started_at)
                 rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", peer.url)
         return found
 

@@ -89,5 +89,5 @@ def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
     for name, said in (("Unbuildable", "no license"), ("Blockingx", "did you mean 'Blocking'")):
         agent = SubprocessAgent(PATH.replace("Blocking", name), {}, 1)
         with pytest.raises(RecipeError, match=said):
-            finish(agent.check())
+            finish(agent.check_agent_builds())
         agent.close()

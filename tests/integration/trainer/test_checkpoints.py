@@ -79,7 +79,7 @@ def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPa
     learner = begin_training(scenario, paths)
     at_step_2 = state_of(learner)
     writer = begin_held(learner)
-    assert not any(learner.checkpoints.poll() for _ in range(3))
+    assert not any(learner.checkpoints.publish_if_written() for _ in range(3))
     take_step(learner, paths, 3)
     assert visible(paths) == [1]
     began = time.monotonic()
@@ -87,7 +87,7 @@ def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPa
     learner.begin_checkpoint({})
     assert time.monotonic() - began >= 0.4
     assert 2 in visible(paths)
-    assert learner.checkpoints.finish()
+    assert learner.checkpoints.finish_save()
     assert visible(paths) == [2, 3]
     shutil.rmtree(paths.checkpoints_dir / "step_00000003")
     assert state_of(make_learner(scenario, paths)) == at_step_2 != state_of(learner)
@@ -149,7 +149,7 @@ def test_storage_that_refuses_fails_the_checkpoint(scenario: Scenario, paths: Ru
         shutil.rmtree(partial)
     os.kill(writer, signal.SIGCONT)
     with refusal(paths, ClusterError, "No such file or directory", "quota"):
-        learner.checkpoints.finish()
+        learner.checkpoints.finish_save()
 
 
 @on_one_rank
@@ -158,7 +158,7 @@ def test_a_checkpoint_outlives_its_writer(scenario: Scenario, paths: RunPaths) -
     at_step_2 = state_of(learner)
     writer = begin_held(learner)
     os.kill(writer, signal.SIGKILL)
-    learner.checkpoints.finish()
+    learner.checkpoints.finish_save()
     assert visible(paths) == [1, 2]
     assert writer_of(learner)._process.pid != writer
     assert state_of(make_learner(scenario, paths)) == at_step_2
@@ -171,7 +171,7 @@ def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: 
     os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
     with refusal(paths, ClusterError, "died 2 times, at last with exit code -9"):
-        learner.checkpoints.finish()
+        learner.checkpoints.finish_save()
 
 
 @on_one_rank
@@ -189,7 +189,7 @@ def test_a_superseded_trainer_saves_nothing(scenario: Scenario, paths: RunPaths)
     learner.begin_checkpoint({})
     claim_next_number(paths.generations_dir)
     with refusal(paths, SupersededTrainerError):
-        learner.checkpoints.finish()
+        learner.checkpoints.finish_save()
 
 
 def place_checkpoint(paths: RunPaths, generation: int) -> Path:
@@ -208,7 +208,7 @@ def test_a_superseded_trainer_spares_newer_checkpoints(scenario: Scenario, paths
     data = place_checkpoint(paths, generation=9)
     learner.begin_checkpoint({})
     with pytest.raises(SupersededTrainerError):
-        learner.checkpoints.finish()
+        learner.checkpoints.finish_save()
     latest = find_latest(paths.checkpoints_dir)
     assert latest is not None
     assert latest.state.generation == 9
@@ -220,7 +220,7 @@ def test_an_abandoned_checkpoint_is_replaced(scenario: Scenario, paths: RunPaths
     learner = begin_training(scenario, paths)
     data = place_checkpoint(paths, generation=0)
     learner.begin_checkpoint({})
-    learner.checkpoints.finish()
+    learner.checkpoints.finish_save()
     assert not data.exists()
     assert visible(paths) == [1, 2]
 
@@ -228,7 +228,7 @@ def test_an_abandoned_checkpoint_is_replaced(scenario: Scenario, paths: RunPaths
 def test_cleaning_spares_what_a_later_generation_is_writing(tmp_path: Path) -> None:
     for name in ("2.generation_3", "2.generation_4", "2.generation_5", "1.old", "1.replaced"):
         (tmp_path / f".step_0000000{name}").mkdir()
-    CheckpointStore(tmp_path, keep=2).clean(generation=4)
+    CheckpointStore(tmp_path, keep=2).delete_leftovers(generation=4)
     assert [path.name for path in tmp_path.iterdir()] == [".step_00000002.generation_5"]
 
 

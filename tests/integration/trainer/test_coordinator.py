@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
@@ -84,7 +84,7 @@ def make_coordinator(
     directory: Path,
     cells: int,
     schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
-    evaluation: AsyncEvaluation | None = None,
+    evaluation: AsyncEvaluator | None = None,
 ) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
     publisher = Publisher(
@@ -122,7 +122,7 @@ def train(coordinator: Coordinator, steps: int) -> float:
         assert time.monotonic() - began < 100
         command = coordinator.next_command()
         if isinstance(command, PublishWeights):
-            coordinator.publish(iter([(SPECS[0].name, torch.ones(16))]))
+            coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
         elif isinstance(command, TrainStep):
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})

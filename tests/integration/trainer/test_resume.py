@@ -39,7 +39,7 @@ def test_the_step_after_a_resume_needs_every_mend(scenario: Scenario, paths: Run
     """Megatron 0.16 spoils AdamW's state on loading in three ways."""
     learner = begin_training(scenario, paths)
     learner.begin_checkpoint({})
-    learner.checkpoints.finish()
+    learner.checkpoints.finish_save()
     take_step(learner, paths, 3)
 
     def take_step_after_resume() -> tuple[int, bool]:
@@ -67,7 +67,7 @@ def test_the_step_after_a_resume_needs_every_mend(scenario: Scenario, paths: Run
         make_learner(scenario, paths)
     # The step count must be handed to the loader.
     with (
-        mock.patch.object(megatron_private, "_keeping_step", lambda part, load: load),
+        mock.patch.object(megatron_private, "_wrap_load_with_step", lambda part, load: load),
         pytest.raises(KeyError),
     ):
         make_learner(scenario, paths)
@@ -126,7 +126,7 @@ def test_nan_on_one_rank_is_nan_in_the_maximum(scenario: Scenario, paths: RunPat
 def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     """Rank 1 looks elsewhere."""
     begin_training(scenario, paths).checkpoints.close()
-    collectives.VISIBLE_TIMEOUT_S = 0.5
+    collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
     directory = paths.root / "elsewhere" if is_blind else paths.checkpoints_dir
     CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
@@ -139,7 +139,7 @@ def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPath
 
 
 def train_impatiently(scenario: Scenario, paths: RunPaths) -> None:
-    collectives.VISIBLE_TIMEOUT_S = 0.5
+    collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
     take_step(make_learner(scenario, paths), paths, 1)
 
 

@@ -120,9 +120,9 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
     """In a group of several buckets are packed."""
     with trainer(cell, replicas_per_group=2) as publisher:
         report = update(cell, publisher, 0, tiny_qwen3(1))
-        assert [key.place for key in report.ok] == BOTH
-        assert publisher.outdated(report.version) == []
-        assert publisher.outdated(WeightVersion(9999, 0)) == list(report.ok)
+        assert [key.cell_and_index for key in report.ok] == BOTH
+        assert publisher.discover_outdated(report.version) == []
+        assert publisher.discover_outdated(WeightVersion(9999, 0)) == list(report.ok)
         # A later update uses the groups that stand: there is no other to be made.
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
@@ -137,7 +137,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         prompt, coming = begin_generation(cell)
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         report = update(cell, publisher, 1, new)
-        assert [key.place for key in report.ok] == BOTH
+        assert [key.cell_and_index for key in report.ok] == BOTH
         after = report.version
         reply = coming.result(60)
         first, second = reply["meta_info"]["weight_versions"]
@@ -156,7 +156,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(report.seconds[phase] for phase in PHASES)
         assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
-        publisher.outdated(after)
+        publisher.discover_outdated(after)
         assert view.pause in publisher.pauses
 
 
@@ -194,7 +194,7 @@ def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) ->
     with gates([cell], directory) as (gate,), trainer(cell, directory, transport="disk") as sender:
         gate.trap = Trap("load", 1, 0, damage)
         failed = {
-            key.place: str(error) for key, error in send(cell, sender, 0, model).failed.items()
+            at.cell_and_index: str(why) for at, why in send(cell, sender, 0, model).failed.items()
         }
         assert "1 different" in failed["cell-0", 0]
         assert cell.replica(0).state == "ready", "nobody vouches for these weights"
@@ -206,26 +206,26 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
     model = tiny_qwen3(4)
     weights = model.state_dict()
     (bucket,) = plan_buckets(specs_of(weights), 1 << 30)
-    packed = PackingBuffers(torch.device("cpu")).open(bucket)
+    packed = PackingBuffers(torch.device("cpu")).open_bucket(bucket)
     for name, tensor in weights.items():
         packed.place(name, tensor)
     expected = {(1, 0): compute_rank_digests(packed.tensors, 0, 1, "cpu")}
     packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     with trainer(cell) as publisher:
         version = WeightVersion(cell.generation, 0)
-        key = next(key for key in publisher.outdated(version) if key.index == 0)
+        key = next(key for key in publisher.discover_outdated(version) if key.index == 0)
         session = BroadcastSession(
             UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
             [ReplicaClient(key, cell.admin_key, cell.generation, 20)],
             WeightsConfig(),
         )
-        session.join()
+        session.form_group()
         session.pause()
-        session.send(packed, version)
-        session.end()
+        session.send_bucket(packed, version)
+        session.end_update()
         with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
             session.verify(version, expected)
-        session.give_up()
+        session.abandon_and_fence()
         assert cell.replica().state == "ready", "nobody vouches for these weights"
         update(cell, publisher, 1, model)
 
@@ -251,10 +251,10 @@ def test_a_member_killed_in_a_broadcast_costs_its_group_once(cell: Cell, tmp_pat
         report = send(cell, publisher, 1, model)
         assert gate.trap.seen == 2
         gate.trap = None
-        assert {key.place for key in report.failed} == {*BOTH}
+        assert {key.cell_and_index for key in report.failed} == {*BOTH}
         assert cell.replica(0).state == "ready", "its group failed, and it was fenced"
         report = send(cell, publisher, 1, model)
-        assert ("cell-0", 0) in {key.place for key in report.ok}, "alone it is well"
+        assert ("cell-0", 0) in {key.cell_and_index for key in report.ok}, "alone it is well"
         cell.await_replica(lambda view: view.state == "ready", 1)
         update(cell, publisher, 1, model)
     (survivor, restarted) = incarnations(cell)
@@ -272,7 +272,7 @@ def test_a_member_whose_node_vanishes_restarts_no_other(cell: Cell, tmp_path: Pa
         gate.trap = Trap("update_weights_from_distributed", 2, 1, lambda forward: gate.lost.add(1))
         model = tiny_qwen3(8)
         report = send(cell, publisher, 1, model)
-        assert [key.place for key in report.ok] == [("cell-0", 0)]
+        assert [key.cell_and_index for key in report.ok] == [("cell-0", 0)]
         assert_serves(cell, 0, model, report.version)
         gate.lost.clear()
         update(cell, publisher, 1, model)

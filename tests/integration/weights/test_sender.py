@@ -22,7 +22,7 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
-from areal_hpc.weights.update_session import GroupUpdate
+from areal_hpc.weights.update_session import UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_sglang import LoopThread, StandInRelay
@@ -135,7 +135,7 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
             is_over.wait(60)
 
     with ThreadPoolExecutor() as pool:
-        update: GroupUpdate[BroadcastSession] = GroupUpdate(pool, step_s=0.5)
+        update: UpdateInProgress[BroadcastSession] = UpdateInProgress(pool, step_s=0.5)
         update.live = [punctual, late]
         update.run_step("doze", doze)
         is_over.set()
@@ -216,7 +216,7 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
         assert len(replicas) == 1
         threading.Thread(target=let_go, daemon=True).start()
         raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
-        assert publisher.outdated(version) == []
+        assert publisher.discover_outdated(version) == []
 
 
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:

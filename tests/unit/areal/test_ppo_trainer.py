@@ -15,7 +15,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.execution.agent_pickle import (
     get_import_path,
     load_agent_pickle,
-    make_portable,
+    make_function_picklable,
     save_agent,
 )
 from areal_hpc.rollout.execution.process_pool import ProcessPool
@@ -54,7 +54,7 @@ def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], sai
 
 def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
     """What plays held-out tasks, as the recipe says; nothing for the same agent."""
-    recipe, _ = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe(*agents, **kwargs)
+    recipe, _ = PPOTrainer(config, train_dataset=ROWS).prepare_recipe(*agents, **kwargs)
     return recipe.evaluation.workflow, recipe.evaluation.workflow_kwargs
 
 
@@ -75,12 +75,12 @@ def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> No
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
-    cluster = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).prepare_recipe("a.B")[0].cluster
     assert cluster.agents.python == sys.executable
     site = tmp_path / "site.yaml"
     site.write_text("slurm: {partition: long}\nagents: {python: /their/python}\n")
     config.scheduler.site = str(site)
-    cluster = PPOTrainer(config, train_dataset=ROWS).translate_to_recipe("a.B")[0].cluster
+    cluster = PPOTrainer(config, train_dataset=ROWS).prepare_recipe("a.B")[0].cluster
     assert (cluster.agents.python, cluster.slurm.partition) == ("/their/python", "long")
     assert cluster.fileroot == tmp_path
 
@@ -118,7 +118,7 @@ def test_a_function_without_a_name_is_called_in_a_process() -> None:
     async def call() -> int:
         pool = ProcessPool(1)
         try:
-            return int(await pool.call(make_portable(lambda x: x + offset), 3))
+            return int(await pool.call(make_function_picklable(lambda x: x + offset), 3))
         finally:
             pool.close()
 

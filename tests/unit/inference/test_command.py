@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from areal_hpc.inference.command import (
     Device,
-    NodePart,
+    NodeOptions,
     ServerCommand,
     ServerPorts,
     build_replica_command,
@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
 def command(
-    config: InferenceConfig, device: Device, index: int = 0, part: NodePart | None = None
+    config: InferenceConfig, device: Device, index: int = 0, part: NodeOptions | None = None
 ) -> ServerCommand:
     return build_replica_command(
         config,
@@ -79,7 +79,7 @@ def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
 def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
     config = InferenceConfig(tp=4, nodes_per_replica=2)
     whole = command(config, "cuda")
-    second = command(config, "cuda", part=NodePart(1, 2, "10.0.0.1:31002", "10.0.0.2"))
+    second = command(config, "cuda", part=NodeOptions(1, 2, "10.0.0.1:31002", "10.0.0.2"))
     extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
     assert second.argv == (*whole.argv, *extra)
     assert second.environment == {**whole.environment, "SGLANG_HOST_IP": "10.0.0.2"}

@@ -9,7 +9,7 @@ from areal_hpc.inference.update_state import WeightUpdateState
 def state() -> WeightUpdateState:
     """Of a replica that serves."""
     state = WeightUpdateState()
-    state.serve("1.4")
+    state.mark_serving("1.4")
     return state
 
 
@@ -21,30 +21,32 @@ def call(state: WeightUpdateState, route: str, now: float, deadline_s: float = 1
 
 def test_fencing_and_pausing_again_do_not_put_off_the_end(state: WeightUpdateState) -> None:
     state.fence(0, 10, stays=False)
-    assert (state.version, state.has_sender) == ("", True)
+    assert (state.served_version, state.has_sender) == ("", True)
     state.fence(5, 10, stays=False)
     call(state, "pause_generation", 6)
-    assert not state.is_overdue(9.9)
-    assert state.is_overdue(10)
+    assert not state.is_sender_overdue(9.9)
+    assert state.is_sender_overdue(10)
 
 
 def test_accepted_calls_put_off_the_end_and_serving_cancels_it(state: WeightUpdateState) -> None:
     call(state, "pause_generation", 0)
     call(state, "begin_weight_update", 1)
     call(state, "update_weights_from_distributed", 2, deadline_s=100)
-    assert (state.version, state.is_changed, state.is_overdue(101)) == ("", True, False)
+    assert [state.served_version, state.is_changed] == ["", True]
+    assert not state.is_sender_overdue(101)
     call(state, "update_weights_from_distributed", 3)
     call(state, "continue_generation", 4)
     assert not state.is_paused
-    state.serve("1.5")
-    assert (state.version, state.has_sender, state.is_overdue(1000)) == ("1.5", False, False)
+    state.mark_serving("1.5")
+    assert [state.served_version, state.has_sender] == ["1.5", False]
+    assert not state.is_sender_overdue(1000)
 
 
 def test_a_call_in_flight_is_waited_for_before_a_loss(state: WeightUpdateState) -> None:
     state.on_call_started("begin_weight_update", 0, 10)
-    assert not state.is_overdue(50)
+    assert not state.is_sender_overdue(50)
     state.on_call_finished("begin_weight_update", 60, 10, accepted=False)
-    assert state.is_overdue(60)
+    assert state.is_sender_overdue(60)
 
 
 @pytest.mark.parametrize(("stays", "version"), [(False, "1.4"), (True, "")])
@@ -55,5 +57,5 @@ def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
     state.fence(0, 10, stays=False)
     call(state, "pause_generation", 1)
     state.fence(2, 10, stays=stays)
-    state.expire()
-    assert (state.version, state.is_paused, state.has_sender) == (version, False, False)
+    state.drop_lost_sender()
+    assert (state.served_version, state.is_paused, state.has_sender) == (version, False, False)

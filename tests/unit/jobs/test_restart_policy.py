@@ -38,14 +38,14 @@ def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decisio
 
 def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
-    assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    assert ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count([CRASHED]) == 1
     start = ProgressTracker(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
-    assert start.close([CRASHED]) == 0
-    assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    assert start.update_failure_count([CRASHED]) == 0
+    assert ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count([CRASHED]) == 1
     for ends in ([STOPPED, DONE], [BAD_NODE]):
-        assert ProgressTracker(JobPaths(tmp_path), str(progress)).close(ends) == 1
-    assert ProgressTracker(JobPaths(tmp_path), "").close([CRASHED]) == 2
+        assert ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count(ends) == 1
+    assert ProgressTracker(JobPaths(tmp_path), "").update_failure_count([CRASHED]) == 2
 
 
 def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:

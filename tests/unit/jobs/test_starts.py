@@ -12,13 +12,13 @@ from areal_hpc.rundir.paths import JobPaths
 
 
 def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_path: Path) -> None:
-    first = starts.take_next_start(tmp_path / "starts", "7.0", "n01", "")
+    first = starts.claim_next_start(tmp_path / "starts", "7.0", "n01", "")
     assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(starts.wait_for_start, tmp_path / "starts", "7.1", "n02", 60.0)
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
-        taken = starts.take_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        taken = starts.claim_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
     superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
@@ -31,18 +31,18 @@ def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
-    start = starts.take_next_start(tmp_path, "7.0", "n01", "")
-    starts.report_node(tmp_path, start, 2)
+    start = starts.claim_next_start(tmp_path, "7.0", "n01", "")
+    starts.report_node_joined(tmp_path, start, 2)
     assert starts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
-    starts.report_node(tmp_path, start, 1)
-    starts.report_node(tmp_path, start, 3)
+    starts.report_node_joined(tmp_path, start, 1)
+    starts.report_node_joined(tmp_path, start, 3)
     assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
 def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert starts.read_own_stop_notice() is None, "without a supervisor under Slurm"
-    path = starts.get_stop_note_path(tmp_path, starts.take_next_start(tmp_path, "7.0", "n01", ""))
+    path = starts.get_stop_note_path(tmp_path, starts.claim_next_start(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(starts.STOP_NOTICE_VARIABLE, str(path))
     assert starts.read_own_stop_notice() is None
     note = starts.StopNotice("close to the time limit", 143, 1234.5)
@@ -55,7 +55,7 @@ def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(
 ) -> None:
     job = JobPaths(tmp_path)
     assert time_limit.read_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
-    assert time_limit.read_checkpoint_time_s(job) == 0.0
-    monkeypatch.setenv(time_limit.CHECKPOINT_TIME_VARIABLE, str(job.checkpoint_time))
-    time_limit.record_checkpoint_time(21.5)
-    assert time_limit.read_checkpoint_time_s(job) == 21.5
+    assert time_limit.read_checkpoint_duration_s(job) == 0.0
+    monkeypatch.setenv(time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_time))
+    time_limit.record_checkpoint_duration(21.5)
+    assert time_limit.read_checkpoint_duration_s(job) == 21.5

@@ -6,24 +6,24 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.topology import expand_node_list, find_interface, find_reachable_host
+from areal_hpc.jobs.topology import expand_node_list, find_interface, find_own_address
 
 
 def test_an_address_that_was_given_counts_then_the_sites_interface_then_the_hosts_name() -> None:
-    assert find_reachable_host("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
+    assert find_own_address("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
     (loopback,) = (
         name
         for name, addresses in psutil.net_if_addrs().items()
         if any(one.address == "127.0.0.1" for one in addresses)
     )
-    assert find_reachable_host(loopback, {}) == "127.0.0.1"
+    assert find_own_address(loopback, {}) == "127.0.0.1"
     assert find_interface("127.0.0.1") == loopback
-    socket.create_server((find_reachable_host("", {}), 0)).close()
+    socket.create_server((find_own_address("", {}), 0)).close()
 
 
 def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> None:
     with pytest.raises(RecipeError, match=r"no interface ib7 .* it has .*lo") as caught:
-        find_reachable_host("ib7", {})
+        find_own_address("ib7", {})
     assert caught.value.problems[0].key == "cluster.slurm.network.interface"
 
 

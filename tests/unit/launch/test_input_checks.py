@@ -6,7 +6,7 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.launch import input_checks, setup
-from areal_hpc.launch.plan import get_base_model
+from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -61,4 +61,4 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     paths = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
         setup.set_up_run_dir(recipe, paths, lambda line: None, "/no", ())
-    assert get_base_model(recipe, paths).resolve() == folder
+    assert get_base_model_path(recipe, paths).resolve() == folder

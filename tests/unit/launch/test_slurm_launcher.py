@@ -10,7 +10,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests
-from areal_hpc.launch.sweep import build_array_requests, read_sweep
+from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -87,7 +87,7 @@ def sweep_of(fileroot: Path, array: str) -> list[str]:
     def read(further: Sequence[str]) -> Recipe:
         return recipe(fileroot, *further)
 
-    sweep = read_sweep(read, array)
+    sweep = parse_sweep(read, array)
     scripts = [
         render_script(request, len(sweep.runs)) for request in build_array_requests(sweep, HERE, ())
     ]

@@ -8,7 +8,7 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import BatchCounts, StaleGroups, TicketRef
+from areal_hpc.wire.ledger import StaleGroups, TicketCounts, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
@@ -27,8 +27,8 @@ def train(tickets: TicketTable, steps: int) -> None:
     """Batches of fresh tickets, while one ticket (the first leased) is under way."""
     for _ in range(steps):
         manifest = fill_batch(tickets)
-        assert manifest.counts == BatchCounts()
-        tickets.publish(manifest.step)
+        assert manifest.counts == TicketCounts()
+        tickets.set_version_step(manifest.step)
 
 
 def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, TicketRef]:
@@ -43,14 +43,14 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 @pytest.mark.parametrize(
     ("policy", "steps", "state", "trained_attempt", "counts"),
     [
-        ("drop", 1, "settled", 1, BatchCounts()),
-        ("train_with_correction", 2, "settled", 1, BatchCounts(stale_trained=1)),
-        ("drop", 2, "dropped", None, BatchCounts(stale_dropped=1)),
-        ("requeue", 2, "waiting", 2, BatchCounts(stale_requeued=1)),
+        ("drop", 1, "settled", 1, TicketCounts()),
+        ("train_with_correction", 2, "settled", 1, TicketCounts(stale_trained=1)),
+        ("drop", 2, "dropped", None, TicketCounts(stale_dropped=1)),
+        ("requeue", 2, "waiting", 2, TicketCounts(stale_requeued=1)),
     ],
 )
 def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
-    policy: StaleGroups, steps: int, state: str, trained_attempt: int | None, counts: BatchCounts
+    policy: StaleGroups, steps: int, state: str, trained_attempt: int | None, counts: TicketCounts
 ) -> None:
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
@@ -69,10 +69,10 @@ def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> Non
     tickets, ref = overtaken("requeue", steps=2)
     tickets.drop_settled(too_old(tickets)[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
-    tickets.report("a", [], [ref], 1.0)
+    tickets.record_report("a", [], [ref], 1.0)
     assert tickets.state_of(ref.ticket_id) == "waiting"
     again = tickets.lease("a", 1, 1.0)
-    tickets.report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
+    tickets.record_report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
     assert tickets.state_of(ref.ticket_id) == "waiting"
     assert tickets.lease("a", 1, 3.0)[0].attempt == again[0].attempt + 1
 
@@ -80,7 +80,7 @@ def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> Non
 def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_number() -> None:
     tickets = tickets_of("requeue", bound=0)
     ref = tickets.lease("a", 1, 0.0)[0]
-    tickets.expire(100.0)
+    tickets.expire_leases(100.0)
     second = tickets.lease("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
     tickets.drop_settled(DroppedTicket(ref, "as stale", "requeued"))
@@ -95,7 +95,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str)
     tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
     assert tickets.n_settled == 0
     assert tickets.state_of(0) == state
-    assert tickets.drop_stats.counts(0).stale_requeued == (kind == "requeued")
+    assert tickets.drop_stats.build_batch_counts(0).stale_requeued == (kind == "requeued")
 
 
 def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
@@ -121,7 +121,7 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, sa
     tickets = tickets_of()
     for number in range(100):
         assert tickets.drop_stats.find_problem() == ""
-        tickets.drop_stats.note(DroppedTicket(TicketRef(number, 1), "all 0.0", kind))
+        tickets.drop_stats.record_drop(DroppedTicket(TicketRef(number, 1), "all 0.0", kind))
     trouble = tickets.drop_stats.find_problem()
     assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
 
@@ -161,7 +161,7 @@ def test_one_look_finds_what_looking_always_does(events: list[str], policy: Stal
     generation, forks = 1, [GenerationFork(1, 0)]
     for event in events:
         if event in ("fresh", "old"):
-            step = tickets.formed_steps if event == "fresh" else 0
+            step = tickets.n_formed if event == "fresh" else 0
             for ref in tickets.lease("a", 1, 0.0):
                 tickets.settle(settled(ref, WeightVersion(generation, step)))
         elif event == "generation":
@@ -175,7 +175,7 @@ def test_one_look_finds_what_looking_always_does(events: list[str], policy: Stal
         if event == "batch" and (manifest := form_next_batch(tickets, generation, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)
-            tickets.publish(manifest.step)
+            tickets.set_version_step(manifest.step)
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=4))

@@ -1,6 +1,6 @@
 """How often cells are to be heard of."""
 
-from areal_hpc.ledger.leases import HEARTBEATS_PER_S, CellHeartbeats
+from areal_hpc.ledger.leases import MAX_HEARTBEATS_PER_S, CellHeartbeats
 from areal_hpc.wire.ledger import LeaseRequest
 
 
@@ -12,11 +12,11 @@ def cells_heard(count: int) -> CellHeartbeats:
 
 
 def test_few_cells_ask_four_times_a_second() -> None:
-    assert cells_heard(1).pause_s == cells_heard(HEARTBEATS_PER_S // 4).pause_s == 0.25
+    assert cells_heard(1).pause_s == cells_heard(MAX_HEARTBEATS_PER_S // 4).pause_s == 0.25
 
 
 def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
-    cells = cells_heard(2 * HEARTBEATS_PER_S)
-    assert len(cells) / cells.pause_s == HEARTBEATS_PER_S
-    cells.drop_silent(HEARTBEATS_PER_S)
+    cells = cells_heard(2 * MAX_HEARTBEATS_PER_S)
+    assert len(cells) / cells.pause_s == MAX_HEARTBEATS_PER_S
+    cells.drop_silent(MAX_HEARTBEATS_PER_S)
     assert cells.pause_s == 1.0

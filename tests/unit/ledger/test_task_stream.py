@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.task_stream import (
     TaskSource,
     TaskStream,
-    compute_block_counts,
+    count_block_tickets_by_source,
     derive_seed,
     get_mixed_task,
     get_task,
@@ -82,7 +82,7 @@ def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
 
 @given(sources, st.integers())
 def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], seed: int) -> None:
-    shares = compute_block_counts(sources)
+    shares = count_block_tickets_by_source(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)
     tasks = [get_mixed_task(ticket, sources, seed) for ticket in range(3 * block)]
@@ -101,7 +101,7 @@ def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], s
 
 
 def test_equal_sources_take_turns_and_unequal_ones_come_in_short_blocks() -> None:
-    assert compute_block_counts((TaskSource(100), TaskSource(7))) == (1, 1)
-    assert compute_block_counts((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
-    assert compute_block_counts((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
-    assert compute_block_counts((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
+    assert count_block_tickets_by_source((TaskSource(100), TaskSource(7))) == (1, 1)
+    assert count_block_tickets_by_source((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
+    assert count_block_tickets_by_source((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
+    assert count_block_tickets_by_source((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)

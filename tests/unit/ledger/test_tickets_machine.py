@@ -15,7 +15,7 @@ from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketState, TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit.ticket_status import TicketStatus
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 from tests.unit.ledger.ticket_world import Cell, Disk
 
@@ -51,10 +51,10 @@ class TicketHistories(RuleBasedStateMachine):
     # Cells -----------------------------------------------------------------------------------
 
     def heartbeat(self, cell: Cell) -> None:
-        self.ledger.report(cell.name, cell.held, cell.finished, self.now_s)
+        self.ledger.record_report(cell.name, cell.held, cell.finished, self.now_s)
         durable = {ticket.ref.ticket_id for ticket in self.disk.index}
         durable |= {drop.ref.ticket_id for drop in self.disk.drops}
-        for ref in self.ledger.over(cell.finished):
+        for ref in self.ledger.filter_settled_or_dropped(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
@@ -88,7 +88,7 @@ class TicketHistories(RuleBasedStateMachine):
         if reported:
             self.heartbeat(cell)
         sealed = [
-            SettledTicket(ref, f"{name}.h5", [row], [1.0], self.sampled_by[ref].packed)
+            SealedTicket(ref, f"{name}.h5", [row], [1.0], self.sampled_by[ref].packed)
             for row, ref in enumerate(cell.finished, len(self.disk.index))
         ]
         cell.finished.clear()
@@ -134,7 +134,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.now_s += TIMEOUT_S + 1
         for name in sorted(talking):
             self.heartbeat(self.cells[name])
-        self.ledger.expire(self.now_s)
+        self.ledger.expire_leases(self.now_s)
 
     # Trainer ---------------------------------------------------------------------------------
 
@@ -168,13 +168,13 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def publish(self, crash: str) -> None:
-        if self.ledger.version_step == self.ledger.formed_steps:
+        if self.ledger.version_step == self.ledger.n_formed:
             return
         step = self.ledger.version_step + 1
         if crash != "before write":
             self.disk.version_step = step
         if crash == "no":
-            self.ledger.publish(step)
+            self.ledger.set_version_step(step)
         else:
             self.restart_ledger()
 
@@ -188,14 +188,14 @@ class TicketHistories(RuleBasedStateMachine):
         self.generation += 1
         self.forks.append(GenerationFork(self.generation, self.disk.checkpoint_step))
         self.disk.version_step = self.disk.checkpoint_step
-        self.ledger.publish(self.disk.checkpoint_step)
+        self.ledger.set_version_step(self.disk.checkpoint_step)
         assert self.disk.manifests == before, "unsaved batches must be re-issued verbatim"
 
     @rule()
     def restart_ledger(self) -> None:
         self.disk.incarnation += 1
         self.ages = StalenessCheck()
-        self.ledger = TicketTable.rebuilt(
+        self.ledger = TicketTable.rebuild(
             self.policy,
             incarnation=self.disk.incarnation,
             version_step=self.disk.version_step,
@@ -234,7 +234,7 @@ class TicketHistories(RuleBasedStateMachine):
     @invariant()
     def manifests_count_every_ticket_that_came_to_nothing_once(self) -> None:
         told = [manifest.counts for manifest in self.disk.manifests]
-        open_counts = self.ledger.drop_stats.counts(0)
+        open_counts = self.ledger.drop_stats.build_batch_counts(0)
         for kind, name in (
             ("failed", "failed"),
             ("filtered", "filtered"),
@@ -275,19 +275,19 @@ class TicketHistories(RuleBasedStateMachine):
             budget -= 1
             assert budget > 0, "the run stopped making progress"
             self.work_one_round()
-        assert self.ledger.capacity() <= 0
+        assert self.ledger.count_leasable() <= 0
         self.write_checkpoint()
         audit = self.disk.audited(self.policy, is_finished=True)
-        assert audit.is_clean, audit.verdict
-        assert (
-            len(audit.of(TicketStatus.TRAINED)) == self.policy.total_steps * self.policy.batch_size
+        assert audit.is_clean, audit.summary_line
+        assert self.policy.total_steps * self.policy.batch_size == len(
+            audit.with_status(TicketStatus.TRAINED)
         )
 
     def work_one_round(self) -> None:
         self.now_s += self.policy.report_within_s
         for cell in self.cells.values():
             self.heartbeat(cell)
-        self.ledger.expire(self.now_s)
+        self.ledger.expire_leases(self.now_s)
         for cell in self.cells.values():
             self.take(cell, 2)
             cell.finish_all()

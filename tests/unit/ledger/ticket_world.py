@@ -12,19 +12,19 @@ from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.view.audit.records import TicketRecords
 from areal_hpc.view.audit.ticket_status import AuditReport, classify_tickets
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 
 SHARD_BYTES = 100
 
 
-def settled(ref: TicketRef, version: WeightVersion | None = None) -> SettledTicket:
+def settled(ref: TicketRef, version: WeightVersion | None = None) -> SealedTicket:
     oldest = version.packed if version else NO_VERSION
-    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
+    return SealedTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
 
 
 rebuilt = partial(
-    TicketTable.rebuilt,
+    TicketTable.rebuild,
     incarnation=2,
     version_step=0,
     manifests=(),
@@ -57,7 +57,7 @@ class Cell:
     name: str
     held: list[TicketRef] = field(default_factory=list)
     finished: list[TicketRef] = field(default_factory=list)
-    undelivered: list[SettledTicket] = field(default_factory=list)
+    undelivered: list[SealedTicket] = field(default_factory=list)
 
     def finish_all(self) -> None:
         self.finished += self.held
@@ -70,7 +70,7 @@ class Disk:
 
     manifests: list[BatchManifest] = field(default_factory=list)
     drops: list[DroppedTicket] = field(default_factory=list)
-    index: list[SettledTicket] = field(default_factory=list)
+    index: list[SealedTicket] = field(default_factory=list)
     incarnation: int = 1
     version_step: int = 0
     checkpoint_step: int = 0

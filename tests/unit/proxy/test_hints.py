@@ -8,10 +8,10 @@ import pytest
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
-from areal_hpc.proxy.dialects.hints import drop_nulls, list_hints
+from areal_hpc.proxy.dialects.hints import drop_nulls, list_ignored_params
 from areal_hpc.proxy.dialects.openai.chat import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
-from areal_hpc.proxy.dialects.validation import decode
+from areal_hpc.proxy.dialects.validation import decode_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}
 
@@ -55,14 +55,14 @@ def test_declared_objects_lose_nulls(form: type[msgspec.Struct], body: Any, expe
 def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": None}}
     body = {"messages": [{"role": "assistant", "content": [call]}], "sparkle": None}
-    request = decode(json.dumps(body).encode(), MessagesRequest)
+    request = decode_json(json.dumps(body).encode(), MessagesRequest)
     assert msgspec.to_builtins(request.messages[0])["content"] == [call]
 
 
 def test_hints_are_named_where_they_stand() -> None:
     body = b'{"input": "a", "truncation": false, "text": {"verbosity": {"x": 1}}, "store": false}'
     request = msgspec.json.decode(body, type=ResponsesRequest)
-    assert [*list_hints(request)] == ["truncation", "text.verbosity"]
+    assert [*list_ignored_params(request)] == ["truncation", "text.verbosity"]
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_hints_are_named_where_they_stand() -> None:
 )
 def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        decode(body, ChatRequest)
+        decode_json(body, ChatRequest)

@@ -28,7 +28,7 @@ from areal_hpc.proxy.sessions.events import (
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.wire.ledger import NO_VERSION, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
 from tests.unit.session.model_stub import say, user
 
@@ -108,7 +108,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def reward(self, draw: int) -> None:
         session = self.pick(draw, ended=False)
         if session and len(session.tree):
-            last = session.tree.last.interaction_id
+            last = session.tree.last_completed.interaction_id
             self.recorder.record(RewardSet(session.session_id, last, float(draw)))
 
     @rule(draw=draws)
@@ -133,7 +133,7 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
         refs = list(self.store.finished)[: 1 + draw % 2]
-        sealed = [SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
+        sealed = [SealedTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
         self.recorder.record(TicketsSealed(sealed))
 
     @precondition(lambda self: self.store.finished)
@@ -199,11 +199,11 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
     session = store.sessions["s"]
     session.ended = ended
     session.touched_at -= 61.0
-    assert bool(store.idle_sessions(3600.0)) is dropped
+    assert bool(store.list_idle_sessions(3600.0)) is dropped
     session.touched_at -= 3600.0
-    assert store.idle_sessions(3600.0) == [session]
+    assert store.list_idle_sessions(3600.0) == [session]
     session.in_flight = 1
-    assert store.idle_sessions(3600.0) == []
+    assert store.list_idle_sessions(3600.0) == []
 
 
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
@@ -215,9 +215,9 @@ def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -
         store.sessions[name].touched_at -= 3601.0
     good, tried, other = store.sessions.values()
     good.ended = True
-    assert store.idle_sessions(3600.0) == [good, tried, other]
+    assert store.list_idle_sessions(3600.0) == [good, tried, other]
     tried.in_flight = 1
-    assert store.idle_sessions(3600.0) == [other]
+    assert store.list_idle_sessions(3600.0) == [other]
     tried.in_flight = 0
     tried.touch()
-    assert store.idle_sessions(3600.0) == [other]
+    assert store.list_idle_sessions(3600.0) == [other]

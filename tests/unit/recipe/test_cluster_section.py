@@ -44,7 +44,7 @@ def test_a_container_needs_both_images() -> None:
 
 def test_the_network_becomes_variables_of_gloo_and_nccl() -> None:
     network = {"interface": "ib0", "hca": "mlx5_0", "nccl": {"NCCL_DEBUG": "INFO"}}
-    assert SlurmConfig.model_validate({"network": network}).network.variables() == {
+    assert SlurmConfig.model_validate({"network": network}).network.build_variables() == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
         "NCCL_IB_HCA": "mlx5_0",

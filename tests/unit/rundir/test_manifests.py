@@ -3,16 +3,16 @@ from unittest.mock import Mock
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.ledger.batch_formation import read_settled
+from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 
 
 def batch(step: int) -> BatchManifest:
-    ticket = SettledTicket(TicketRef(step, 1), "cell-0-000000.h5", [0, 1], [0.1, -1e-7], 7)
+    ticket = SealedTicket(TicketRef(step, 1), "cell-0-000000.h5", [0, 1], [0.1, -1e-7], 7)
     return BatchManifest(step, 2, [ticket])
 
 
@@ -33,12 +33,12 @@ def test_manifests_come_by_step_without_leftovers_of_crashes(paths: RunPaths) ->
 
 
 def test_failed_writes_keep_the_content(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert manifests.read_state(paths) == LedgerState(0, 0, 0), "no ledger so far"
-    manifests.write_state(paths, LedgerState(1, 1, 1))
+    assert manifests.read_ledger_state(paths) == LedgerState(0, 0, 0), "no ledger so far"
+    manifests.write_ledger_state(paths, LedgerState(1, 1, 1))
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
-        manifests.write_state(paths, LedgerState(1, 1, 2))
-    assert manifests.read_state(paths) == LedgerState(1, 1, 1)
+        manifests.write_ledger_state(paths, LedgerState(1, 1, 2))
+    assert manifests.read_ledger_state(paths) == LedgerState(1, 1, 1)
 
 
 def test_a_damaged_manifest_is_named_and_one_that_is_gone_no_endless_wait(paths: RunPaths) -> None:
@@ -51,13 +51,13 @@ def test_a_damaged_manifest_is_named_and_one_that_is_gone_no_endless_wait(paths:
 
 
 def test_settled_tickets_are_those_of_the_shard_index(paths: RunPaths) -> None:
-    assert list(read_settled(paths)) == []
+    assert list(read_sealed_tickets(paths)) == []
     sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0], 7)
     append_to_index(
         paths.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
-    expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
-    assert list(read_settled(paths)) == [expected]
+    expected = SealedTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
+    assert list(read_sealed_tickets(paths)) == [expected]
 
 
 def test_a_drop_follows_the_half_line_of_a_crash(paths: RunPaths) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import normalize_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, TreeTurn, VersionSpan, pack_ids
+from areal_hpc.session.tree import Interaction, InteractionTree, OpenTurn, VersionSpan, pack_ids
 from tests.support.chatml import CHATML, byte_level_tokenizer
 
 ENCODER = TokenEncoder(byte_level_tokenizer())
@@ -32,7 +32,7 @@ def turn(reply: str, question: str = "b") -> list[Message]:
 
 def answer(
     tree: InteractionTree,
-    turn: TreeTurn,
+    turn: OpenTurn,
     new_ids: Sequence[int],
     reply: Message,
     output_ids: Sequence[int],
@@ -43,7 +43,7 @@ def answer(
     during: tuple[float, float] = (0.0, 0.0),
 ) -> Interaction:
     """Add what the model says in a turn to the tree."""
-    prior = turn.parent.sequence_tokens if turn.parent else 0
+    prior = turn.parent.num_sequence_tokens if turn.parent else 0
     interaction = Interaction(
         interaction_id=f"chatcmpl-{next(_numbers)}",
         parent_id=turn.parent.interaction_id if turn.parent else None,
@@ -78,9 +78,9 @@ def say(
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = tree.open_turn(messages, template, tools=tools)
+    turn = tree.build_open_turn(messages, template, tools=tools)
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
-    new_ids = turn.new_ids(ENCODER.encode(turn.text))
+    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.text))
     return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)
 
 

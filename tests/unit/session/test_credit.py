@@ -104,7 +104,7 @@ def test_credit_passes_back_to_agents_that_had_answered_before_another_was_asked
     tree = InteractionTree()
     for number, during in enumerate(times):
         say(tree, [user(f"agent {number}")], "x", during=during)
-    tree.last.reward = 1.0
+    tree.last_completed.reward = 1.0
     assert totals(tree) == expected
 
 
@@ -136,7 +136,7 @@ def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out()
     lost = say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3))
     assert find_retry_orphans(tree) == {lost.interaction_id}
-    tree.last.reward = 1.0
+    tree.last_completed.reward = 1.0
     assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]
 
 

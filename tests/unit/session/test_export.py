@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import EpisodeKey, ExportStyle, export_rows, plan_rows
-from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
+from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.prompt_audit import prompt_ids
@@ -34,7 +34,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     (row,) = export_rows(tree, KEY)
     last = said[-1]
     assert row.input_ids_T.tolist() == prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
-    assert row.loss_mask_T.sum() == sum(one.output_tokens for one in said)
+    assert row.loss_mask_T.sum() == sum(one.num_output_tokens for one in said)
     assert (row.versions_T == -1).tolist() == (row.loss_mask_T == 0).tolist()
     assert sorted(set(row.versions_T.tolist())) == [-1, 0, 1, 2]
     assert (row.logprobs_T[row.loss_mask_T == 0] == 0).all()
@@ -46,7 +46,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
 def test_a_shared_reply_is_trained_in_one_row_only() -> None:
     tree, (first, *_) = branches(0.0, 1.0)
     left, right = export_rows(tree, KEY)
-    shared = slice(first.prompt_tokens, first.sequence_tokens)
+    shared = slice(first.prompt_tokens, first.num_sequence_tokens)
     assert left.loss_mask_T[shared].all()
     assert not right.loss_mask_T[shared].any()
     assert (right.versions_T[shared] == -1).all()
@@ -76,8 +76,8 @@ def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_tur
     rows = export_rows(tree, KEY, rule=ExportSettings("individual", turn_discount=0.5))
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
     for row, one in zip(rows, said, strict=True):
-        assert row.num_tokens == one.sequence_tokens
-        assert row.loss_mask_T.tolist() == [0] * one.prompt_tokens + [1] * one.output_tokens
+        assert row.num_tokens == one.num_sequence_tokens
+        assert row.loss_mask_T.tolist() == [0] * one.prompt_tokens + [1] * one.num_output_tokens
         assert row.input_ids_T.tolist()[: one.prompt_tokens] == prompt_ids(tree, one)
 
 
@@ -85,7 +85,7 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
     tree, (first, left, right) = branches(None, 1.0)
     (row,) = export_rows(tree, KEY)
     assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
-    assert row.loss_mask_T.sum() == first.output_tokens + right.output_tokens
+    assert row.loss_mask_T.sum() == first.num_output_tokens + right.num_output_tokens
     plans = plan_rows(tree, ExportSettings("individual"))
     assert [plan.trained for plan in plans] == [{first.interaction_id}, {right.interaction_id}]
     plans = plan_rows(tree, ExportSettings("individual", credit="chronological"))
@@ -122,7 +122,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
         histories.append([*messages, assistant(reply)])
     rows = export_rows(tree, KEY, rule=ExportSettings(style))
     trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
-    said = [number for number, one in enumerate(tree) for _ in range(one.output_tokens)]
+    said = [number for number, one in enumerate(tree) for _ in range(one.num_output_tokens)]
     assert sorted(trained) == said
     for row in rows:
         assert (row.versions_T[row.loss_mask_T == 0] == -1).all()
@@ -135,9 +135,9 @@ def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     cool.reward = 1.0
     first, second = export_rows(tree, KEY)
     assert (first.temperature, second.temperature) == (1.0, 0.5)
-    assert first.num_tokens == warm.sequence_tokens
-    assert first.loss_mask_T.sum() == warm.output_tokens
-    assert second.loss_mask_T.sum() == cool.output_tokens
+    assert first.num_tokens == warm.num_sequence_tokens
+    assert first.loss_mask_T.sum() == warm.num_output_tokens
+    assert second.loss_mask_T.sum() == cool.num_output_tokens
     assert [row.reward for row in (first, second)] == [1.0, 1.0]
 
 
@@ -159,13 +159,13 @@ def test_a_session_without_reward_is_refused_and_an_empty_one_has_no_rows() -> N
 def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() -> None:
     tree = InteractionTree()
     with pytest.raises(InvalidRewardError, match="no completed interaction"):
-        find_rewarded_interaction(tree, None)
+        find_interaction_to_reward(tree, None)
     first, second = chain(tree, "one", "two")
-    assert find_rewarded_interaction(tree, None) is second
-    assert find_rewarded_interaction(tree, first.interaction_id) is first
+    assert find_interaction_to_reward(tree, None) is second
+    assert find_interaction_to_reward(tree, first.interaction_id) is first
     known = f"{first.interaction_id}, {second.interaction_id}"
     with pytest.raises(InvalidRewardError, match=f"no interaction 'resp-1' .*it has: {known}"):
-        find_rewarded_interaction(tree, "resp-1")
+        find_interaction_to_reward(tree, "resp-1")
 
 
 @pytest.mark.parametrize(

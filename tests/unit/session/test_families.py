@@ -80,8 +80,8 @@ def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
 def speak(
     tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
 ) -> Interaction:
-    turn = tree.open_turn(messages, family.template, tools=TOOLS)
-    new_ids = turn.new_ids(ENCODER.encode(turn.text))
+    turn = tree.build_open_turn(messages, family.template, tools=TOOLS)
+    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.text))
     text = written(family, reply)
     pieces = list(text) if reply.own_split else [text]
     output = [i for piece in pieces for i in ENCODER.encode(piece)]
@@ -143,10 +143,10 @@ def test_the_audit_names_what_a_template_writes_otherwise() -> None:
     qwen3 = FAMILIES[1]
     first, second = Reply("7", "why"), Reply("8", own_split=True)
     tree = converse(qwen3, [("a", first), ("b", second)])
-    (dropped,) = audit_prompt(tree, tree.last, qwen3.template, ENCODER)
+    (dropped,) = audit_prompt(tree, tree.last_completed, qwen3.template, ENCODER)
     assert dropped.recorded_text == "<think>\nwhy\n</think>\n\n"
     assert dropped.rendered_ids == []
-    before = ENCODER.decode(prompt_ids(tree, tree.last)[: dropped.position])
+    before = ENCODER.decode(prompt_ids(tree, tree.last_completed)[: dropped.position])
     assert before.endswith("<|im_start|>assistant\n")
 
 
@@ -154,7 +154,7 @@ def test_the_audit_shows_words_that_the_model_split_its_own_way() -> None:
     qwen25 = FAMILIES[0]
     reply = Reply("hello", own_split=True)
     tree = converse(qwen25, [("a", reply), ("b", reply)])
-    differences = audit_prompt(tree, tree.last, qwen25.template, ENCODER)
+    differences = audit_prompt(tree, tree.last_completed, qwen25.template, ENCODER)
     assert differences
     assert "".join(one.recorded_text for one in differences) == "".join(
         one.rendered_text for one in differences
@@ -179,7 +179,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
     tree = converse(family, [("a", reply)])
     changed = normalize_chat_message({**message(family, reply, 0), **change})
     history = [user("a"), changed, user("b"), *turn("c", "d")]
-    opened = tree.open_turn(history, family.template, tools=TOOLS)
+    opened = tree.build_open_turn(history, family.template, tools=TOOLS)
     assert (opened.parent, opened.reuse, opened.forked) == (None, "none", why)
 
 
@@ -199,5 +199,5 @@ def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not
     history: list[Message], tools: Any, reuse: str, why: str | None
 ) -> None:
     tree = converse(FAMILIES[0], [("a", Reply("7")), ("b", Reply("7"))])
-    opened = tree.open_turn(history, FAMILIES[0].template, tools=tools)
+    opened = tree.build_open_turn(history, FAMILIES[0].template, tools=tools)
     assert (opened.reuse, opened.forked) == (reuse, why)

@@ -37,7 +37,7 @@ def test_a_call_that_continues_another_counts_its_tokens_as_prompt() -> None:
     more = msgspec.structs.replace(
         first, interaction_id="more", parent_id=first.interaction_id, prompt_tokens=1
     )
-    expected = first.sequence_tokens + len(first.new_ids) // 4
+    expected = first.num_sequence_tokens + len(first.new_ids) // 4
     said = f"expected a prompt of {expected} tokens, got 1"
     assert find_interaction_defect(more, tree) == said
     assert (

@@ -30,19 +30,20 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
         messages.append(user(question))
         say(tree, messages, reply)
         messages.append(assistant(reply))
-    last = tree.last
+    last = tree.last_completed
     sequence = prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
-    assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"") + b"]") == sequence
-    assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"7,8") + b"]") == [*sequence, 7, 8]
-    assert tree.sequence_json(None, b"7") == b"7"
-    assert len(sequence) == last.sequence_tokens
+    assert msgspec.json.decode(b"[" + tree.sequence_to_json(last, b"") + b"]") == sequence
+    both = tree.sequence_to_json(last, b"7,8")
+    assert msgspec.json.decode(b"[" + both + b"]") == [*sequence, 7, 8]
+    assert tree.sequence_to_json(None, b"7") == b"7"
+    assert len(sequence) == last.num_sequence_tokens
 
 
 def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", closed=False)
     second = say(tree, HISTORY_OF_HELLO, "x")
-    added = prompt_ids(tree, second)[first.sequence_tokens :]
+    added = prompt_ids(tree, second)[first.num_sequence_tokens :]
     assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
 
 

@@ -47,7 +47,7 @@ def read(path: Path) -> list[JournalRecord]:
 def test_a_record_can_be_read_as_soon_as_append_returns(path: Path, writer: JournalWriter) -> None:
     writer.append(7, b"tokens")
     assert read(path) == [JournalRecord(7, b"tokens")]
-    assert writer.bytes_written == path.stat().st_size
+    assert writer.journal_size_bytes == path.stat().st_size
 
 
 @settings(max_examples=60)
@@ -100,16 +100,16 @@ def test_a_journal_has_one_owner_and_one_writer(path: Path, writer: JournalWrite
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(ClusterError, match="another process writes this journal"):
             JournalWriter(path, sync_interval_s=0.01)
-        writer.rotate(lambda record: True)
+        writer.compact(lambda record: True)
 
 
 def test_rotation_keeps_what_is_needed_in_order(path: Path, writer: JournalWriter) -> None:
     for number in range(6):
         writer.append(number, b"%d" % number)
-    writer.rotate(lambda record: record.kind % 2 == 1)
+    writer.compact(lambda record: record.kind % 2 == 1)
     writer.append(9, b"later")
     assert [record.kind for record in read(path)] == [1, 3, 5, 9]
-    assert writer.bytes_written == path.stat().st_size
+    assert writer.journal_size_bytes == path.stat().st_size
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
@@ -120,7 +120,7 @@ def test_records_appended_during_a_rotation_are_kept(path: Path, writer: Journal
         writer.append(1, b"while rotating")
         return False
 
-    writer.rotate(drop_and_append)
+    writer.compact(drop_and_append)
     assert read(path) == [JournalRecord(1, b"while rotating")]
 
 
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_the_journal_whole(path: Path, writer: JournalWriter)
         writer.append(2, b"x" * 5000)
     writer.append(3, b"room again")
     assert [record.kind for record in read(path)] == [1, 3]
-    assert writer.bytes_written == path.stat().st_size
+    assert writer.journal_size_bytes == path.stat().st_size
 
 
 def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> None:
@@ -140,7 +140,7 @@ def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> N
 
     with ThreadPoolExecutor(4) as pool:
         appended = pool.map(append_many, range(4))
-        writer.rotate(lambda record: True)
+        writer.compact(lambda record: True)
     assert [*appended] == [None] * 4
     records = read(path)
     for kind in range(4):

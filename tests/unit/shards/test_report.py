@@ -8,13 +8,7 @@ from tokenizers.models import WordLevel
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.view.shard_report import (
-    find_ticket_rows,
-    format_shards_json,
-    format_verification,
-    list_shards,
-    show_trajectory,
-)
+from areal_hpc.view import shard_report as report
 from tests.support.sample_trajectories import seal_in, ticket, trajectory
 
 
@@ -27,7 +21,7 @@ def paths(paths: RunPaths) -> RunPaths:
 
 
 def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
-    head, first, second, total = list_shards(paths).splitlines()
+    head, first, second, total = report.format_shard_table(paths).splitlines()
     assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
     assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
     assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
@@ -35,34 +29,34 @@ def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
 
 
 def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> None:
-    first, second = map(json.loads, format_shards_json(paths).splitlines())
+    first, second = map(json.loads, report.format_shards_json(paths).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
     seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
-    assert find_ticket_rows(paths.root, 1) == [0, 1, 6, 7]
-    assert find_ticket_rows(paths.root, 3) == [4, 5]
-    assert find_ticket_rows(paths.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
+    assert report.find_ticket_rows(paths.root, 1) == [0, 1, 6, 7]
+    assert report.find_ticket_rows(paths.root, 3) == [4, 5]
+    assert report.find_ticket_rows(paths.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
-        find_ticket_rows(paths.root, 9)
+        report.find_ticket_rows(paths.root, 9)
 
 
 def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: RunPaths) -> None:
     (paths.shards_dir / "cell-0-000001.h5").unlink()
-    assert "unreadable" in list_shards(paths).splitlines()[2]
-    assert list_shards(RunPaths(paths.root / "new")).startswith("no sealed shards in")
+    assert "unreadable" in report.format_shard_table(paths).splitlines()[2]
+    assert report.format_shard_table(RunPaths(paths.root / "new")).startswith("no sealed shards in")
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
-    title, head, *lines = show_trajectory(paths.root, 5).splitlines()
+    title, head, *lines = report.format_trajectory(paths.root, 5).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
     assert head.split() == ["position", "id", "mask", "logprob", "version"]
     assert lines[0].split() == ["0", "3100", "0", "-", "-"]
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
-    of_the_file = show_trajectory(paths.shards_dir / "cell-0-000001.h5", 0)
+    of_the_file = report.format_trajectory(paths.shards_dir / "cell-0-000001.h5", 0)
     assert of_the_file.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
@@ -71,9 +65,9 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
     seal_in(paths, [trajectory(tokens=2)])
     tokenizer_json = tmp_path / "tokenizer.json"
     with pytest.raises(RecipeError, match="there is no tokenizer"):
-        show_trajectory(paths.root, 0, tokenizer_json)
+        report.format_trajectory(paths.root, 0, tokenizer_json)
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
-    lines = show_trajectory(paths.root, 0, tokenizer_json).splitlines()
+    lines = report.format_trajectory(paths.root, 0, tokenizer_json).splitlines()
     assert lines[1].split()[-1] == "text"
     assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
 
@@ -81,13 +75,13 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [-1, 6])
 def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
-        show_trajectory(paths.root, row)
+        report.format_trajectory(paths.root, row)
 
 
 def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:
-    assert format_verification(verify_run(paths)) == "2 shards, 6 rows verified, 0 problems"
+    assert report.format_verification(verify_run(paths)) == "2 shards, 6 rows verified, 0 problems"
     path = paths.shards_dir / "cell-0-000000.h5"
     path.unlink()
-    problem, last = format_verification(verify_run(paths)).splitlines()
+    problem, last = report.format_verification(verify_run(paths)).splitlines()
     assert problem == f"{path}: the file is missing"
     assert last == "2 shards, 6 rows verified, 1 problems"

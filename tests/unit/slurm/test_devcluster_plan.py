@@ -14,8 +14,8 @@ from areal_hpc.slurm.devcluster.plan import (
     DevclusterPlan,
     DevclusterSettings,
     count_ports,
-    dump_plan,
-    parse_plan,
+    dump_plan_inputs,
+    parse_plan_inputs,
     plan_devcluster,
 )
 from tests.golden.make_devcluster import FACTS, GOLDEN, VARIANTS, describe, plan_variant
@@ -76,7 +76,7 @@ def test_everything_lies_below_the_state_directory() -> None:
 
 def test_the_same_plan_is_made_from_what_is_kept() -> None:
     settings = DevclusterSettings(nodes=2, grace_s=3, accounting=False)
-    assert parse_plan(dump_plan(settings, FACTS)) == (settings, FACTS)
+    assert parse_plan_inputs(dump_plan_inputs(settings, FACTS)) == (settings, FACTS)
 
 
 @pytest.mark.parametrize(

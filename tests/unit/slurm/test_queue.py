@@ -4,8 +4,8 @@ import time
 
 from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
-    JobQueue,
     QueuedJob,
+    QueuePoller,
     QueueSnapshot,
     is_alive,
     parse_sacct,
@@ -89,11 +89,11 @@ def test_garbage_is_no_job() -> None:
 
 def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
     look = QueueSnapshot(squeue())
-    assert "1" in look.of(["1"], "exp").jobs
-    assert look.of(["1"], "another").jobs == {}
-    assert look.of(["404"], "exp").state_of("404").phase is JobPhase.UNKNOWN
+    assert "1" in look.filter_jobs(["1"], "exp").jobs
+    assert look.filter_jobs(["1"], "another").jobs == {}
+    assert look.filter_jobs(["404"], "exp").get_state("404").phase is JobPhase.UNKNOWN
     past = QueueSnapshot({job.job_id: job for job in parse_sacct(SACCT)})
-    assert "4" in past.of(["4"], "exp").jobs, "accounting may not know the name"
+    assert "4" in past.filter_jobs(["4"], "exp").jobs, "accounting may not know the name"
 
 
 def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
@@ -103,4 +103,4 @@ def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
 
 
 def test_no_jobs_are_no_question() -> None:
-    assert JobQueue().poll([]) == QueueSnapshot()
+    assert QueuePoller().poll([]) == QueueSnapshot()

@@ -9,7 +9,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.script import (
-    DEFAULT_TIME_MIN,
+    DEFAULT_TIME_LIMIT_MINUTES,
     JobResources,
     RunContext,
     build_job_requests,
@@ -57,7 +57,7 @@ def test_tasks_are_spread_over_whole_nodes(
     gpus_per_node: int,
 ) -> None:
     shape = compute_resources(job(tasks=tasks, gpus=gpus), JobOptions.model_validate(options))
-    assert shape == JobResources(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_MIN)
+    assert shape == JobResources(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_LIMIT_MINUTES)
 
 
 def test_every_job_that_does_not_fit_is_reported_at_once() -> None:
@@ -114,7 +114,7 @@ def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() 
 
 
 def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
-    request = build_job_requests([job()], SlurmConfig(), PLACE)[0].depending_on("afterok:17")
+    request = build_job_requests([job()], SlurmConfig(), PLACE)[0].with_dependency("afterok:17")
     lines = render_script(request).splitlines()
     assert "#SBATCH --dependency=afterok:17" in lines
     assert "#SBATCH --kill-on-invalid-dep=yes" in lines

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
@@ -33,67 +33,67 @@ def indices(keys: list[ReplicaKey]) -> list[int]:
     return [key.index for key in keys]
 
 
-def judging(step: int, judged_step: int = -1) -> AsyncEvaluation:
-    beside = AsyncEvaluation(SCHEDULE, judged_step)
+def judging(step: int, judged_step: int = -1) -> AsyncEvaluator:
+    beside = AsyncEvaluator(SCHEDULE, judged_step)
     beside.begin(at(step))
     return beside
 
 
 def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
-    beside = AsyncEvaluation(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluator(SCHEDULE, judged_step=0)
     for step in range(1, 5):
-        assert beside.receivers(cell("1.0"), at(step)) == []
+        assert beside.list_weight_receivers(cell("1.0"), at(step)) == []
         assert not beside.may_begin(cell("1.0"), at(step))
-    assert indices(beside.receivers(cell("1.0"), at(5))) == [0]
+    assert indices(beside.list_weight_receivers(cell("1.0"), at(5))) == [0]
 
 
 def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
-    beside = AsyncEvaluation(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluator(SCHEDULE, judged_step=0)
     assert not beside.may_begin(cell("1.0", "1.5"), at(5))
-    assert indices(beside.receivers(cell("1.0", "1.5"), at(5))) == [0]
+    assert indices(beside.list_weight_receivers(cell("1.0", "1.5"), at(5))) == [0]
     assert beside.may_begin(cell("1.5", "1.5"), at(5))
     assert beside.may_begin(cell("1.5", READY), at(5)), "one that serves nothing plays nothing"
 
 
 def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
-    beside = AsyncEvaluation(SCHEDULE, judged_step=-1)
+    beside = AsyncEvaluator(SCHEDULE, judged_step=-1)
     for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
         assert not beside.may_begin(replicas, at(0))
-        assert beside.receivers(replicas, at(0)) == []
+        assert beside.list_weight_receivers(replicas, at(0)) == []
     assert beside.has_unjudged_up_to(0)
 
 
 def test_what_is_under_way_keeps_its_weights_while_training_goes_on() -> None:
     beside = judging(5)
     for step in range(5, TOTAL + 1):
-        assert beside.receivers(cell("1.5"), at(step)) == []
+        assert beside.list_weight_receivers(cell("1.5"), at(step)) == []
         assert not beside.may_begin(cell("1.5"), at(step))
         assert beside.under_way == at(5)
 
 
 def test_a_replica_that_restarts_beside_others_waits_for_the_next_version() -> None:
     beside = judging(5)
-    assert indices(beside.receivers(cell("1.5", READY), at(5))) == [1], "the trainer has them yet"
-    assert beside.receivers(cell("1.5", READY), at(6)) == []
+    assert indices(beside.list_weight_receivers(cell("1.5", READY), at(5))) == [1]
+    assert beside.list_weight_receivers(cell("1.5", READY), at(6)) == []
     assert not beside.may_begin(cell("1.5", READY), at(6))
 
 
 def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones() -> None:
     beside = judging(5, judged_step=0)
-    assert beside.receivers([], at(7)) == [], "a silent cell may still have them"
+    assert beside.list_weight_receivers([], at(7)) == [], "a silent cell may still have them"
     assert not beside.may_begin([], at(7))
     assert not beside.may_begin([found(0, "starting")], at(7))
     assert beside.may_begin(cell(READY), at(7))
     assert beside.begin(at(7)) == [5]
     assert beside.under_way == at(7)
-    assert indices(beside.receivers(cell(READY), at(7))) == [0]
+    assert indices(beside.list_weight_receivers(cell(READY), at(7))) == [0]
     assert not beside.may_begin(cell(READY), at(7)), "it has begun"
 
 
 def test_the_same_weights_given_once_more_go_on_with_the_same_evaluation() -> None:
     beside = judging(5)
     assert not beside.may_begin(cell(READY), at(5))
-    assert indices(beside.receivers(cell(READY), at(5))) == [0]
+    assert indices(beside.list_weight_receivers(cell(READY), at(5))) == [0]
 
 
 def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others_are_named() -> (
@@ -119,21 +119,21 @@ def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
-    assert not AsyncEvaluation(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
-    assert AsyncEvaluation(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
-    assert AsyncEvaluation(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
+    assert not AsyncEvaluator(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
+    assert AsyncEvaluator(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
+    assert AsyncEvaluator(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
 
 
 @given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
 def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves: list[str]) -> None:
     """A cell of one replica: whenever it serves, what is under way is what it serves."""
-    beside, step, held, judged = AsyncEvaluation(SCHEDULE, -1), 0, READY, list[int]()
+    beside, step, held, judged = AsyncEvaluator(SCHEDULE, -1), 0, READY, list[int]()
     for move in [*moves, *["train"] * TOTAL, *["give", "finish"] * 3]:
         if move == "train" and step < TOTAL:
             step += 1
         if move == "lose":
             held = READY
-        if move == "give" and beside.receivers(cell(held), at(step)):
+        if move == "give" and beside.list_weight_receivers(cell(held), at(step)):
             assert held != str(beside.under_way), "weights under evaluation were replaced"
             held = str(at(step))
         if beside.may_begin(cell(held), at(step)):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
 
 
 def settings(correction: str, **bounds: float | str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, i
     config = ObjectiveConfig(**chosen)
     proximal, behavior, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
-    rows = TokenRows(torch.tensor(row, dtype=torch.long), 4)
+    rows = TokenRowMap(torch.tensor(row, dtype=torch.long), 4)
     both = torch.tensor([proximal, behavior], dtype=torch.float64)
     found = correct_off_policy(both[0], both[1], rows, config)
     np.testing.assert_allclose(found.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
@@ -79,7 +79,7 @@ def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, i
 def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behavior = torch.tensor([-1.0, -2.0, -1.0, -1.1])
-    rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
+    rows = TokenRowMap(torch.tensor([0, 0, 1, 1]), 2)
     configs = [
         ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5))
         for level in ("token", "sequence")
@@ -92,7 +92,7 @@ def test_a_row_is_judged_as_one() -> None:
 
 @pytest.mark.parametrize("chosen", SETTINGS[1:])
 def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None:
-    rows = TokenRows(torch.tensor([0, 1]), 2)
+    rows = TokenRowMap(torch.tensor([0, 1]), 2)
     behavior = torch.tensor([float("nan"), -1.0])
     found = correct_off_policy(
         torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**chosen)

@@ -6,7 +6,7 @@ import msgspec
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.rundir.jsonl import FlatRow, read_lines
-from areal_hpc.wire.replicas import UpdatePause
+from areal_hpc.wire.replicas import UpdatePauseStats
 
 
 def write_losses(path: Path) -> MetricsWriter:
@@ -71,21 +71,21 @@ def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     log = MetricsWriter(path, None, 0)
     log.write(1, {"loss": 1.0})
-    log.hold()
+    log.hold_back_lines()
     log.write(2, {"loss": 2.0})
     log.write(3, {"loss": 3.0})
     assert [line["step"] for line in read_lines(path)] == [1]
-    log.release()
+    log.write_held_lines()
     log.write(4, {"loss": 4.0})
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
 
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
     pauses = [
-        UpdatePause("1.9", 9.0, 8.0, 7, 6),
-        UpdatePause("1.10", 0.5, 0.1, 3, 100),
-        UpdatePause("1.10", 0.7, 0.3, 2, 20),
-        UpdatePause("", 5.0, 5.0, 5, 5),
+        UpdatePauseStats("1.9", 9.0, 8.0, 7, 6),
+        UpdatePauseStats("1.10", 0.5, 0.1, 3, 100),
+        UpdatePauseStats("1.10", 0.7, 0.3, 2, 20),
+        UpdatePauseStats("", 5.0, 5.0, 5, 5),
     ]
     assert summarize_update_pauses(pauses) == {
         "weights/generation_pause_version": "1.10",

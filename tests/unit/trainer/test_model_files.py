@@ -16,7 +16,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_files import HfSpec, split_into_files, write_model
 from areal_hpc.trainer.model.hf_weights import HfModelReader
 
@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: 
     assert (target / "model.safetensors.index.json").exists() is (len(files) > 1)
     checkpoint = HfModelReader(target)
     for name, shape, _ in SPECS:
-        assert torch.equal(checkpoint.read(HfTensor(name, shape)), TENSORS[name])
+        assert torch.equal(checkpoint.read_tensor(HfTensorSpec(name, shape)), TENSORS[name])
 
 
 def test_leftovers_of_killed_writers_alone_are_removed(source: Path, tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_tensor_that_is_not_as_announced_is_refused(source: Path, tmp_path: Pa
 def test_part_of_a_tensor_is_read_and_its_shape_is_checked(source: Path, tmp_path: Path) -> None:
     write_model(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
     checkpoint = HfModelReader(tmp_path / "model")
-    rows = checkpoint.read(HfTensor("a", (3, 4)), (slice(1, 3),))
-    columns = checkpoint.read(HfTensor("c", (5, 6)), (slice(None), slice(3, 6)))
+    rows = checkpoint.read_tensor(HfTensorSpec("a", (3, 4)), (slice(1, 3),))
+    columns = checkpoint.read_tensor(HfTensorSpec("c", (5, 6)), (slice(None), slice(3, 6)))
     assert torch.equal(rows, TENSORS["a"][1:3])
     assert torch.equal(columns, TENSORS["c"][:, 3:6])
     with pytest.raises(RecipeError, match=r"has shape \(3, 4\), config.json says \(4, 4\)"):
-        checkpoint.read(HfTensor("a", (4, 4)), (slice(0, 2),))
+        checkpoint.read_tensor(HfTensorSpec("a", (4, 4)), (slice(0, 2),))
     with pytest.raises(RecipeError, match="no tensor d"):
-        checkpoint.read(HfTensor("d", (1,)))
+        checkpoint.read_tensor(HfTensorSpec("d", (1,)))

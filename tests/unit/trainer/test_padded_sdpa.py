@@ -10,7 +10,7 @@ from areal_hpc.trainer.model.cpu.padded_sdpa import (
     gather_from_slots,
     group_by_length,
     plan_padded_sdpa,
-    spread,
+    scatter_to_slots,
 )
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_sequences_of_one_rectangle_are_of_similar_length(lengths: np.ndarray) -
 def test_tokens_come_back_from_the_rectangles_unchanged(lengths: np.ndarray) -> None:
     slots = plan_padded_sdpa(lengths, cp=1, cp_rank=0, device=CPU).queries
     tokens = torch.randn(lengths.sum(), 3, dtype=torch.float64, requires_grad=True)
-    back = gather_from_slots(spread(tokens, slots), slots)
+    back = gather_from_slots(scatter_to_slots(tokens, slots), slots)
     assert torch.equal(back, tokens)
     back.mul(torch.arange(len(tokens))[:, None]).sum().backward()
     assert tokens.grad is not None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import TokenRows
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 
 CONFIG = ObjectiveConfig(
@@ -13,9 +13,9 @@ CONFIG = ObjectiveConfig(
 )
 
 
-def rows(tokens: int) -> TokenRows:
+def rows(tokens: int) -> TokenRowMap:
     """All tokens in one row."""
-    return TokenRows(torch.zeros(tokens, dtype=torch.long), 1)
+    return TokenRowMap(torch.zeros(tokens, dtype=torch.long), 1)
 
 
 def gradient(

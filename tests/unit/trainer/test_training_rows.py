@@ -9,11 +9,11 @@ from areal_hpc.trainer.batch.training_rows import (
     AGE,
     CURRENT,
     build_rows,
-    find_equal_versions,
-    leave_out_unsound,
+    drop_unsound_tickets,
+    list_version_aliases,
     summarize_batch,
 )
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
@@ -72,11 +72,11 @@ def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
     renamed = [WeightVersion(1, 4), WeightVersion(2, 4)]
-    assert find_equal_versions(WeightVersion(2, 4), forks) == renamed
+    assert list_version_aliases(WeightVersion(2, 4), forks) == renamed
     # 1.5 was trained after the checkpoint and lost: 2.5 are other weights of the same step.
-    assert find_equal_versions(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
+    assert list_version_aliases(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
     renamed = [WeightVersion(2, 9), WeightVersion(3, 9)]
-    assert find_equal_versions(WeightVersion(3, 9), forks) == renamed
+    assert list_version_aliases(WeightVersion(3, 9), forks) == renamed
 
 
 def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[Trajectory]], BatchManifest]:
@@ -86,14 +86,14 @@ def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[Trajectory]],
         places = [*range(first, first + len(own))]
         rows.append([row(place, [(None, 1), (9, 2)], reward=0.0) for place in places])
         ref = TicketRef(10 + number, 1)
-        tickets.append(SettledTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
+        tickets.append(SealedTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
         first += len(own)
     return rows, BatchManifest(5, 1, tickets)
 
 
 def test_a_sound_batch_keeps_its_rows_and_gets_the_rewards_of_the_manifest() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
-    sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
+    sound, left_out = drop_unsound_tickets(batch, manifest, vocab_size=3)
     assert [(one.episode, one.reward) for one in sound] == [(0, 1.0), (1, 0.0), (2, 0.5)]
     assert left_out == []
 
@@ -101,7 +101,7 @@ def test_a_sound_batch_keeps_its_rows_and_gets_the_rewards_of_the_manifest() -> 
 def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * MAX_REWARD], [0.0, 1.0]])
     batch[0][1].logprobs_T[2] = np.nan
-    sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
+    sound, left_out = drop_unsound_tickets(batch, manifest, vocab_size=3)
     assert [(one.episode, one.reward) for one in sound] == [(4, 0.0), (5, 1.0)]
     assert [(one.step, one.tickets) for one in left_out] == [(5, [10]), (5, [11])]
     assert left_out[0].reason.startswith("cell-0-000000.h5 row 1: expected finite log-prob")
@@ -110,14 +110,14 @@ def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -
 
 def test_a_token_beyond_the_models_vocabulary_is_unsound() -> None:
     batch, manifest = one_ticket_each([[1.0]])  # its tokens are 0, 1 and 2
-    (left_out,) = leave_out_unsound(batch, manifest, vocab_size=2)[1]
+    (left_out,) = drop_unsound_tickets(batch, manifest, vocab_size=2)[1]
     assert "expected token ids from 0 to 1, got 2" in left_out.reason
 
 
 def test_a_row_without_tokens_is_unsound() -> None:
     batch, manifest = one_ticket_each([[1.0], [0.5]])
     batch[0] = [row(0, [])]
-    sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
+    sound, (left_out,) = drop_unsound_tickets(batch, manifest, vocab_size=3)
     assert [one.episode for one in sound] == [1]
     assert left_out.reason.endswith("row 0: expected at least one token, got none")
 
@@ -125,7 +125,7 @@ def test_a_row_without_tokens_is_unsound() -> None:
 def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
     manifest.tickets[0].rewards.pop()
-    sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
+    sound, (left_out,) = drop_unsound_tickets(batch, manifest, vocab_size=3)
     assert [(one.episode, one.reward) for one in sound] == [(2, 0.5)]
     assert left_out.reason == "expected 2 rewards in the manifest, got 1"
 

@@ -5,7 +5,7 @@ import pytest
 
 from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.trainer.untrained import check_grad_norms, describe_norms, is_step_taken
+from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms, is_step_taken
 
 
 def judge(
@@ -62,11 +62,11 @@ def test_a_run_that_is_to_stop_names_the_way_past() -> None:
 
 def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
     assert [*map(is_step_taken, (1.0, 0.0, math.inf, math.nan))] == [True, False, False, False]
-    assert describe_norms([0.5, 2.0]) == {
+    assert build_norm_metrics([0.5, 2.0]) == {
         "grad_norm": 2.0, "step/skipped": 0, "step/nonfinite": 0,
     }  # fmt: skip
-    assert describe_norms([]) == {"grad_norm": 0.0, "step/skipped": 1, "step/nonfinite": 0}
+    assert build_norm_metrics([]) == {"grad_norm": 0.0, "step/skipped": 1, "step/nonfinite": 0}
     for odd in (math.nan, math.inf):
-        found = describe_norms([1.0, 0.0, odd, 2.0])
+        found = build_norm_metrics([1.0, 0.0, odd, 2.0])
         assert (found["step/skipped"], found["step/nonfinite"]) == (2, 1)
         assert not math.isfinite(found["grad_norm"])

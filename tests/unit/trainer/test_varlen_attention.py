@@ -64,7 +64,7 @@ def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
         )
     ]
     query, key, value = parts
-    attended = plan.fused(query, key, value, SCALE)
+    attended = plan.attend_fused(query, key, value, SCALE)
     assert attended.shape == parts[0].shape
     gradients = torch.autograd.grad(attended.sum(), parts)
     assert [gradient.shape for gradient in gradients] == [part.shape for part in parts]

@@ -13,7 +13,7 @@ from areal_hpc.trainer.model.families.architecture import (
 )
 from areal_hpc.trainer.model.families.weight_map import (
     build_weight_map,
-    count_tp_ranks,
+    count_tp_shards,
     get_hf_slices,
     get_shard_shape,
     to_hf,
@@ -41,7 +41,7 @@ def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int
     for parameter in build_weight_map(arch):
         tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
         shards = []
-        for rank in range(count_tp_ranks(parameter, tp)):
+        for rank in range(count_tp_shards(parameter, tp)):
             slices = get_hf_slices(parameter, arch, tp, rank)
             parts = [tensor[part] for tensor, part in zip(tensors, slices, strict=True)]
             shards.append(to_megatron(parameter, parts, arch, tp))
@@ -53,7 +53,7 @@ def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int
 @every_family
 def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
     for parameter in build_weight_map(arch):
-        ranks = count_tp_ranks(parameter, 4)
+        ranks = count_tp_shards(parameter, 4)
         read = [torch.zeros(tensor.shape) for tensor in parameter.hf]
         for rank in range(ranks):
             for tensor, part in zip(read, get_hf_slices(parameter, arch, 4, rank), strict=True):
@@ -123,8 +123,8 @@ def test_rotary_settings_are_read_from_old_and_new_configs() -> None:
     old = parse_architecture({**CONFIG, "rope_scaling": scaling}, "config.json")
     new = parse_architecture({**CONFIG, "rope_parameters": parameters}, "config.json")
     assert old == new
-    assert old.rope_frequencies()[0] == pytest.approx(1.0)
-    assert old.rope_frequencies()[-1] == pytest.approx(5e5 ** -(14 / 16) / 8.0)
+    assert old.compute_rope_frequencies()[0] == pytest.approx(1.0)
+    assert old.compute_rope_frequencies()[-1] == pytest.approx(5e5 ** -(14 / 16) / 8.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 
 SHARD_BYTES = 64
 BATCH = 2
@@ -33,7 +33,7 @@ class RunDirectory:
             self.hand_out(step, tickets)
         self.write_checkpoint(3, generation=1)
 
-    def seal(self, *ticket_ids: int, attempt: int = 1) -> list[SettledTicket]:
+    def seal(self, *ticket_ids: int, attempt: int = 1) -> list[SealedTicket]:
         """A shard with these tickets, as a proxy leaves it."""
         name = f"cell-0-{self._shards:06d}.h5"
         self._shards += 1
@@ -52,13 +52,11 @@ class RunDirectory:
         rows = N_SAMPLES * len(ticket_ids)
         append_to_index(self.paths.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
         return [
-            SettledTicket(
-                TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards, NO_VERSION
-            )
+            SealedTicket(TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards, NO_VERSION)
             for one in placed
         ]
 
-    def hand_out(self, step: int, tickets: list[SettledTicket]) -> None:
+    def hand_out(self, step: int, tickets: list[SealedTicket]) -> None:
         """The manifest of a step; what was there before is replaced, which no ledger does."""
         self.paths.manifest(step).unlink(missing_ok=True)
         write_manifest(self.paths, BatchManifest(step, 1, tickets))

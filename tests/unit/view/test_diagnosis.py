@@ -10,7 +10,7 @@ from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import (
     CASCADE_WINDOW_S,
-    RECOVERED_WINDOW_S,
+    RUNNING_CASCADE_WINDOW_S,
     FailureEvent,
     diagnose,
     find_last_failure,
@@ -160,7 +160,7 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
     old, new, newest = (FailureEvent(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
     assert find_last_failure([old, new, newest], CASCADE_WINDOW_S) == (new, newest)
-    assert find_last_failure([old, new, newest], RECOVERED_WINDOW_S) == (newest,)
+    assert find_last_failure([old, new, newest], RUNNING_CASCADE_WINDOW_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:

@@ -224,7 +224,7 @@ def test_what_became_of_every_ticket_is_told(run: RunDirectory, case: str) -> No
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    verdict = audit_run(RunPaths(tmp_path / "new")).verdict
+    verdict = audit_run(RunPaths(tmp_path / "new")).summary_line
     assert verdict == "trained_once=0 duplicates=0 lost=0 open=0"
 
 

@@ -22,7 +22,7 @@ def only_bucket() -> BucketPlan:
 
 def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
     bucket = only_bucket()
-    packed = PackingBuffers(CPU).open(bucket)
+    packed = PackingBuffers(CPU).open_bucket(bucket)
     for name in reversed(TENSORS):  # in any order of arrival
         assert not packed.is_full
         packed.place(name, TENSORS[name])
@@ -36,7 +36,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
 
 def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
     bucket, buffers = only_bucket(), PackingBuffers(CPU)
-    held = [buffers.open(bucket).messages[0].fill_(number) for number in (1, 2, 3)]
+    held = [buffers.open_bucket(bucket).messages[0].fill_(number) for number in (1, 2, 3)]
     assert held[0].data_ptr() == held[2].data_ptr(), "two buffers, used in turn"
     assert held[1].unique().tolist() == [2]
 
@@ -70,6 +70,6 @@ def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
     ],
 )
 def test_a_false_parameter_is_refused(name: str, tensor: torch.Tensor, message: str) -> None:
-    packed = PackingBuffers(CPU).open(only_bucket())
+    packed = PackingBuffers(CPU).open_bucket(only_bucket())
     with pytest.raises(WeightSyncError, match=message):
         packed.place(name, tensor)

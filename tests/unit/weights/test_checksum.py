@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.checksum import compare_checksums, compute_rank_digests, hash_gpu_tensor
+from areal_hpc.weights.checksum import compare_checksums, compute_rank_digests, hash_like_sglang
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"
@@ -75,4 +75,4 @@ def test_the_gpu_hash_equals_sglangs_own_kernel(size: int, expected: int) -> Non
 
     At 7 and 65542 bytes, that is; at the others from its definition, computed word by word.
     """
-    assert hash_gpu_tensor((torch.arange(size, dtype=torch.int32) * 31 % 251).byte()) == expected
+    assert hash_like_sglang((torch.arange(size, dtype=torch.int32) * 31 % 251).byte()) == expected

@@ -29,10 +29,10 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
     buckets = plan_buckets(specs_of(WEIGHTS), 256)
     buffers = PackingBuffers(torch.device("cpu"))
     for bucket in buckets:
-        packed = buffers.open(bucket)
+        packed = buffers.open_bucket(bucket)
         for slot in bucket.slots:
             packed.place(slot.spec.name, WEIGHTS[slot.spec.name])
-        folder.write(packed)
+        folder.write_bucket(packed)
     assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
     folder.put_in_place()
     files = [load_file(path) for path in (tmp_path / folder.name).glob("*.safetensors")]

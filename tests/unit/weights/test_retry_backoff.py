@@ -1,7 +1,7 @@
 import dataclasses
 
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.publisher import MAX_URGENT_PAUSE_S, MIN_PAUSE_S, UpdateBackoff
+from areal_hpc.weights.publisher import MAX_URGENT_RETRY_PAUSE_S, MIN_RETRY_PAUSE_S, UpdateBackoff
 
 GOOD = ReplicaKey("cell-0", 0, 1, 1, "http://relay", 0.0)
 BAD = dataclasses.replace(GOOD, index=1)
@@ -20,7 +20,7 @@ def failed(times: int, *, cost_s: float) -> tuple[UpdateBackoff, float]:
 def test_a_first_failure_is_tried_again_at_once() -> None:
     backoff, now = failed(1, cost_s=300)
     assert backoff.get_retryable([GOOD, BAD], now) == [GOOD]
-    assert backoff.get_retryable([GOOD, BAD], now + MIN_PAUSE_S) == [GOOD, BAD]
+    assert backoff.get_retryable([GOOD, BAD], now + MIN_RETRY_PAUSE_S) == [GOOD, BAD]
 
 
 def test_later_tries_take_a_shrinking_share_of_the_time() -> None:
@@ -32,7 +32,7 @@ def test_later_tries_take_a_shrinking_share_of_the_time() -> None:
 
 def test_a_restarted_replica_does_not_wait_for_what_its_predecessor_cost() -> None:
     backoff, now = failed(3, cost_s=300)
-    assert backoff.get_retryable([BAD, RESTARTED], now + 4 * MIN_PAUSE_S) == [RESTARTED]
+    assert backoff.get_retryable([BAD, RESTARTED], now + 4 * MIN_RETRY_PAUSE_S) == [RESTARTED]
 
 
 def test_a_success_forgives_all() -> None:
@@ -43,6 +43,6 @@ def test_a_success_forgives_all() -> None:
 
 def test_nobody_waits_long_while_no_replica_has_the_weights() -> None:
     backoff, now = failed(9, cost_s=300)
-    later = now + MAX_URGENT_PAUSE_S
+    later = now + MAX_URGENT_RETRY_PAUSE_S
     assert backoff.get_retryable([BAD], later) == []
     assert backoff.get_retryable([BAD], later, is_urgent=True) == [BAD]

@@ -8,10 +8,10 @@ import msgspec
 
 from areal_hpc.errors import PromptTooLongError, RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
-from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_call
+from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_model_call
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockReader,
+    BlockSplitter,
     ContentBlock,
     split_into_blocks,
 )
@@ -40,7 +40,7 @@ class _MessagesExchange(Exchange):
     """A Message that is asked for."""
 
     def __init__(self, request: MessagesRequest, session: Session, model: ServedModel) -> None:
-        call = build_call(request, session.request.sampling, model)
+        call = build_model_call(request, session.request.sampling, model)
         super().__init__(call, model, "msg_", request.stream)
         self._frame: dict[str, Any] = {
             "id": self.answer_id,
@@ -54,21 +54,23 @@ class _MessagesExchange(Exchange):
 
     def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
-        blocks = split_into_blocks(_parse_call_arguments(answer.said))
+        blocks = split_into_blocks(_move_invalid_calls_to_text(answer.said))
         content = [_format_block(block) for block in blocks]
         ending = {**_describe_stop(answer, blocks), "usage": _count_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
-        reader = BlockReader()
+        reader = BlockSplitter()
         usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
         async for happened in live:
             if isinstance(happened, ReplyChunk):
-                yield beginning + _format_changes(reader.feed(_parse_call_arguments(happened.said)))
+                yield beginning + _format_block_changes(
+                    reader.feed(_move_invalid_calls_to_text(happened.said))
+                )
             else:
-                rest = _format_changes(reader.finish())
+                rest = _format_block_changes(reader.finish())
                 ending = {
                     "delta": _describe_stop(happened, reader.blocks),
                     "usage": _count_usage(happened),
@@ -81,7 +83,7 @@ class _MessagesExchange(Exchange):
         return format_named_event(_build_error_fields(refusal))
 
 
-def _parse_call_arguments(said: ReplyDelta) -> ReplyDelta:
+def _move_invalid_calls_to_text(said: ReplyDelta) -> ReplyDelta:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
     calls: list[ToolCallDelta] = []
     text = said.text
@@ -112,7 +114,7 @@ def _sign_reasoning(block: ContentBlock) -> str:
     return hashlib.blake2b(block.text.encode(), digest_size=16).hexdigest()
 
 
-def _format_changes(changes: Iterable[BlockChange]) -> bytes:
+def _format_block_changes(changes: Iterable[BlockChange]) -> bytes:
     parts = []
     for kind, block, text in changes:
         place = {"index": block.index}
@@ -183,4 +185,4 @@ def _format_error(refusal: RequestError) -> bytes:
     return msgspec.json.encode(_build_error_fields(refusal))
 
 
-MESSAGES = Dialect(MessagesRequest, _MessagesExchange, _format_error)
+MESSAGES_DIALECT = Dialect(MessagesRequest, _MessagesExchange, _format_error)

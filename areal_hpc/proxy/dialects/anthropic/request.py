@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_hints
+from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
@@ -15,7 +15,7 @@ from areal_hpc.proxy.dialects.validation import (
     ToolName,
     TopK,
     build_function_tool,
-    decode,
+    decode_json,
     encode_json_schema,
     first_given,
     parse_tool_choice,
@@ -53,7 +53,7 @@ class _InputMessage(Struct):
     content: str | list[_Text | _ToolUse | _ToolResult | _Thinking]
 
 
-class _Choice(Struct, forbid_unknown_fields=True):
+class _InputToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -101,7 +101,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: TopK | None = None
     stream: bool | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: _Choice | None = None
+    tool_choice: _InputToolChoice | None = None
     thinking: dict[str, Any] | None = None
     """A `_ThinkingConfig`, or anything when the model does not reason."""
     output_config: _OutputConfig | None = None
@@ -113,7 +113,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Hint = None
 
 
-def build_call(
+def build_model_call(
     request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
     """What a request asks of the model; the defaults apply where it is silent.
@@ -124,9 +124,9 @@ def build_call(
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"
         raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
-    ignored = [*list_hints(request)]
+    ignored = [*list_ignored_params(request)]
     tools = _parse_tools(request.tools or [], ignored)
-    choice = _parse_choice(request.tool_choice, tools, model)
+    choice = _parse_tool_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
     return ModelCall(
         messages=[*_build_system_message(request.system), *_build_conversation(request.messages)],
@@ -243,16 +243,18 @@ def _misplaced_block_error(message: _InputMessage, i: int, j: int) -> RequestErr
 
 
 def _parse_tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
-    tools: list[_InputTool] = [decode(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)]
-    ignored += sorted({hint for tool in tools for hint in list_hints(tool, "tools[].")})
+    tools: list[_InputTool] = [
+        decode_json(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)
+    ]
+    ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
         build_function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in tools
     ]
 
 
-def _parse_choice(
-    asked: _Choice | None, tools: Sequence[dict[str, Any]], model: ServedModel
+def _parse_tool_choice(
+    asked: _InputToolChoice | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
     if asked is None:
         return parse_tool_choice(model, tools, None, None, parallel=True)
@@ -275,7 +277,7 @@ def _build_thinking_variables(
     if model.reasoning_parser is None:
         ignored.append("thinking")
         return None
-    config: _ThinkingConfig = decode(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
-    ignored += list_hints(config, "thinking.")
+    config: _ThinkingConfig = decode_json(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
+    ignored += list_ignored_params(config, "thinking.")
     thinks = config.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}

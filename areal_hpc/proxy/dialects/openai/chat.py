@@ -9,10 +9,10 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import Hint, list_hints
+from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
-    CompletionSampling,
+    SharedCompletionParams,
     build_sampling_params,
     check_consistency,
 )
@@ -20,7 +20,7 @@ from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     ToolName,
     build_effort_variables,
-    decode,
+    decode_json,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
@@ -80,7 +80,7 @@ class _ChatTool(Struct):
     type: Literal["function"] = "function"
 
 
-class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/chat/completions, as far as this proxy can honor it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -104,7 +104,9 @@ class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _build_call(request: ChatRequest, defaults: SamplingDefaults, model: ServedModel) -> ModelCall:
+def _build_model_call(
+    request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
+) -> ModelCall:
     check_consistency(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -123,7 +125,7 @@ def _build_call(request: ChatRequest, defaults: SamplingDefaults, model: ServedM
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
     limit = request.max_completion_tokens or request.max_tokens or 0
-    ignored = [*list_hints(request)]
+    ignored = [*list_ignored_params(request)]
     effort = build_effort_variables(request.reasoning_effort, model, "reasoning_effort", ignored)
     return ModelCall(
         messages=messages,
@@ -161,7 +163,7 @@ def validate_tools(raw: Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
         RequestError: 400, naming what is wrong.
     """
     for i, one in enumerate(raw or ()):
-        decode(one, _ChatTool, f"tools[{i}]")
+        decode_json(one, _ChatTool, f"tools[{i}]")
     return [msgspec.json.decode(one) for one in raw or ()]
 
 
@@ -169,10 +171,10 @@ class _ChatExchange(ChoiceExchange):
     """A ChatCompletion that is asked for."""
 
     def __init__(self, request: ChatRequest, session: Session, model: ServedModel) -> None:
-        call = _build_call(request, session.request.sampling, model)
+        call = _build_model_call(request, session.request.sampling, model)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(request, call, model, "chatcmpl-", kind)
-        if request.counts_usage:
+        if request.wants_stream_usage:
             self.frame["usage"] = None
         self._with_logprobs = bool(request.logprobs)
         self._begun: set[int] = set()
@@ -233,4 +235,4 @@ class _ChatExchange(ChoiceExchange):
         return {"content": format_logprobs(said, self.model.encoder), "refusal": None}
 
 
-CHAT = Dialect(ChatRequest, _ChatExchange, format_error)
+CHAT_DIALECT = Dialect(ChatRequest, _ChatExchange, format_error)

@@ -12,10 +12,10 @@ from msgspec import Meta
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import list_hints
+from areal_hpc.proxy.dialects.hints import list_ignored_params
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
-    CompletionSampling,
+    SharedCompletionParams,
     build_sampling_params,
     check_consistency,
 )
@@ -26,7 +26,7 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
-class CompletionRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/completions, as far as this proxy can honor it."""
 
     prompt: str | list[Any]
@@ -36,7 +36,7 @@ class CompletionRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=
     suffix: str | None = None
 
 
-def _build_call(
+def _build_model_call(
     request: CompletionRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
     check_consistency(request, model)
@@ -55,7 +55,7 @@ def _build_call(
         prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
-        ignored=[*list_hints(request)],
+        ignored=[*list_ignored_params(request)],
     )
 
 
@@ -77,7 +77,7 @@ class _CompletionExchange(ChoiceExchange):
     """A Completion that is asked for."""
 
     def __init__(self, request: CompletionRequest, session: Session, model: ServedModel) -> None:
-        call = _build_call(request, session.request.sampling, model)
+        call = _build_model_call(request, session.request.sampling, model)
         super().__init__(request, call, model, "cmpl-", "text_completion")
         self._with_logprobs = request.logprobs is not None
         self._token_chars: Counter[int] = Counter()
@@ -120,4 +120,4 @@ def _format_choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-COMPLETIONS = Dialect(CompletionRequest, _CompletionExchange, format_error)
+COMPLETIONS_DIALECT = Dialect(CompletionRequest, _CompletionExchange, format_error)

@@ -9,7 +9,7 @@ import msgspec
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
-from areal_hpc.proxy.dialects.openai.sampling import CompletionSampling
+from areal_hpc.proxy.dialects.openai.sampling import SharedCompletionParams
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprobs
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.session.chat_template import TokenEncoder
@@ -43,14 +43,14 @@ class ChoiceExchange(Exchange):
 
     def __init__(
         self,
-        request: CompletionSampling,
+        request: SharedCompletionParams,
         call: ModelCall,
         model: ServedModel,
         id_prefix: str,
         kind: str,
     ) -> None:
         super().__init__(call, model, id_prefix, request.stream)
-        self._counts_usage = request.counts_usage
+        self._counts_usage = request.wants_stream_usage
         self.frame: dict[str, Any] = {
             "id": self.answer_id,
             "object": kind,

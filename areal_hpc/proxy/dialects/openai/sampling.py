@@ -41,7 +41,7 @@ class _ResponseFormat(Struct):
     json_schema: _JsonSchema | None = None
 
 
-class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
+class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters that chat completions and legacy completions share."""
 
     model: str = ""
@@ -67,12 +67,12 @@ class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
     ebnf: str | None = None
 
     @property
-    def counts_usage(self) -> bool:
+    def wants_stream_usage(self) -> bool:
         """A stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def check_consistency(request: CompletionSampling, model: ServedModel) -> None:
+def check_consistency(request: SharedCompletionParams, model: ServedModel) -> None:
     """Refuse what cannot hold together, and tokens that the model does not have.
 
     Raises:
@@ -88,7 +88,7 @@ def check_consistency(request: CompletionSampling, model: ServedModel) -> None:
 
 
 def build_sampling_params(
-    request: CompletionSampling,
+    request: SharedCompletionParams,
     defaults: SamplingDefaults,
     choice: ToolChoice,
     max_new_tokens: int,

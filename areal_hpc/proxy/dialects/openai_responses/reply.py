@@ -9,7 +9,7 @@ from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockReader,
+    BlockSplitter,
     ContentBlock,
     split_into_blocks,
 )
@@ -20,10 +20,10 @@ from areal_hpc.proxy.dialects.openai.format import (
     format_logprobs,
 )
 from areal_hpc.proxy.dialects.openai_responses.request import (
-    PLAIN_PREFIX,
-    WITH_INSTRUCTIONS_PREFIX,
+    ID_PREFIX_WITH_INSTRUCTIONS,
+    ID_PREFIX_WITHOUT_INSTRUCTIONS,
     ResponsesRequest,
-    build_call,
+    build_model_call,
 )
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
@@ -41,12 +41,14 @@ class _ResponsesExchange(Exchange):
     """A Response that is asked for."""
 
     def __init__(self, request: ResponsesRequest, session: Session, model: ServedModel) -> None:
-        call, self._tool_origins = build_call(request, session, model)
-        prefix = WITH_INSTRUCTIONS_PREFIX if request.instructions else PLAIN_PREFIX
+        call, self._tool_origins = build_model_call(request, session, model)
+        prefix = (
+            ID_PREFIX_WITH_INSTRUCTIONS if request.instructions else ID_PREFIX_WITHOUT_INSTRUCTIONS
+        )
         super().__init__(call, model, prefix, request.stream)
         self._request = request
         self._session = session
-        self._reader = BlockReader()
+        self._reader = BlockSplitter()
         self._sent = 0
         """Events of the stream."""
         self._tokens: list[dict[str, Any]] = []
@@ -57,7 +59,7 @@ class _ResponsesExchange(Exchange):
 
     def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
-        return self._encode_response(answer, split_into_blocks(answer.said))
+        return self._store_response(answer, split_into_blocks(answer.said))
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
@@ -70,12 +72,12 @@ class _ResponsesExchange(Exchange):
             if isinstance(happened, ReplyChunk):
                 self._tokens += self._format_logprobs(happened.piece)
                 yield beginning + b"".join(
-                    map(self._format_change, self._reader.feed(happened.said))
+                    map(self._format_block_change, self._reader.feed(happened.said))
                 )
             else:
                 self._end_status = _get_status(happened)
-                rest = b"".join(map(self._format_change, self._reader.finish()))
-                response = msgspec.Raw(self._encode_response(happened, self._reader.blocks))
+                rest = b"".join(map(self._format_block_change, self._reader.finish()))
+                response = msgspec.Raw(self._store_response(happened, self._reader.blocks))
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
@@ -118,7 +120,7 @@ class _ResponsesExchange(Exchange):
             "metadata": request.metadata or {},
         }
 
-    def _encode_response(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
+    def _store_response(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
         cut = status == "incomplete"
@@ -156,7 +158,7 @@ class _ResponsesExchange(Exchange):
         return {"type": "message", **fields, "role": "assistant", "content": content}
 
     def _item_id(self, block: ContentBlock) -> str:
-        number = self.answer_id[len(PLAIN_PREFIX) :]
+        number = self.answer_id[len(ID_PREFIX_WITHOUT_INSTRUCTIONS) :]
         return f"{_ID_PREFIX_BY_KIND[block.kind]}_{number}{block.index:02x}"
 
     def _count_usage(self, answer: RecordedReply) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class _ResponsesExchange(Exchange):
         self._sent += 1
         return event
 
-    def _format_change(self, change: BlockChange) -> bytes:
+    def _format_block_change(self, change: BlockChange) -> bytes:
         kind, block, text = change
         if kind == "begin":
             return self._format_block_start(block)
@@ -258,4 +260,4 @@ def delete_response(session: Session, response_id: str) -> bytes:
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
-RESPONSES = Dialect(ResponsesRequest, _ResponsesExchange, format_error)
+RESPONSES_DIALECT = Dialect(ResponsesRequest, _ResponsesExchange, format_error)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_hints
+from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
@@ -25,7 +25,7 @@ from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_effort_variables,
     build_function_tool,
-    decode,
+    decode_json,
     encode_json_schema,
     first_given,
     parse_tool_choice,
@@ -37,10 +37,10 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.completion_prompts import RAW_CONTEXT
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
-WITH_INSTRUCTIONS_PREFIX = "resp_i"
+ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
 such a reply brings its own. Other ids begin with `PLAIN`."""
-PLAIN_PREFIX = "resp_n"
+ID_PREFIX_WITHOUT_INSTRUCTIONS = "resp_n"
 ToolOrigins = dict[str, tuple[str, str]]
 """Namespace and name of the tools that have a namespace, by the name the model knows."""
 _HOSTED_TOOL_PATTERN = re.compile(
@@ -62,13 +62,13 @@ class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
     defer_loading: Hint = None
 
 
-class _Namespace(Struct, tag="namespace", forbid_unknown_fields=True):
+class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
     name: str
     tools: list[_ToolFunction]
     description: str | None = None
 
 
-class _ResponsesToolChoice(Struct, forbid_unknown_fields=True):
+class _NamedToolChoice(Struct, forbid_unknown_fields=True):
     name: str
     type: Literal["function"]
 
@@ -103,7 +103,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _ResponsesToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: PositiveParam | None = None
     temperature: Temperature | None = None
@@ -133,7 +133,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return LOGPROBS_INCLUDE in (self.include or ())
 
 
-def build_call(
+def build_model_call(
     request: ResponsesRequest, session: Session, model: ServedModel
 ) -> tuple[ModelCall, ToolOrigins]:
     """What a request asks of the model, and where the tools come from that have a namespace.
@@ -142,14 +142,14 @@ def build_call(
         RequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     _refuse_contradictions(request)
-    ignored = [*list_hints(request)]
+    ignored = [*list_ignored_params(request)]
     tools, origins = _parse_tools(request.tools or [], ignored)
     asked_choice = request.tool_choice
     mode = asked_choice if isinstance(asked_choice, str) else None
-    name = asked_choice.name if isinstance(asked_choice, _ResponsesToolChoice) else None
+    name = asked_choice.name if isinstance(asked_choice, _NamedToolChoice) else None
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
-    messages = [*_read_previous(request, session)]
+    messages = [*_list_previous_messages(request, session)]
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
@@ -202,7 +202,7 @@ def _refuse_contradictions(request: ResponsesRequest) -> None:
         raise RequestError(400, "the schema is missing", key="text.format.schema")
 
 
-def _read_previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
+def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iterable[Message]:
     """The conversation up to the previous response, without its instructions."""
     previous_id, tree = request.previous_response_id, session.tree
     if previous_id is None:
@@ -210,12 +210,12 @@ def _read_previous(request: ResponsesRequest, session: Session) -> Iterable[Mess
     if previous_id not in tree:
         problem = f"this session has no response {previous_id!r}"
         raise RequestError(400, problem, key="previous_response_id")
-    path = tree.path(tree[previous_id])
+    path = tree.get_path_to(tree[previous_id])
     if any(one.context == RAW_CONTEXT for one in path):
         problem = f"{previous_id!r} continues a plain prompt, not a conversation"
         raise RequestError(400, problem, key="previous_response_id")
     messages = [message for one in path for message in (*one.new_messages, one.reply)]
-    return messages[1:] if previous_id.startswith(WITH_INSTRUCTIONS_PREFIX) else messages
+    return messages[1:] if previous_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS) else messages
 
 
 def _parse_tools(
@@ -231,18 +231,20 @@ def _parse_tools(
     schemas: list[dict[str, Any]] = []
     origins: ToolOrigins = {}
     hints: set[str] = set()
-    kinds = [decode(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
+    kinds = [decode_json(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
     hosted = [_HOSTED_TOOL_PATTERN.fullmatch(kind) for kind in kinds]
     for i, one in enumerate(raw):
         named = hosted[i]
         if named is not None and not all(hosted):
             hints.add(f"tools[{named[1]}]")
             continue
-        tool: _ToolFunction | _Namespace = decode(one, _ToolFunction | _Namespace, f"tools[{i}]")
+        tool: _ToolFunction | _ToolNamespace = decode_json(
+            one, _ToolFunction | _ToolNamespace, f"tools[{i}]"
+        )
         for function in [tool] if isinstance(tool, _ToolFunction) else tool.tools:
-            hints.update(list_hints(function, "tools[]."))
+            hints.update(list_ignored_params(function, "tools[]."))
             name, description = function.name, function.description
-            if isinstance(tool, _Namespace):
+            if isinstance(tool, _ToolNamespace):
                 name = qualify_tool_name(tool.name, name)
                 origins[name] = (tool.name, function.name)
                 description = "\n".join(filter(None, (tool.description, description))) or None

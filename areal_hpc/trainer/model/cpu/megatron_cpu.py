@@ -54,10 +54,13 @@ def patch_megatron_for_cpu() -> None:
         (torch.cuda, "Stream", _CpuStream),
         (torch.cuda, "current_stream", torch.cpu.current_stream),
         (torch.cuda, "stream", torch.cpu.stream),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _patch_host_transfers),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_numpy_if_asked),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
-        (torch.Tensor, "type", _type_as_on_gpu(torch.Tensor.type)),
-        *((torch, name, _force_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
+        (torch.Tensor, "type", _wrap_type_as_cuda(torch.Tensor.type)),
+        *(
+            (torch, name, _wrap_factory_for_cpu(getattr(torch, name)))
+            for name in ("tensor", "zeros", "empty")
+        ),
     )
     for owner, name, value in stand_ins:
         setattr(owner, name, value)
@@ -74,12 +77,12 @@ class _CpuStream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-def _patch_host_transfers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _to_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron converts sizes only when they come from a GPU; its collectives want lists."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """Optimizers compare a parameter's type string with `torch.cuda.FloatTensor`."""
 
     @functools.wraps(original)
@@ -91,7 +94,7 @@ def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _force_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_factory_for_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """The tensor factory with `cuda` devices and pinned memory taken out of its arguments."""
 
     @functools.wraps(factory)

@@ -55,9 +55,9 @@ class PaddedSdpa:
         outputs = []
         for box, *parts in zip(
             self.boxes,
-            spread(query, self.queries).split(query_sizes),
-            spread(key, self.keys).split(key_sizes),
-            spread(value, self.keys).split(key_sizes),
+            scatter_to_slots(query, self.queries).split(query_sizes),
+            scatter_to_slots(key, self.keys).split(key_sizes),
+            scatter_to_slots(value, self.keys).split(key_sizes),
             strict=True,
         ):
             q, k, v = (
@@ -106,8 +106,8 @@ def plan_padded_sdpa(
         boxes.append(PaddedGroup(len(group), queries.shape[1], keys.shape[1], mask))
         query_tables.append(queries)
         key_tables.append(keys)
-    query_slots = _number_slots(query_tables, int(query_starts[-1]), device)
-    key_slots = _number_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
+    query_slots = _build_slots(query_tables, int(query_starts[-1]), device)
+    key_slots = _build_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
     return PaddedSdpa(boxes, query_slots, key_slots)
 
 
@@ -118,7 +118,7 @@ def _build_rectangle(rows: list[IntArray], filler: int = -1) -> IntArray:
     return table
 
 
-def _number_slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
+def _build_slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
     token_of_slot = np.concatenate([table.ravel() for table in tables])
     if np.array_equal(token_of_slot, np.arange(tokens)):
         return None
@@ -144,7 +144,7 @@ class _ScatterToSlots(torch.autograd.Function):
         return gradient.index_select(0, ctx.slots.slot_of_token), None
 
 
-def spread(tokens: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
+def scatter_to_slots(tokens: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """Tokens [t, ...] into the places of the rectangles."""
     if slots is None:
         return tokens
@@ -167,7 +167,7 @@ class _GatherFromSlots(torch.autograd.Function):
 
 
 def gather_from_slots(filled: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
-    """The inverse of `spread`: one row per token, padding left behind."""
+    """The inverse of `scatter_to_slots`: one row per token, padding left behind."""
     if slots is None:
         return filled
     return _GatherFromSlots.apply(filled, slots)  # type: ignore[no-any-return, no-untyped-call]

@@ -66,14 +66,14 @@ class Architecture:
         """Queries and keys are normalized per head."""
         return self.family in ("qwen3", "qwen3_moe")
 
-    def rope_frequencies(self) -> list[float]:
+    def compute_rope_frequencies(self) -> list[float]:
         """Angle per position of each of the `head_dim / 2` rotary pairs."""
         pairs = range(0, self.head_dim, 2)
         plain = [self.rope_theta ** -(pair / self.head_dim) for pair in pairs]
         scaling = self.rope_scaling
         if scaling is None:
             return plain
-        return [_stretch_wavelengths(frequency, scaling) for frequency in plain]
+        return [_scale_rope_frequency(frequency, scaling) for frequency in plain]
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -99,7 +99,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         RecipeError: The network is not supported, or not described.
     """
     try:
-        return _parse_checked(config, where)
+        return _check_and_parse(config, where)
     except KeyError as error:
         raise RecipeError(
             f"the configuration has no {error.args[0]}",
@@ -108,7 +108,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         ) from None
 
 
-def _parse_checked(config: Mapping[str, Any], where: str) -> Architecture:
+def _check_and_parse(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in SUPPORTED_MODEL_TYPES:
         raise RecipeError(
@@ -133,7 +133,7 @@ def _parse_checked(config: Mapping[str, Any], where: str) -> Architecture:
         norm_eps=float(config["rms_norm_eps"]),
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        rope_scaling=_parse_scaling(rope or config.get("rope_scaling") or {}, where),
+        rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}, where),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_parse_experts(config, where) if family == "qwen3_moe" else None,
     )
@@ -176,7 +176,7 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
             )
 
 
-def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | None:
+def _parse_rope_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
@@ -190,7 +190,7 @@ def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | N
     )
 
 
-def _stretch_wavelengths(frequency: float, scaling: Llama3RopeScaling) -> float:
+def _scale_rope_frequency(frequency: float, scaling: Llama3RopeScaling) -> float:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -1,6 +1,6 @@
 """Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
 
-The table is data: one `Parameter` per Megatron parameter, in export order. A new family adds
+The table is data: one `ParamMap` per Megatron parameter, in export order. A new family adds
 rows (`_list_layer`).
 """
 
@@ -26,7 +26,7 @@ class TpSplit(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HfTensor:
+class HfTensorSpec:
     """One tensor of a Hugging Face checkpoint."""
 
     name: str
@@ -34,12 +34,12 @@ class HfTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ParamMap:
     """One Megatron parameter. Layers and experts are counted over the whole network here."""
 
     megatron: str
     """Name below the expert or the layer, or the whole name when both are None."""
-    hf: tuple[HfTensor, ...]
+    hf: tuple[HfTensorSpec, ...]
     cut: TpSplit
     layer: int | None = None
     """Global index of the decoder layer."""
@@ -52,46 +52,46 @@ FINAL_NORM_NAME = "decoder.final_layernorm.weight"
 OUTPUT_NAME = "output_layer.weight"
 
 
-def build_weight_map(arch: Architecture) -> list[Parameter]:
+def build_weight_map(arch: Architecture) -> list[ParamMap]:
     """Every parameter of the network, first layer first. A tied head is not listed."""
     words = (arch.vocab, arch.hidden)
-    embed = HfTensor("model.embed_tokens.weight", words)
-    norm = HfTensor("model.norm.weight", (arch.hidden,))
-    table = [Parameter(EMBEDDING_NAME, (embed,), TpSplit.VOCAB)]
+    embed = HfTensorSpec("model.embed_tokens.weight", words)
+    norm = HfTensorSpec("model.norm.weight", (arch.hidden,))
+    table = [ParamMap(EMBEDDING_NAME, (embed,), TpSplit.VOCAB)]
     for layer in range(arch.layers):
         table += _list_layer(arch, layer)
-    table.append(Parameter(FINAL_NORM_NAME, (norm,), TpSplit.WHOLE))
+    table.append(ParamMap(FINAL_NORM_NAME, (norm,), TpSplit.WHOLE))
     if not arch.tied:
-        table.append(Parameter(OUTPUT_NAME, (HfTensor("lm_head.weight", words),), TpSplit.VOCAB))
+        table.append(ParamMap(OUTPUT_NAME, (HfTensorSpec("lm_head.weight", words),), TpSplit.VOCAB))
     return table
 
 
-def _list_layer(arch: Architecture, layer: int) -> Iterator[Parameter]:
+def _list_layer(arch: Architecture, layer: int) -> Iterator[ParamMap]:
     hidden, head_dim = arch.hidden, arch.head_dim
     widths = {"q": arch.heads * head_dim, "k": arch.kv_heads * head_dim}
     widths["v"] = widths["k"]
 
     def row(
         megatron: str, cut: TpSplit, shapes: Mapping[str, TensorShape], expert: int | None = None
-    ) -> Parameter:
+    ) -> ParamMap:
         tensors = (
-            HfTensor(f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items()
+            HfTensorSpec(f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items()
         )
-        return Parameter(megatron, tuple(tensors), cut, layer, expert)
+        return ParamMap(megatron, tuple(tensors), cut, layer, expert)
 
-    def mlp(megatron: str, hf: str, ffn: int, expert: int | None = None) -> Iterator[Parameter]:
+    def mlp(megatron: str, hf: str, ffn: int, expert: int | None = None) -> Iterator[ParamMap]:
         gate_up = {f"{hf}.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
         yield row(f"{megatron}linear_fc1.weight", TpSplit.GATE_UP, gate_up, expert)
         down = {f"{hf}.down_proj.weight": (hidden, ffn)}
         yield row(f"{megatron}linear_fc2.weight", TpSplit.COLUMNS, down, expert)
 
-    def qkv(kind: str, *trailing: int) -> Parameter:
+    def qkv(kind: str, *trailing: int) -> ParamMap:
         shapes = {
             f"self_attn.{part}_proj.{kind}": (width, *trailing) for part, width in widths.items()
         }
         return row(f"self_attention.linear_qkv.{kind}", TpSplit.QKV, shapes)
 
-    def norm(megatron: str, hf: str, width: int) -> Parameter:
+    def norm(megatron: str, hf: str, width: int) -> ParamMap:
         return row(f"{megatron}.weight", TpSplit.WHOLE, {f"{hf}.weight": (width,)})
 
     yield norm("input_layernorm", "input_layernorm", hidden)
@@ -118,15 +118,15 @@ def pad_vocab_size(arch: Architecture, tp: int) -> int:
     return -(-arch.vocab // tp) * tp
 
 
-def count_tp_ranks(parameter: Parameter, tp: int) -> int:
+def count_tp_shards(parameter: ParamMap, tp: int) -> int:
     """Tensor-parallel ranks that this parameter is cut over: all of them, or one."""
     return 1 if parameter.cut is TpSplit.WHOLE or parameter.expert is not None else tp
 
 
-def get_shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> TensorShape:
+def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorShape:
     """Shape of one rank's part of the Megatron parameter."""
     first, *trailing = parameter.hf[0].shape
-    ranks = count_tp_ranks(parameter, tp)
+    ranks = count_tp_shards(parameter, tp)
     match parameter.cut:
         case TpSplit.WHOLE:
             return parameter.hf[0].shape
@@ -139,10 +139,10 @@ def get_shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> Tensor
 
 
 def get_hf_slices(
-    parameter: Parameter, arch: Architecture, tp: int, rank: int
+    parameter: ParamMap, arch: Architecture, tp: int, rank: int
 ) -> list[tuple[slice, ...]]:
     """What rank `rank` needs of each Hugging Face tensor of the parameter."""
-    ranks = count_tp_ranks(parameter, tp)
+    ranks = count_tp_shards(parameter, tp)
     match parameter.cut:
         case TpSplit.WHOLE:
             return [()]
@@ -151,19 +151,19 @@ def get_hf_slices(
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
             return [(slice(first, last),)]
         case TpSplit.COLUMNS:
-            return [(slice(None), _take_share(parameter.hf[0].shape[1], ranks, rank))]
+            return [(slice(None), _get_rank_slice(parameter.hf[0].shape[1], ranks, rank))]
         case TpSplit.GATE_UP | TpSplit.QKV:
             # A rank holds whole key-value heads and the query heads that belong to them.
-            return [(_take_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
+            return [(_get_rank_slice(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
 
 
-def _take_share(size: int, ranks: int, rank: int) -> slice:
+def _get_rank_slice(size: int, ranks: int, rank: int) -> slice:
     part = size // ranks
     return slice(0, size) if ranks == 1 else slice(rank * part, (rank + 1) * part)
 
 
 def to_megatron(
-    parameter: Parameter, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
+    parameter: ParamMap, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
 ) -> torch.Tensor:
     """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
     first, trailing = parts[0], parts[0].shape[1:]
@@ -176,13 +176,13 @@ def to_megatron(
         case TpSplit.GATE_UP:
             return torch.cat(list(parts))
         case TpSplit.QKV:
-            kv_heads = arch.kv_heads // count_tp_ranks(parameter, tp)
+            kv_heads = arch.kv_heads // count_tp_shards(parameter, tp)
             by_head = [part.reshape(kv_heads, -1, *trailing) for part in parts]
             return torch.cat(by_head, 1).reshape(-1, *trailing)
 
 
 def to_hf(
-    parameter: Parameter, shards: Sequence[torch.Tensor], arch: Architecture
+    parameter: ParamMap, shards: Sequence[torch.Tensor], arch: Architecture
 ) -> list[torch.Tensor]:
     """Whole Hugging Face tensors from the parts of all ranks that the parameter is cut over."""
     match parameter.cut:

@@ -39,10 +39,10 @@ class VarlenAttention:
                 key.index_select(0, self.key_places),
                 value.index_select(0, self.key_places),
             )
-        run = self.fused if can_use_flash(query) else self.one_by_one
+        run = self.attend_fused if can_use_flash(query) else self.attend_per_segment
         return run(query, key, value, scale)
 
-    def fused(
+    def attend_fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """All segments in one call of PyTorch's own build of FlashAttention-2.
@@ -54,7 +54,7 @@ class VarlenAttention:
             max(self.query_lengths), max(self.key_lengths), scale,
         )  # fmt: skip
 
-    def one_by_one(
+    def attend_per_segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """One call per segment, for float32 (which FlashAttention lacks). Linear memory too."""
