@@ -70,7 +70,7 @@ class Publisher:
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
         self.pauses: list[UpdatePauseStats] = []
-        """What the last update of each replica cost, as known when `discover_outdated` was last asked."""
+        """What the last update of each replica cost, as `discover_outdated` last found it."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
