@@ -6,10 +6,10 @@ export OMP_NUM_THREADS := 1
 TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
-# Two at a time: most tests wait for Slurm, for a start or for a time to pass most of the time.
+# Three at a time: many tests wait for Slurm, for a start or for a time to pass.
 # A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
 # give the same test out again, and the suite may never end.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup frameworks harnesses slurm demo test check lint format unit contract integration \

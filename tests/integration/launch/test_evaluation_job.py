@@ -16,8 +16,8 @@ from tests.support.small_run import SmallRun, await_none_left, started_from
 
 pytestmark = pytest.mark.timeout(600)
 
-STEPS = 12
-TASKS = 128
+STEPS = 8
+TASKS = 96
 """Enough for training to go on while they are played."""
 
 

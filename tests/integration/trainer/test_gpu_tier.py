@@ -1,9 +1,7 @@
 """The GPU tier's own code, run on the CPU with small sizes: only the device differs."""
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,36 +31,6 @@ def test_on_the_cpu(check: Callable[[Findings], None], findings: Findings) -> No
 
 def test_the_gpu_benchmarks_run_on_the_cpu_too(tmp_path: Path) -> None:
     benchmarks_tell_their_figures(run_benchmarks("cpu", tmp_path))
-
-
-def figures(cwd: Path, folder: Path, *command: str) -> dict[str, float]:
-    """What a small benchmark prints last, which is part of what it writes."""
-    out = folder / "figures.json"
-    sizes = ("--hidden", "128", "--layers", "1", "--out", str(out))
-    ended = subprocess.run(
-        [*command, *sizes], cwd=cwd, capture_output=True, text=True, check=False, timeout=200
-    )
-    assert ended.returncode == 0, ended.stderr
-    printed: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    assert printed.items() <= json.loads(out.read_text()).items()
-    return printed
-
-
-def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
-    areal_hpc = f"{CHECKOUT}/.venvs/agents/bin/areal-hpc"
-    rows = ("--vocab", "256", "--rows", "3", "--length", "40", "--pairs", "2")
-    found = figures(tmp_path, tmp_path, areal_hpc, "bench", "trainer", *rows)
-    assert found["over_hf_unpadded"] > 0
-    assert found["over_hf_padded"] > 0
-    assert found["mean_loss_gap"] < 1e-4
-    assert found["places_over_tokens"] > 1
-
-
-def test_the_checkpoint_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
-    rounds = ("--vocab", "512", "--rounds", "1", "--step-s", "0.001", "--folder", str(tmp_path))
-    found = figures(CHECKOUT, tmp_path, sys.executable, "-m", "benchmarks.checkpoint", *rounds)
-    assert {"stall_s", "step_s", "stall_over_step", "in_process_s"} <= set(found)
-    assert found["state_bytes"] > 1e6
 
 
 def test_the_gpu_tier_says_what_it_misses(tmp_path: Path) -> None:

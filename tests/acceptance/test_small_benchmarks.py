@@ -1,0 +1,32 @@
+"""Benchmarks of the trainer and of checkpoints at small sizes: they run, and print their figures."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.support.commands import run_program, said_by
+from tests.support.environments import CHECKOUT
+
+
+def figures(folder: Path, *command: str) -> dict[str, float]:
+    """What a small benchmark prints last, which is part of what it writes."""
+    out = folder / "figures.json"
+    sizes = ("--hidden", "128", "--layers", "1", "--out", out)
+    said = said_by(run_program(*command, *sizes, timeout_s=200))
+    printed: dict[str, float] = json.loads(said.splitlines()[-1])
+    assert printed.items() <= json.loads(out.read_text()).items()
+    return printed
+
+
+def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
+    rows = ("--vocab", "256", "--rows", "3", "--length", "40", "--pairs", "2")
+    found = figures(tmp_path, f"{CHECKOUT}/.venvs/agents/bin/areal-hpc", "bench", "trainer", *rows)
+    assert min(found["over_hf_unpadded"], found["over_hf_padded"]) > 0
+    assert found["mean_loss_gap"] < 1e-4 < 1 < found["places_over_tokens"]
+
+
+def test_the_checkpoint_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
+    rounds = ("--vocab", "512", "--rounds", "1", "--step-s", "0.001", "--folder", str(tmp_path))
+    found = figures(tmp_path, sys.executable, "-m", "benchmarks.checkpoint", *rounds)
+    assert {"stall_s", "step_s", "stall_over_step", "in_process_s"} <= set(found)
+    assert found["state_bytes"] > 1e6
