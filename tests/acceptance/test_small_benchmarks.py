@@ -1,4 +1,4 @@
-"""Benchmarks of the trainer and of checkpoints at small sizes: they run, and print their figures."""
+"""Small benchmarks of the trainer and of checkpoints: they run, and print their figures."""
 
 import json
 import sys
