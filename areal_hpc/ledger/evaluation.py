@@ -53,7 +53,7 @@ class EvaluationState:
             refs.append(TicketRef(index, attempt, self.step))
         return refs
 
-    def record_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
+    def reconcile_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
         """Take a cell's word on what it runs; the rest of its leases here wait."""
         ours = [ref for ref in held if ref.eval_step == self.step]
         for ref in ours:

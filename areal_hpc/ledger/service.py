@@ -223,9 +223,9 @@ class LedgerService:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
-        self._tickets.record_report(request.cell, held, request.finished, now_s)
+        self._tickets.reconcile_report(request.cell, held, request.finished, now_s)
         if self._evaluation is not None:
-            self._evaluation.record_report(request.cell, request.held, now_s)
+            self._evaluation.reconcile_report(request.cell, request.held, now_s)
         if request.finished:
             self._notify_waiting()
 
@@ -265,7 +265,7 @@ class LedgerService:
         for drop in self._ages.find_too_old(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.drop_settled(drop)
+            tickets.drop_settled_ticket(drop)
             self._notify_waiting()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.

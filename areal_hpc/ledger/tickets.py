@@ -173,7 +173,7 @@ class TicketTable:
 
     # What cells do ---------------------------------------------------------------------------
 
-    def record_report(
+    def reconcile_report(
         self, cell: str, held: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
     ) -> None:
         """Take a cell's word on what it runs and what it finished.
@@ -239,7 +239,7 @@ class TicketTable:
         self.drop_stats.record_drop(drop)
         return True
 
-    def drop_settled(self, drop: DroppedTicket) -> None:
+    def drop_settled_ticket(self, drop: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
         ticket_id = drop.ref.ticket_id
         del self._settled[ticket_id]

@@ -24,7 +24,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
@@ -94,7 +94,9 @@ def _make_coordinator(
     ledger = LedgerClient(
         paths.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
     )
-    evaluation = AsyncEvaluator(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+    evaluation = (
+        AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+    )
     ledger.open_generation(version.step, -1 if evaluation else version.step)
     source = LedgerSource(
         job.schedule,

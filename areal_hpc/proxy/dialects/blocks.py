@@ -26,7 +26,7 @@ BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
 """What happens to a block; the text is what `add` appends."""
 
 
-class BlockSplitter:
+class BlockStream:
     """Cuts a reply into blocks as it comes: reasoning, text, then one for each call.
 
     White space alone is no text next to calls. A reply without text or calls has an empty text.
@@ -38,7 +38,7 @@ class BlockSplitter:
         self._held = ""
         """White space before any text."""
 
-    def feed(self, said: ReplyDelta) -> Iterator[BlockChange]:
+    def add_delta(self, said: ReplyDelta) -> Iterator[BlockChange]:
         """What the next part changes."""
         if said.reasoning:
             yield from self._extend_block("reasoning", said.reasoning)
@@ -76,7 +76,7 @@ class BlockSplitter:
 
 def split_into_blocks(said: ReplyDelta) -> list[ContentBlock]:
     """The blocks of a whole reply."""
-    reader = BlockSplitter()
-    for _ in (*reader.feed(said), *reader.finish()):
+    reader = BlockStream()
+    for _ in (*reader.add_delta(said), *reader.finish()):
         pass
     return reader.blocks

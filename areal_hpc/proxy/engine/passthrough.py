@@ -8,7 +8,7 @@ import msgspec
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.engine.generation import EngineLostError
-from areal_hpc.proxy.engine.router import Router, pack_engine_version
+from areal_hpc.proxy.engine.router import Router, parse_packed_version
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.sessions.store import Session
 
@@ -85,7 +85,7 @@ class GeneratePassthrough:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
                 # Only known versions may stand in what the session records of this call.
                 for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:
-                    self._router.update_newest_version(pack_engine_version(span.version))
+                    self._router.update_newest_version(parse_packed_version(span.version))
             return answer
         except EngineLostError as lost:
             self._router.on_replica_lost(replica)

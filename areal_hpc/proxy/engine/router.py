@@ -18,7 +18,7 @@ REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
 
 
-def pack_engine_version(version: str) -> int:
+def parse_packed_version(version: str) -> int:
     """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
     try:
         return WeightVersion.parse(version).packed
@@ -66,7 +66,7 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.update_newest_version(pack_engine_version(replica.version))
+            self.update_newest_version(parse_packed_version(replica.version))
 
     def update_newest_version(self, packed: int) -> None:
         """A replica serves these weights, or has sampled from them."""

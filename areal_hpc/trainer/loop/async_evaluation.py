@@ -10,7 +10,7 @@ from areal_hpc.weights.publisher import find_outdated
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class AsyncEvaluator:
+class AsyncEvaluationTracker:
     """Evaluations under way, and those still due. -1 as the newest judged step: none was."""
 
     def __init__(self, schedule: Schedule, judged_step: int) -> None:

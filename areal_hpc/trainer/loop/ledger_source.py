@@ -14,7 +14,7 @@ from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
@@ -46,7 +46,7 @@ class LedgerSource(BatchSource):
         specs: list[TensorSpec],
         events: EventLog,
         stop: StopRequest,
-        async_evaluation: AsyncEvaluator | None = None,
+        async_evaluation: AsyncEvaluationTracker | None = None,
     ) -> None:
         self._schedule = schedule
         self._record = record
@@ -121,7 +121,7 @@ class LedgerSource(BatchSource):
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _target_evaluation_replicas(self, evaluation: AsyncEvaluator) -> bool:
+    def _target_evaluation_replicas(self, evaluation: AsyncEvaluationTracker) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
         outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
@@ -180,7 +180,7 @@ class LedgerSource(BatchSource):
             row[EVAL_REWARD_METRIC] = reply.mean_reward
         return False
 
-    def _poll_async_evaluation(self, evaluation: AsyncEvaluator) -> None:
+    def _poll_async_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
         """Note the reward of what was being judged, and begin what the cell is ready for."""
         version = self._record.version
         if evaluation.under_way is not None:
@@ -204,7 +204,9 @@ class LedgerSource(BatchSource):
             )
         self._poll_evaluation_reward(evaluation, version)
 
-    def _poll_evaluation_reward(self, evaluation: AsyncEvaluator, version: WeightVersion) -> None:
+    def _poll_evaluation_reward(
+        self, evaluation: AsyncEvaluationTracker, version: WeightVersion
+    ) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
         reply = self._ledger.request_evaluation(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:

@@ -15,7 +15,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.loop import (
     Coordinator,
     ExportModel,
@@ -70,7 +70,7 @@ class Court:
         self.evaluation_cell = self.start_evaluation_cell()
         rendezvous.await_endpoint(directory, "control-cell-0", 60)
         schedule = Schedule(total_steps, 1000, 0, 2, TASKS)
-        evaluation = AsyncEvaluator(schedule, -1)
+        evaluation = AsyncEvaluationTracker(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:

@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
@@ -84,7 +84,7 @@ def make_coordinator(
     directory: Path,
     cells: int,
     schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
-    evaluation: AsyncEvaluator | None = None,
+    evaluation: AsyncEvaluationTracker | None = None,
 ) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
     publisher = Publisher(

@@ -19,7 +19,7 @@ def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
     assert not evaluation.record_reward(given_up, 1.0)
     evaluation.fail_task(given_up, "timed out")
     assert evaluation.rewards == {}
-    evaluation.record_report("a", [given_up], 1.0)
+    evaluation.reconcile_report("a", [given_up], 1.0)
     assert evaluation.n_pending == 1
 
 
@@ -28,7 +28,7 @@ def test_a_task_is_leased_again_when_its_cell_is_silent_or_does_not_report_it() 
     evaluation = EvaluationState(step=0, n_tasks=3)
     (lost,) = evaluation.lease("a", 1, 0.0)
     kept, unreported = evaluation.lease("b", 2, 0.0)
-    evaluation.record_report("b", [kept], 20.0)
+    evaluation.reconcile_report("b", [kept], 20.0)
     assert evaluation.lease("b", 3, 20.0) == [TicketRef(unreported.ticket_id, 2, 0)]
     assert evaluation.expire_leases(10.0) == 1
     assert evaluation.lease("b", 3, 20.0) == [TicketRef(lost.ticket_id, 2, 0)]

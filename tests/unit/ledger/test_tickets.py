@@ -49,7 +49,7 @@ def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
     tickets = TicketTable(policy(offpolicyness=4, concurrent=3))
     refs = tickets.lease("a", 100, 0.0)
     assert len(refs) == 3
-    tickets.record_report("a", refs[1:], refs[:1], 0.0)
+    tickets.reconcile_report("a", refs[1:], refs[:1], 0.0)
     assert len(tickets.lease("a", 100, 0.0)) == 1
 
 
@@ -76,9 +76,9 @@ def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothi
 def test_tickets_of_a_silent_cell_finished_or_not_come_first_and_need_no_own_room() -> None:
     tickets = TicketTable(policy(offpolicyness=1))
     lost = tickets.lease("a", 2, 0.0)
-    tickets.record_report("a", lost[:1], lost[1:], 0.0)
+    tickets.reconcile_report("a", lost[:1], lost[1:], 0.0)
     kept = tickets.lease("b", 2, 0.0)
-    tickets.record_report("b", kept, [], 30.0)
+    tickets.reconcile_report("b", kept, [], 30.0)
     assert tickets.expire_leases(31.0) == 2
     again = tickets.lease("b", 9, 31.0)
     assert again == [TicketRef(ref.ticket_id, 2) for ref in lost]
@@ -88,7 +88,7 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     """The cell lives and reports, but does not mention the ticket."""
     tickets = TicketTable(policy())
     _, kept = tickets.lease("a", 2, 0.0)
-    tickets.record_report("a", [kept], [], 1.0)
+    tickets.reconcile_report("a", [kept], [], 1.0)
     assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
     assert tickets.state_of(kept.ticket_id) == "leased"
 
@@ -97,7 +97,7 @@ def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
     tickets = TicketTable(policy())
     refs = tickets.lease("a", 2, 0.0)
     tickets.expire_leases(31.0)
-    tickets.record_report("a", refs, [], 32.0)
+    tickets.reconcile_report("a", refs, [], 32.0)
     assert tickets.n_leased == 2
     assert tickets.lease("b", 2, 32.0) == []
 
@@ -108,7 +108,7 @@ def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() ->
     tickets.expire_leases(31.0)
     (second,) = tickets.lease("b", 1, 31.0)
     tickets.expire_leases(62.0)
-    tickets.record_report("a", [first], [], 62.0)
+    tickets.reconcile_report("a", [first], [], 62.0)
     tickets.expire_leases(100.0)
     (third,) = tickets.lease("b", 1, 100.0)
     assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
@@ -140,7 +140,7 @@ def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used
 def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> None:
     tickets = rebuilt(AHEAD, settled=[settled(TicketRef(2, 1))], grants_from_s=10.0)
     assert tickets.lease("a", 9, 9.9) == []
-    tickets.record_report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
+    tickets.reconcile_report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
     assert [ref.ticket_id for ref in tickets.lease("a", 3, 10.0)] == [1, 3, 5]
     assert tickets.state_of(0) == tickets.state_of(4) == "leased"
 
@@ -154,7 +154,7 @@ def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
 def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     tickets = TicketTable(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
-    tickets.record_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
+    tickets.reconcile_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
     assert tickets.n_leased == tickets.n_finished == 0
     assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
 
@@ -192,7 +192,7 @@ def test_a_ticket_costs_the_same_however_many_went_before() -> None:
     tickets = TicketTable(policy(batch_size=count, concurrent=count, total_steps=2))
     began = time.process_time()
     refs = [ref for _ in range(count) for ref in tickets.lease("a", 1, 0.0)]
-    tickets.record_report("a", refs, [], 1.0)
+    tickets.reconcile_report("a", refs, [], 1.0)
     tickets.expire_leases(100.0)
     refs = [ref for _ in range(count) for ref in tickets.lease("b", 1, 100.0)]
     for ref in refs:

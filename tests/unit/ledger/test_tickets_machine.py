@@ -51,7 +51,7 @@ class TicketHistories(RuleBasedStateMachine):
     # Cells -----------------------------------------------------------------------------------
 
     def heartbeat(self, cell: Cell) -> None:
-        self.ledger.record_report(cell.name, cell.held, cell.finished, self.now_s)
+        self.ledger.reconcile_report(cell.name, cell.held, cell.finished, self.now_s)
         durable = {ticket.ref.ticket_id for ticket in self.disk.index}
         durable |= {drop.ref.ticket_id for drop in self.disk.drops}
         for ref in self.ledger.filter_settled_or_dropped(cell.finished):
@@ -144,7 +144,7 @@ class TicketHistories(RuleBasedStateMachine):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
-            self.ledger.drop_settled(drop)
+            self.ledger.drop_settled_ticket(drop)
         manifest = form_next_batch(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None

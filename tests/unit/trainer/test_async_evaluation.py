@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluator
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
@@ -33,14 +33,14 @@ def indices(keys: list[ReplicaKey]) -> list[int]:
     return [key.index for key in keys]
 
 
-def judging(step: int, judged_step: int = -1) -> AsyncEvaluator:
-    beside = AsyncEvaluator(SCHEDULE, judged_step)
+def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step)
     beside.begin(at(step))
     return beside
 
 
 def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
-    beside = AsyncEvaluator(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
     for step in range(1, 5):
         assert beside.list_weight_receivers(cell("1.0"), at(step)) == []
         assert not beside.may_begin(cell("1.0"), at(step))
@@ -48,7 +48,7 @@ def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
 
 
 def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
-    beside = AsyncEvaluator(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
     assert not beside.may_begin(cell("1.0", "1.5"), at(5))
     assert indices(beside.list_weight_receivers(cell("1.0", "1.5"), at(5))) == [0]
     assert beside.may_begin(cell("1.5", "1.5"), at(5))
@@ -56,7 +56,7 @@ def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
 
 
 def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
-    beside = AsyncEvaluator(SCHEDULE, judged_step=-1)
+    beside = AsyncEvaluationTracker(SCHEDULE, judged_step=-1)
     for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
         assert not beside.may_begin(replicas, at(0))
         assert beside.list_weight_receivers(replicas, at(0)) == []
@@ -119,15 +119,15 @@ def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
-    assert not AsyncEvaluator(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
-    assert AsyncEvaluator(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
-    assert AsyncEvaluator(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
+    assert not AsyncEvaluationTracker(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
 
 
 @given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
 def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves: list[str]) -> None:
     """A cell of one replica: whenever it serves, what is under way is what it serves."""
-    beside, step, held, judged = AsyncEvaluator(SCHEDULE, -1), 0, READY, list[int]()
+    beside, step, held, judged = AsyncEvaluationTracker(SCHEDULE, -1), 0, READY, list[int]()
     for move in [*moves, *["train"] * TOTAL, *["give", "finish"] * 3]:
         if move == "train" and step < TOTAL:
             step += 1

@@ -11,7 +11,7 @@ from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, Repl
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_model_call
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockSplitter,
+    BlockStream,
     ContentBlock,
     split_into_blocks,
 )
@@ -60,14 +60,14 @@ class _MessagesExchange(Exchange):
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
-        reader = BlockSplitter()
+        reader = BlockStream()
         usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
         async for happened in live:
             if isinstance(happened, ReplyChunk):
                 yield beginning + _format_block_changes(
-                    reader.feed(_move_invalid_calls_to_text(happened.said))
+                    reader.add_delta(_move_invalid_calls_to_text(happened.said))
                 )
             else:
                 rest = _format_block_changes(reader.finish())

@@ -9,7 +9,7 @@ from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockSplitter,
+    BlockStream,
     ContentBlock,
     split_into_blocks,
 )
@@ -48,7 +48,7 @@ class _ResponsesExchange(Exchange):
         super().__init__(call, model, prefix, request.stream)
         self._request = request
         self._session = session
-        self._reader = BlockSplitter()
+        self._reader = BlockStream()
         self._sent = 0
         """Events of the stream."""
         self._tokens: list[dict[str, Any]] = []
@@ -72,7 +72,7 @@ class _ResponsesExchange(Exchange):
             if isinstance(happened, ReplyChunk):
                 self._tokens += self._format_logprobs(happened.piece)
                 yield beginning + b"".join(
-                    map(self._format_block_change, self._reader.feed(happened.said))
+                    map(self._format_block_change, self._reader.add_delta(happened.said))
                 )
             else:
                 self._end_status = _get_status(happened)

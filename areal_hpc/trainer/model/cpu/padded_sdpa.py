@@ -96,11 +96,11 @@ def plan_padded_sdpa(
     query_tables: list[IntArray] = []
     key_tables: list[IntArray] = []
     for group in group_by_length(lengths):
-        queries = _build_rectangle([query_starts[i] + np.arange(len(local[i])) for i in group])
-        keys = _build_rectangle([get_gathered_positions(i, lengths, cp) for i in group])
+        queries = _pad_index_rows([query_starts[i] + np.arange(len(local[i])) for i in group])
+        keys = _pad_index_rows([get_gathered_positions(i, lengths, cp) for i in group])
         mask = None
         if cp > 1:
-            positions = _build_rectangle([local[i] for i in group], filler=0)
+            positions = _pad_index_rows([local[i] for i in group], filler=0)
             visible = positions[:, None, :, None] >= np.arange(keys.shape[1])
             mask = torch.from_numpy(visible).to(device)
         boxes.append(PaddedGroup(len(group), queries.shape[1], keys.shape[1], mask))
@@ -111,7 +111,7 @@ def plan_padded_sdpa(
     return PaddedSdpa(boxes, query_slots, key_slots)
 
 
-def _build_rectangle(rows: list[IntArray], filler: int = -1) -> IntArray:
+def _pad_index_rows(rows: list[IntArray], filler: int = -1) -> IntArray:
     table = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
     for place, row in enumerate(rows):
         table[place, : len(row)] = row
