@@ -71,6 +71,12 @@ class ClusterError(ArealError):
     exit_code = 75
 
 
+class IdleError(ClusterError):
+    """There was nothing to do for too long: the job gives its nodes back until it is wanted."""
+
+    exit_code = 79
+
+
 class SlurmNotFoundError(ClusterError):
     """There is no such command here, as within most containers."""
 

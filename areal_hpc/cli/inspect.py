@@ -160,7 +160,7 @@ def _format_log_line(source: str, line: str) -> str:
 def _compare_runs(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import find_runs
     from areal_hpc.slurm.queue import QueuePoller
-    from areal_hpc.view.compare import render_comparison
+    from areal_hpc.view.compare import compare_runs
 
     runs = find_runs(arguments.place)
     if not runs:
@@ -168,7 +168,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
             f"there is no run in {arguments.place}",
             hint="give a file root, an experiment's directory or a run's",
         )
-    print("\n".join(render_comparison(runs, QueuePoller())))
+    print("\n".join(compare_runs(runs, QueuePoller())))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -67,10 +68,11 @@ def add_commands(commands: CommandGroup) -> None:
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
     from areal_hpc.launch.run import get_program_name
-    from areal_hpc.view.jobs import list_job_ids
+    from areal_hpc.slurm.commands import has_slurm
+    from areal_hpc.slurm.run_jobs import list_job_ids, list_live_jobs
 
     paths = parse_run_dir(path)
-    if not list_job_ids(paths):
+    if not list_job_ids(paths) and not (has_slurm() and list_live_jobs(paths)):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
@@ -82,7 +84,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.view.jobs import get_run_label, list_job_ids
+    from areal_hpc.slurm.run_jobs import get_run_label, list_job_ids, list_unrecorded_jobs
     from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
@@ -90,7 +92,11 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     if not arguments.now:
         grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
     paths.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
-    find_jobs = partial(list_job_ids, paths)
+
+    def find_jobs() -> tuple[str, ...]:
+        unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]
+        return (*list_job_ids(paths), *unrecorded)
+
     ended = cancel_jobs(find_jobs, label=get_run_label(paths), grace_s=grace_s, say=say)
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
@@ -101,13 +107,20 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prepared_run import is_finished
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.recipe.loading import load_recipe
-    from areal_hpc.rundir.jobs import read_submissions
+    from areal_hpc.slurm.run_jobs import list_live_jobs
     from areal_hpc.view.jobs import find_work_dir
 
     paths = _parse_slurm_run_dir(arguments.run)
-    folder = find_work_dir(read_submissions(paths.submissions)[-1])
+    folder = find_work_dir(paths)
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
+    if arguments.overrides and (live := list_live_jobs(paths)):
+        names = ", ".join(f"{job.submission.job} ({job.submission.job_id})" for job in live)
+        raise RecipeError(
+            f"the recipe cannot change while jobs of the run wait or run: {names}",
+            key=" ".join(arguments.overrides),
+            hint=f"areal-hpc cancel {shlex.quote(str(paths.root))}, then repeat this command",
+        )
     recipe = load_recipe(paths.recipe, arguments.overrides)
     if recipe.run_dir.resolve() != paths.root:
         raise RecipeError(
@@ -118,8 +131,8 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     if is_finished(recipe, paths):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
-    slurm_launcher.submit(recipe, say=say)
-    print(f"next     {get_program_name()} status {paths.root}")
+    slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)
+    print(f"next     {get_program_name()} status {shlex.quote(str(paths.root))}")
     return 0
 
 

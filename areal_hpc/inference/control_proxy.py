@@ -81,7 +81,7 @@ class ControlProxyApp(JsonApp):
                 part = await _decode_body(request, FollowerPollRequest)
                 try:
                     return _encode_reply(
-                        self._replicas[0].nodes.answer_node(part, time.monotonic())
+                        self._replicas[0].nodes.answer_node(part, self._replicas[0].clock.now())
                     )
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error

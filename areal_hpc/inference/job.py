@@ -4,6 +4,7 @@ import time
 from functools import partial
 from typing import Any
 
+from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
@@ -12,7 +13,7 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import BackgroundEventLog
 from areal_hpc.rundir.paths import RunPaths
 
 POLL_S = 0.1
@@ -28,7 +29,8 @@ def run(config: dict[str, Any]) -> None:
     job = InferenceJobConfig.model_validate(config)
     paths = RunPaths(job.run_dir)
     stop = StopRequest.install()
-    events = EventLog(paths.events, job.cell)
+    events = BackgroundEventLog(paths.events, job.cell)
+    clock = AwakeClock()
     replicas = [
         Replica(
             index,
@@ -37,6 +39,7 @@ def run(config: dict[str, Any]) -> None:
             log_dir=get_log_dir(job, paths),
             events=events,
             policy=RestartPolicy(job.inference.max_restarts),
+            clock=clock,
         )
         for index in range(job.inference.replicas_per_cell)
     ]
@@ -59,3 +62,4 @@ def run(config: dict[str, Any]) -> None:
         for replica in replicas:
             replica.kill(max(0.0, gone_by - time.monotonic()))
         control_proxy.stop()
+        events.close()

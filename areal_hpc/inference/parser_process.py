@@ -266,7 +266,7 @@ def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedToolCall]]:
     return text, [ParsedToolCall(item.name or "", item.parameters) for item in items]
 
 
-class ParserServer:
+class ParseRequestHandler:
     """Answers requests, one after the other."""
 
     def __init__(self, formats: ReplyFormats) -> None:
@@ -311,7 +311,7 @@ def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
-    process = ParserServer(ReplyFormats(*sys.argv[1:3]))
+    process = ParseRequestHandler(ReplyFormats(*sys.argv[1:3]))
     decoder = msgspec.json.Decoder(ParseRequest | ToolGrammarRequest)
     out.write(msgspec.json.encode(ParserReply()) + b"\n")
     for line in sys.stdin.buffer:

@@ -8,7 +8,6 @@ starting -> ready -> serving
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
+from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
 from areal_hpc.inference.sglang_server import HealthProbe, SGLangServer, find_free_ports
@@ -66,6 +66,7 @@ class Replica:
         log_dir: Path,
         events: EventLog,
         policy: RestartPolicy,
+        clock: AwakeClock,
     ) -> None:
         self.index = index
         self._config = config
@@ -73,6 +74,8 @@ class Replica:
         self._launch = launch
         self._log_dir = log_dir
         self._events = events
+        self.clock = clock
+        """Of all times here: a pause of this process is none of its servers'."""
         self._policy = policy
         self._lock = threading.RLock()
         self._server: SGLangServer | None = None
@@ -121,7 +124,7 @@ class Replica:
             RecipeError: SGLang does not understand its arguments.
             ClusterError: It died more often than the policy allows.
         """
-        now = time.monotonic()
+        now = self.clock.now()
         if self._server is None:
             if now >= self._not_before:
                 self._start_server()
@@ -142,7 +145,9 @@ class Replica:
     def _start_server(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
         log_path = self._log_dir / f"replica-{self.index}.{incarnation}.log"
-        server = SGLangServer(self._launch(incarnation, ports), ports, log_path)
+        server = SGLangServer(
+            self._launch(incarnation, ports), ports, log_path, started_at=self.clock.now()
+        )
         with self._lock:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
@@ -155,7 +160,7 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._probe = HealthProbe(server.url, self._config.health_timeout_s)
+            self._probe = HealthProbe(server.url, self._config.health_timeout_s, self.clock)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._record_event("replica_ready", seconds=round(waited_s, 2))
@@ -205,7 +210,7 @@ class Replica:
         if starting and server.lost_port_race() and self._port_races < _MAX_PORT_RACES:
             self._port_races += 1  # other ports, at once; nobody's fault
             return
-        is_healthy = not starting and time.monotonic() - self._ready_at >= self._policy.healthy_s
+        is_healthy = not starting and self.clock.now() - self._ready_at >= self._policy.healthy_s
         self._port_races = 0 if is_healthy else self._port_races
         self._crashes = self._policy.count_failures(
             self._crashes, made_progress=is_healthy, has_failed=is_crash
@@ -220,7 +225,7 @@ class Replica:
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
-        self._not_before = time.monotonic() + _BACKOFF.get_pause_s(self._failures_in_a_row - 1)
+        self._not_before = self.clock.now() + _BACKOFF.get_pause_s(self._failures_in_a_row - 1)
 
     def request_stop(self) -> None:
         """Ask the server to end."""
@@ -244,7 +249,7 @@ class Replica:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._check_caller(caller)
-            self._update_state.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
+            self._update_state.fence(self.clock.now(), caller.deadline_s, stays=request.stays)
             return self.build_view()
 
     def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
@@ -258,7 +263,7 @@ class Replica:
         """A control call for SGLang came in; the server's address, if it may be forwarded."""
         with self._lock:
             self._check_caller(caller)
-            self._update_state.on_call_started(route, time.monotonic(), caller.deadline_s)
+            self._update_state.on_call_started(route, self.clock.now(), caller.deadline_s)
             assert self._server is not None
             return self._server.url
 
@@ -269,7 +274,7 @@ class Replica:
                 return
             if accepted is None:
                 self._update_state.unanswered = route
-            now = time.monotonic()
+            now = self.clock.now()
             self._update_state.on_call_finished(
                 route, now, caller.deadline_s, accepted=bool(accepted)
             )

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
@@ -67,10 +67,13 @@ class SGLangServer:
     tied to the thread, not to the process, that started the child.
     """
 
-    def __init__(self, command: ServerCommand, ports: ServerPorts, log_path: Path) -> None:
+    def __init__(
+        self, command: ServerCommand, ports: ServerPorts, log_path: Path, *, started_at: float
+    ) -> None:
         self.url = f"http://{LOOPBACK_ADDRESS}:{ports.http}"
         self.log_path = log_path
-        self.started_at = time.monotonic()
+        self.started_at = started_at
+        """By the caller's clock."""
         self._http_port = ports.http
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
@@ -198,19 +201,21 @@ class HealthProbe:
     `srt/entrypoints/http_server.py`). A paused server says no, so it must not be asked.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, clock: AwakeClock) -> None:
         self._url = url
         self._timeout_s = timeout_s
         self._probe: threading.Thread | None = None
-        self._asked_at = self._alive_at = time.monotonic()
+        self._clock = clock
+        self._asked_at = self._alive_at = clock.now()
 
     def check_timed_out(self, *, may_ask: bool) -> bool:
         """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
         While an update is under way it may not be asked: the server then need not answer, and its
-        silence counts from the end of the update.
+        silence counts from the end of the update, or of a pause of this process.
         """
-        now = time.monotonic()
+        now = self._clock.now()
+        self._alive_at = max(self._alive_at, self._clock.woke_at_s)
         if not may_ask:
             self._alive_at = now
             return False
@@ -223,4 +228,4 @@ class HealthProbe:
 
     def _ask_health(self) -> None:
         if responds_ok("GET", f"{self._url}/health_generate", self._timeout_s / 2):
-            self._alive_at = time.monotonic()
+            self._alive_at = self._clock.now()

@@ -5,13 +5,13 @@ it. It keeps nothing: when the first node is silent for long, or restarts, the p
 """
 
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
@@ -80,9 +80,10 @@ class WorkerNode:
         self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
         self._log_dir = log_dir
         self._patience_s = patience_s
+        self._clock = AwakeClock()
         self._server: SGLangServer | None = None
         self._incarnation = 0
-        self._answered_at_s = time.monotonic()
+        self._answered_at_s = self._clock.now()
 
     def sync_with_head_node(self) -> None:
         """Ask once, and do what was said."""
@@ -92,12 +93,12 @@ class WorkerNode:
         try:
             reply = self._ask_head_node()
         except ClusterError as error:
-            silent_s = time.monotonic() - self._answered_at_s
+            silent_s = self._clock.now() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
                 log.error("stopped: the head node is unreachable: %s", error)
                 self._stop_server_part()
             return
-        self._answered_at_s = time.monotonic()
+        self._answered_at_s = self._clock.now()
         if reply.incarnation != self._incarnation:
             self._stop_server_part()
             if reply.incarnation:
@@ -115,7 +116,12 @@ class WorkerNode:
         ports = find_free_ports()
         part = NodeOptions(self._node, self._nodes, reply.meeting_point, get_advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
-        self._server = SGLangServer(self._launch(reply.incarnation, ports, part), ports, log_path)
+        self._server = SGLangServer(
+            self._launch(reply.incarnation, ports, part),
+            ports,
+            log_path,
+            started_at=self._clock.now(),
+        )
         self._incarnation = reply.incarnation
         log.info("restart %d: starting this node's part", reply.incarnation)
 

@@ -14,7 +14,12 @@ from typing import Literal
 import msgspec
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
-from areal_hpc.jobs.restart_policy import SLURM_POLICY
+from areal_hpc.jobs.restart_policy import (
+    SLURM_POLICY,
+    TIME_LIMIT_REASON,
+    RestartDecision,
+    StartCounts,
+)
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import LaunchFile, SlurmLaunchInfo, TaskExit, list_held_jobs
 from areal_hpc.rundir.jsonl import append_line, read_lines
@@ -30,7 +35,13 @@ RETRY_PAUSE_S = 1.0
 _STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
 
 RequeueResult = Literal[
-    "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "not requeued"
+    "requeued",
+    "held",
+    "held for user",
+    "resubmitted",
+    "cancelled",
+    "ended by Slurm",
+    "not requeued",
 ]
 
 
@@ -49,24 +60,30 @@ class ProgressTracker:
     def _measure_progress(self) -> int:
         try:
             return self._progress.stat().st_size if self._progress else 0
-        except FileNotFoundError:
+        except OSError:
             return 0
 
-    def update_failure_count(self, outcomes: Sequence[TaskExit]) -> int:
-        """Count this start; failures in a row without progress. A stop counts for nothing."""
+    def update_failure_count(self, outcomes: Sequence[TaskExit]) -> StartCounts:
+        """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
+        has_grown = self._measure_progress() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
-        made_progress = (
-            self._measure_progress() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
-        )
-        before = 0
+        before = StartCounts()
         if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])["failures"]
-        has_failed = any(one.is_crash and not one.faulty_node for one in outcomes)
-        failures = SLURM_POLICY.count_failures(
-            before, made_progress=made_progress, has_failed=has_failed
+            before = msgspec.json.decode(self._path.read_bytes(), type=StartCounts)
+        counts = StartCounts(
+            SLURM_POLICY.count_failures(
+                before.failures,
+                made_progress=has_grown or lived_s >= SLURM_POLICY.healthy_s,
+                has_failed=any(one.is_crash and not one.faulty_node for one in outcomes),
+            ),
+            (0 if has_grown else before.time_limit_stops)
+            + any(one.reason == TIME_LIMIT_REASON for one in outcomes),
         )
-        write_atomic(self._path, msgspec.json.encode({"failures": failures}))
-        return failures
+        try:
+            write_atomic(self._path, msgspec.json.encode(counts))
+        except OSError as error:
+            log.error("the counts of starts could not be written: %s", error)
+        return counts
 
 
 def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
@@ -76,19 +93,24 @@ def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: 
     faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
     new = {node: reason for node, reason in faulty.items() if node not in known}
     for node, reason in new.items():
-        append_line(
-            path, {"node": node, "reason": reason, "at": round(time.time(), 3), "job_id": job_id}
-        )
+        add_excluded_node(path, node, reason, job_id)
     return list(new)
 
 
+def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
+    """Put a node on the list of those that the run must not get."""
+    row = {"node": node, "reason": reason, "at": round(time.time(), 3), "job_id": job_id}
+    append_line(path, row)
+
+
 def requeue_or_resubmit(
-    launch: LaunchFile, give_up_at: float, *, hold: bool = False
+    launch: LaunchFile, give_up_at: float, decision: RestartDecision = "restart"
 ) -> RequeueResult:
     """Have this job, which runs, started once more, by Slurm or by submitting its script again.
 
     A slurmctld that does not answer is asked again until `give_up_at` (monotonic). With `hold` the
-    job is not started before `release_held_jobs` is called for its run.
+    job is not started before `release_held_jobs` is called for its run; with `hold_for_user` its
+    user has to release it.
 
     Returns:
         What was done; "ended by Slurm" where it already ends or requeues the job, "not requeued"
@@ -98,7 +120,7 @@ def requeue_or_resubmit(
     job_id = scontrol.get_own_job_id(os.environ)
     while not Path(launch.slurm.cancelled).exists():
         try:
-            return _request_restart(launch, launch.slurm, job_id, hold=hold)
+            return _request_restart(launch, launch.slurm, job_id, give_up_at, decision)
         except SlurmTimeoutError as silence:
             log.warning("slurmctld did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
@@ -110,8 +132,20 @@ def requeue_or_resubmit(
     return "cancelled"
 
 
+def cancel_own_job(job_id: str) -> None:
+    """Have Slurm end this job as cancelled: by itself it would end as failed, being stopped."""
+    try:
+        scontrol.cancel_job(job_id)
+    except ClusterError as error:
+        log.warning("this job does not end as cancelled: %s", error)
+
+
 def _request_restart(
-    launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool
+    launch: LaunchFile,
+    slurm: SlurmLaunchInfo,
+    job_id: str,
+    give_up_at: float,
+    decision: RestartDecision,
 ) -> RequeueResult:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
@@ -120,13 +154,16 @@ def _request_restart(
     faulty = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
     excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
     try:
-        if hold:
-            _requeue_held(launch.paths, job_id)
+        if decision == "hold_for_user":
+            scontrol.control_job("requeuehold", job_id)
+            return "held for user"
+        if decision == "hold" and _requeue_held(launch.paths, job_id):
             return "held"
         scontrol.control_job("requeue", job_id)
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
-        number = resubmit(slurm, launch.job.name, job_id, excluded)
+        timeout_s = give_up_at - time.monotonic()
+        number = resubmit(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
         _retry(lambda: update_dependents(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
@@ -136,25 +173,36 @@ def _request_restart(
     return "requeued"
 
 
-def _requeue_held(job: JobPaths, job_id: str) -> None:
-    """Noted first: a job that is held and not on the list would be held for good."""
+def _requeue_held(job: JobPaths, job_id: str) -> bool:
+    """Hold the job until it is wanted; False if that could not be noted.
+
+    Noted first: a job that is held and not on the list would be held for good.
+    """
     note = job.hold_note
-    note.parent.mkdir(exist_ok=True)
-    note.write_text(job_id)
+    try:
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(job_id)
+    except OSError as error:
+        log.error("the job is not held, as that cannot be noted: %s", error)
+        return False
     try:
         scontrol.control_job("requeuehold", job_id)
     except ClusterError:
         note.unlink()
         raise
+    return True
 
 
-def release_held_jobs(jobs_dir: Path) -> list[str]:
-    """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
+def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
+    """Let jobs go on that gave their nodes back, or `only` one of them; their names.
+
+    Cheap if there are none.
 
     One that Slurm does not release yet stays on the list, for the next call.
     """
     released = []
-    for note in (job.hold_note for job in list_held_jobs(jobs_dir)):
+    held = [job.hold_note for job in list_held_jobs(jobs_dir) if only in ("", job.root.name)]
+    for note in held:
         try:
             job_id = note.read_text()
             if scontrol.show_job(job_id).state in _STATES_BEFORE_HOLD:

@@ -8,11 +8,27 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from areal_hpc.errors import ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
-RestartDecision = Literal["done", "restart", "continue_without", "hold", "fail"]
-"""It is done; start it again; go on without it; start it again once there is work; give up."""
+RestartDecision = Literal["done", "restart", "continue_without", "hold", "hold_for_user", "fail"]
+"""It is done; start it again; go on without it; start it again once there is work, or once its user
+has changed what keeps it from working; give up."""
+TIME_LIMIT_REASON = "close to the time limit"
+"""Reason of a task that stops because its job's time is up."""
+MAX_TIME_LIMIT_STOPS = 3
+"""Starts in a row that reach the time limit without progress: the limit is too short."""
+
+
+class StartCounts(Struct, frozen=True):
+    """Starts of a job in a row, the last one included, in which the run made no progress."""
+
+    failures: int = 0
+    """Those that crashed."""
+    time_limit_stops: int = 0
+    """Those that were stopped at their time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +73,8 @@ SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure
 """Of a job under Slurm. Progress: the run's metrics grew."""
 
 
-def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecision:
-    """Decision about a job under Slurm, from the ends of its tasks.
-
-    `failures` are starts in a row, this one included, that crashed without progress.
-    """
+def decide_restart(outcomes: Sequence[TaskExit], counts: StartCounts) -> RestartDecision:
+    """Decision about a job under Slurm, from the ends of its tasks."""
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:
         return "done"
@@ -70,9 +83,11 @@ def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecisi
     crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
     if not crashes and IDLE_EXIT_CODE in codes:
         return "hold"
+    if not crashes and counts.time_limit_stops >= MAX_TIME_LIMIT_STOPS:
+        return "hold_for_user"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
         return "restart"
-    return SLURM_POLICY.decide(crashes, failures)
+    return SLURM_POLICY.decide(crashes, counts.failures)
 
 
 def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:

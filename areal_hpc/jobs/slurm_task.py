@@ -7,7 +7,8 @@ another start. The others follow notes in the job's folder.
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,10 +19,11 @@ from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_nod
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     ProgressTracker,
+    cancel_own_job,
     exclude_nodes,
     requeue_or_resubmit,
 )
-from areal_hpc.jobs.restart_policy import decide_restart
+from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON, decide_restart
 from areal_hpc.jobs.topology import (
     TaskPosition,
     expand_node_list,
@@ -50,6 +52,8 @@ DONE_GRACE_S = 30.0
 TASK_EXIT_TIMEOUT_S = 60.0
 """Longest that the tasks of a job wait for one another at its end."""
 PREEMPTED_REASON = "preempted by a job of higher priority"
+REQUEUE_TIMEOUT_S = 1800.0
+"""Longest that a job keeps its nodes to ask a slurmctld that does not answer for another start."""
 WAIT_FOR_KILL_S = 300.0
 """Longest that a task stays to be killed, where only that makes Slurm start the job again."""
 
@@ -175,7 +179,7 @@ class SlurmTask:
         assert self._start is not None
         return starts.get_stop_note_path(self._starts_dir, self._start)
 
-    def poll_for_stop(self, *, is_leading: bool) -> TaskExit | None:
+    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
         Where a process runs whose end ends the job (`is_leading`), it is not disturbed when the
@@ -186,12 +190,12 @@ class SlurmTask:
             return None
         self._next_look_at = now + POLL_S
         try:
-            return self._check_for_stop(self._start, now, is_leading=is_leading)
+            return self._find_stop(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _check_for_stop(
+    def _find_stop(
         self, start: starts.JobStart, now: float, *, is_leading: bool
     ) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
@@ -209,7 +213,7 @@ class SlurmTask:
             lead_s = self._launch.stop_grace_s + self._slurm.margin_s
             lead_s += time_limit.read_checkpoint_duration_s(self._paths)
             if time.time() >= self._ends_at - lead_s:
-                return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
+                return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
 
     def decide_stop_grace_s(self, outcome: TaskExit) -> float:
@@ -259,23 +263,28 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         rank = self._position.rank
-        write_task_exit(self._paths, rank, outcome)
+        with _log_write_errors("the task's exit status"):
+            write_task_exit(self._paths, rank, outcome)
         if self._start is None:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
-            write_task_exit(self._paths, rank, outcome)
-            left.touch()
+            with _log_write_errors("the job's exit status"):
+                write_task_exit(self._paths, rank, outcome)
+                left.touch()
         elif outcome.exit_code:
             _wait_until(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
 
     def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
+        # The way out depends on Slurm alone: on a full disk nothing is written, and it goes on.
         outcomes = [*self._gather_task_exits(own), *self._absent]
-        faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
-        failures = self._progress_tracker.update_failure_count(outcomes)
-        decision = decide_restart(outcomes, failures)
+        faulty: list[str] = []
+        with _log_write_errors("the nodes that are not to be given again"):
+            faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
+        counts = self._progress_tracker.update_failure_count(outcomes)
+        decision = decide_restart(outcomes, counts)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
         if self._is_preempted and not crashes:
@@ -287,15 +296,22 @@ class SlurmTask:
                 "job_failed",
                 job_id=self._job_id,
                 reason=decisive.reason,
-                failures_without_progress=failures,
+                failures_without_progress=counts.failures,
             )
-            return decisive
-        give_up_at = self._kill_at + self._slurm.margin_s
-        requeue_result = requeue_or_resubmit(self._launch, give_up_at, hold=decision == "hold")
+            return msgspec.structs.replace(decisive, gave_up=True)
+        # Slurm itself ends the asking of a job whose time is up.
+        give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
+        requeue_result = requeue_or_resubmit(self._launch, give_up_at, decision)
+        if decision == "hold_for_user":
+            times = f"{counts.time_limit_stops} starts in a row reached the time limit"
+            told = f"{times} before the run made progress; the limit is too short"
+            decisive = msgspec.structs.replace(decisive, reason=told)
         self._events.record(
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
+        if requeue_result == "cancelled":
+            cancel_own_job(self._job_id)
         if requeue_result == "not requeued" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
@@ -317,6 +333,14 @@ class SlurmTask:
 
         _wait_until(all_are_there, give_up_at)
         return [found[rank] for rank in sorted(found)]
+
+
+@contextmanager
+def _log_write_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.error("%s could not be written: %s", what, error)
 
 
 def _wait_until(condition: Callable[[], bool], give_up_at: float) -> None:

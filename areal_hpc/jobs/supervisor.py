@@ -94,7 +94,7 @@ class LocalTask:
         """Nothing to know."""
         return {}
 
-    def poll_for_stop(self, *, is_leading: bool) -> TaskExit | None:
+    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
         if lock is None or is_lock_held(lock):
@@ -245,7 +245,7 @@ class _Supervisor:
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         is_leading = any(child.spec.ends_job for child in self._children)
-        if (outcome := self._task.poll_for_stop(is_leading=is_leading)) is not None:
+        if (outcome := self._task.find_stop_reason(is_leading=is_leading)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
             if child.process is None:

@@ -1,5 +1,6 @@
 """A run directory that is checked, set up and locked for this launcher."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.slurm.queue import filter_live_jobs
+from areal_hpc.slurm.commands import has_slurm
+from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class PreparedRun:
     """Interpreter of each role."""
     stages: tuple[JobStage, ...]
     """What is left to do."""
+    live_jobs: tuple[LiveJob, ...] = ()
+    """Jobs of the run that wait or run already."""
 
 
 @contextmanager
@@ -38,11 +41,13 @@ def lock_prepared_run(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     known_problems: Sequence[Problem] = (),
+    joins_live_jobs: bool = False,
 ) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
 
     `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
-    the present folder. `known_problems` are told with those found here.
+    the present folder. `known_problems` are told with those found here. Jobs of the run that wait
+    or run are an error, unless `joins_live_jobs`.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -56,37 +61,57 @@ def lock_prepared_run(
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
         raise RecipeError.from_problems(problems)
-    refuse_live_jobs(paths)
+    if not joins_live_jobs:
+        refuse_live_jobs(paths)
     if fresh and (kept := archive_run(paths)) is not None:
         say(f"moved    the earlier run to {kept}")
     with hold_lock(paths.lock):
+        # Asked again: another launcher may have submitted some since.
+        live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
         setup.check_recipe_changes(recipe, paths, say)
         if not is_finished(recipe, paths):
             paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
         paths.cancelled_marker.unlink(missing_ok=True)
         facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
-        attempt = setup.create_attempt_log_dir(paths)
+        # Jobs that run write to the folder of the present attempt.
+        attempt = (
+            max(paths.list_attempts(), default=0)
+            if live_jobs
+            else setup.create_attempt_log_dir(paths)
+        )
         setup.record_provenance(recipe, paths, attempt)
         stages = plan_run(recipe, paths, facts)
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
-        yield PreparedRun(paths, attempt, pythons, left)
+        yield PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
 
 
-def refuse_live_jobs(paths: RunPaths) -> None:
-    """Make sure that none of the run's Slurm jobs waits or runs.
+def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
+    """The run's jobs that wait or run; none where there is no Slurm and never was.
+
+    Raises:
+        ClusterError: slurmctld does not answer.
+    """
+    return list_live_jobs(paths) if paths.submissions.exists() or has_slurm() else []
+
+
+def refuse_live_jobs(paths: RunPaths) -> list[LiveJob]:
+    """Make sure that none of the run's Slurm jobs waits or runs; the empty list.
 
     Raises:
         ClusterError: Some do, or slurmctld does not answer.
     """
-    newest = get_latest_submissions(read_submissions(paths.submissions))
-    names = {submission.job_id: job for job, submission in newest.items()}
-    if live := filter_live_jobs(list(names)):
+    if live := find_live_jobs(paths):
+        root = shlex.quote(str(paths.root))
+        hint = f"wait for them, or cancel them: areal-hpc cancel {root}"
+        if any(job.is_held or not job.is_recorded for job in live):
+            hint = f"areal-hpc resume {root} takes them over; areal-hpc cancel {root} removes them"
         raise ClusterError(
             "jobs of this run are still pending or running: "
-            + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
+            + ", ".join(f"{job.submission.job} ({job.submission.job_id})" for job in live),
             key=str(paths.root),
-            hint=f"wait for them, or cancel them: areal-hpc cancel {paths.root}",
+            hint=hint,
         )
+    return []
 
 
 def is_finished(recipe: Recipe, paths: RunPaths) -> bool:

@@ -21,7 +21,7 @@ from areal_hpc.recipe.loading import build_recipe, load_recipe, parse_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
-from areal_hpc.view.run_state import read_run_state
+from areal_hpc.view.run_state import read_run_snapshot
 from areal_hpc.view.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
@@ -192,7 +192,7 @@ def open_progress_reporter(
 
 def format_summary(paths: RunPaths) -> str:
     """The summary of a run so far. Writes nothing."""
-    return summarize_run(paths, read_run_state(paths), get_program_name())
+    return summarize_run(paths, read_run_snapshot(paths), get_program_name())
 
 
 def draw_learning_curve(paths: RunPaths) -> None:
@@ -204,7 +204,7 @@ def draw_learning_curve(paths: RunPaths) -> None:
         return  # a training script may run in an environment of its own
     from areal_hpc.view.learning_curve import plot_learning_curve
 
-    snapshot = read_run_state(paths)
+    snapshot = read_run_snapshot(paths)
     if snapshot.steps:
         title = f"{paths.root.parent.name} / {paths.root.name}"
         plot_learning_curve(snapshot, title, paths.learning_curve)
@@ -240,7 +240,7 @@ def _report_finished_run(paths: RunPaths) -> RunResult:
 def _read_result(
     paths: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
-    snapshot = read_run_state(paths)
+    snapshot = read_run_snapshot(paths)
     last = snapshot.steps[-1] if snapshot.steps else {}
     evaluations = snapshot.evaluations
     return RunResult(

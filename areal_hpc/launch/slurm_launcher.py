@@ -7,40 +7,56 @@ themselves. Who waits only watches files, and the queue now and then.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError, SlurmTimeoutError
+import msgspec
+
+from areal_hpc.errors import (
+    ClusterError,
+    JobFailedError,
+    Problem,
+    RecipeError,
+    RunInterruptedError,
+    SlurmTimeoutError,
+)
+from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.plan import MAX_PROCESS_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
+    MARGIN_S,
     JobSpec,
     LaunchFile,
     SlurmLaunchInfo,
     Submission,
     get_latest_submissions,
+    list_held_jobs,
     read_submissions,
     read_task_exits,
     record_submission,
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import try_cancel_jobs
 from areal_hpc.slurm.queue import filter_live_jobs
+from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submit import submit_slurm, write_job_files
+from areal_hpc.slurm.submission import cancel_held, release_jobs
+from areal_hpc.slurm.submit import SubmittedJob, submit_slurm, write_job_files
+from areal_hpc.wire.fault_points import fault_point
 
 RUN_FILES_POLL_S = 0.5
 """Between two looks at the run's files."""
 FIRST_QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
+START_UP_S = 60.0
+"""A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
 JOBS_END_TIMEOUT_S = 120.0
 """Time that jobs get to end after the run's last step."""
 
@@ -52,26 +68,64 @@ def submit(
     after: Sequence[str] = (),
     fresh: bool = False,
     sys_path: Sequence[str] = (),
+    joins_live_jobs: bool = False,
 ) -> None:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
+    They are submitted held, and released when all of them are recorded. With `joins_live_jobs`
+    those that wait or run already stay, recorded and released, and only the others are submitted.
+
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
-        ClusterError: There is no Slurm here, or jobs of the run wait or run.
+        ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
-    with (
-        lock_prepared_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
-        cancel_all_on_failure() as job_ids,
-    ):
-        dependency = build_dependency(after)
-        for stage in ready.stages:
-            for request, launch in _build_jobs(stage, recipe, ready):
-                asked = request.with_dependency(dependency) if dependency else request
-                job_ids.append(submit_slurm(asked, launch, run_task))
-                record_job_submission(ready, request.job, job_ids[-1])
-                say(f"job      {request.job:<10} {job_ids[-1]:<9} {request.shape}")
-            dependency = build_dependency([job_ids[-len(stage.jobs)]])  # the leader's
+    with lock_prepared_run(
+        recipe, say=say, fresh=fresh, sys_path=sys_path, joins_live_jobs=joins_live_jobs
+    ) as ready:
+        kept = _adopt_live_jobs(ready, say)
+        to_release: list[str] = []
+        with cancel_all_on_failure(say) as job_ids:
+            dependency = build_dependency(after)
+            for stage in ready.stages:
+                ids = {name: job.submission.job_id for name, job in kept.items()}
+                for request, launch in _build_jobs(stage, recipe, ready):
+                    if request.job in kept:
+                        continue
+                    asked = request.with_dependency(dependency) if dependency else request
+                    submitted = submit_slurm(asked, launch, run_task, say)
+                    job_ids.append(submitted.job_id)
+                    ids[request.job] = submitted.job_id
+                    fault_point("submit.before_record")
+                    record_job_submission(ready, request.job, submitted)
+                    to_release += [] if request.stays_held else [submitted.job_id]
+                    say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
+                dependency = build_dependency([ids[stage.leader.name]])
+        # A job that gave its nodes back is released by the trainer, when there is work.
+        idle = {job.root.name for job in list_held_jobs(ready.paths.jobs_dir)}
+        held = [
+            job.submission.job_id for name, job in kept.items() if job.is_held and name not in idle
+        ]
+        fault_point("submit.before_release")
+        release_submitted([*held, *to_release], ready.paths)
+
+
+def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str, LiveJob]:
+    """Put on record what waits or runs already, by name; a second one of a name is cancelled."""
+    kept: dict[str, LiveJob] = {}
+    for job in ready.live_jobs:  # those on record come first, and the newest of them counts
+        name, job_id = job.submission.job, job.submission.job_id
+        if not job.is_recorded and name in kept:
+            say(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
+            if (error := cancel_held([job_id])) is not None:
+                raise error
+            continue
+        if not job.is_recorded:
+            record_job_submission(ready, name, SubmittedJob(job_id, job.submission.token))
+        state = "held, will be released" if job.is_held else job.queued.state.meaning
+        say(f"kept     {name:<10} {job_id:<9} {state}")
+        kept[name] = job
+    return kept
 
 
 def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False) -> list[Path]:
@@ -91,14 +145,31 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
 
 
 @contextlib.contextmanager
-def cancel_all_on_failure() -> Iterator[list[str]]:
+def cancel_all_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
     """List for the numbers of submitted jobs: all are cancelled if the context fails."""
     job_ids: list[str] = []
     try:
         yield job_ids
-    except BaseException:  # boundary: half a run would wait for its other half, and cost
-        try_cancel_jobs(job_ids)
+    except BaseException:  # boundary: half a run would wait for its other half
+        if (error := cancel_held(job_ids)) is not None:
+            say(f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}")
         raise
+
+
+def release_submitted(job_ids: Sequence[str], *runs: RunPaths) -> None:
+    """Let jobs start that were submitted held and are all recorded.
+
+    Raises:
+        ClusterError: Slurm did not do it; the jobs stay held.
+    """
+    try:
+        release_jobs(job_ids)
+    except ClusterError as error:
+        commands = "; ".join(f"areal-hpc resume {paths.root}" for paths in runs)
+        raise ClusterError(
+            f"all jobs are submitted, and held: {error.problems[0].message}",
+            hint=f"when `scontrol ping` succeeds, release them: {commands}",
+        ) from error
 
 
 def _build_jobs(
@@ -107,25 +178,32 @@ def _build_jobs(
     place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
     requests = build_job_requests(stage.jobs, recipe.cluster.slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
-        yield request, build_launch_file(spec, stage, recipe, ready)
+        yield request, build_launch_file(spec, stage, request, recipe, ready)
 
 
-def record_job_submission(ready: PreparedRun, job: str, job_id: str) -> None:
+def record_job_submission(ready: PreparedRun, job: str, submitted: SubmittedJob) -> None:
     """Write down that a job was submitted."""
     paths = ready.paths
-    submission = Submission(job, job_id, ready.attempt, time.time(), str(paths.job(job).script))
+    submission = Submission(
+        job=job,
+        job_id=submitted.job_id,
+        attempt=ready.attempt,
+        submitted_at=time.time(),
+        script=str(paths.job(job).script),
+        token=submitted.token,
+    )
     record_submission(paths.submissions, submission)
-    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=job_id)
+    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=submitted.job_id)
 
 
 def build_launch_file(
-    spec: JobSpec, stage: JobStage, recipe: Recipe, ready: PreparedRun
+    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, ready: PreparedRun
 ) -> LaunchFile:
     """Launch facts for the supervisors of a job under Slurm."""
     cluster, paths = recipe.cluster, ready.paths
     network = cluster.slurm.network
     return LaunchFile(
-        job=spec,
+        job=_add_caretaker(spec, stage, paths),
         job_dir=str(paths.job(spec.name).root),
         log_dir=str(paths.log_dir(ready.attempt)),
         events=str(paths.events),
@@ -136,12 +214,26 @@ def build_launch_file(
             submissions=str(paths.submissions),
             script=str(paths.job(spec.name).script),
             excluded_nodes=str(paths.excluded_nodes),
+            job_name=request.name,
+            comment=request.comment,
             cancelled=str(paths.cancelled_marker),
             interface=network.interface,
             progress=str(paths.sft_metrics if stage.name == "sft" else paths.metrics),
             done_marker=str(stage.done_marker),
         ),
     )
+
+
+def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
+    """The job with a process that submits others of its stage again; alone it has no others."""
+    if not stage.others:
+        return spec
+    others = tuple(job.name for job in stage.others)
+    config = CaretakerConfig(
+        run_dir=paths.root, job=spec.name, leader=stage.leader.name, others=others
+    )
+    caretaker = config.build_process_spec("caretaker", tasks="first", restarts=MAX_PROCESS_RESTARTS)
+    return msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
 
 
 def build_run_context(
@@ -181,6 +273,8 @@ def build_requests(
     requests = {
         request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
     }
+    if problems := _find_short_limits(recipe, requests.values()):
+        raise RecipeError.from_problems(problems)
     dependency = build_dependency(after)
     for stage in stages:
         for job in stage.jobs if dependency else ():
@@ -188,6 +282,21 @@ def build_requests(
         leading = f"{stage.leader.name.upper()}_JOBID"
         dependency = f"aftercorr:{leading}" if place.is_array else build_dependency([leading])
     return list(requests.values())
+
+
+def _find_short_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
+    """Time limits that leave no time between a job's start and the stop before its end."""
+    least_s = START_UP_S + recipe.cluster.stop_grace_s + MARGIN_S
+    return [
+        Problem(
+            f"the time limit of job {one.job} is {one.shape.time_limit_minutes} min; its start, "
+            f"last checkpoint and requeue take at least {least_s / 60:.1f} min",
+            "cluster.slurm.time_limit_minutes",
+            "give it a longer limit: a run resumes at each, so hours are better than minutes",
+        )
+        for one in requests
+        if one.shape.time_limit_minutes * 60 <= least_s
+    ]
 
 
 def build_dependency(job_ids: Sequence[str]) -> str:

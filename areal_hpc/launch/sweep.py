@@ -18,12 +18,13 @@ from areal_hpc.launch.slurm_launcher import (
     build_run_context,
     cancel_all_on_failure,
     record_job_submission,
+    release_submitted,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.script import JobRequest, JobResources, RunContext, build_job_requests
-from areal_hpc.slurm.submit import submit_array
+from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.submit import SubmittedJob, submit_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +113,29 @@ def submit_sweep(
         ready = [
             stack.enter_context(lock_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
         ]
-        submitted = stack.enter_context(cancel_all_on_failure())
-        dependency = build_dependency(after)
+        submitted = _submit_arrays(sweep, ready, build_dependency(after), say)
+        release_submitted(submitted, *(one.paths for one in ready))
+
+
+def _submit_arrays(
+    sweep: Sweep, ready: Sequence[PreparedRun], dependency: str, say: Callable[[str], None]
+) -> list[str]:
+    """Submit every job of every run, held; the numbers of those that are to be released."""
+    to_release: list[str] = []
+    with cancel_all_on_failure(say) as submitted:
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
-                job_ids, shape = _submit_array(sweep, ready, stages, specs, dependency)
-                submitted += job_ids
-                for one, job_id in zip(ready, job_ids, strict=True):
-                    record_job_submission(one, specs[0].name, job_id)
-                leading = leading or job_ids[0].partition("_")[0]
-                say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {shape}")
+                jobs, request = _submit_array(sweep, ready, stages, specs, dependency, say)
+                submitted += [job.job_id for job in jobs]
+                to_release += [] if request.stays_held else [job.job_id for job in jobs]
+                for one, job in zip(ready, jobs, strict=True):
+                    record_job_submission(one, specs[0].name, job)
+                first, last = jobs[0].job_id, jobs[-1].job_id
+                leading = leading or first.partition("_")[0]
+                say(f"array    {specs[0].name:<9} {first} to {last}, {request.shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
+    return to_release
 
 
 def _submit_array(
@@ -132,14 +144,15 @@ def _submit_array(
     stages: Sequence[JobStage],
     specs: Sequence[JobSpec],
     dependency: str,
-) -> tuple[list[str], JobResources]:
-    """Submit the same job of every run; the numbers, and what each asks for."""
+    say: Callable[[str], None],
+) -> tuple[list[SubmittedJob], JobRequest]:
+    """Submit the same job of every run, held; the jobs, and the request for all of them."""
     slurm = sweep.base.cluster.slurm
     request = build_job_requests(specs[:1], slurm, _build_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
         alone += build_job_requests([spec], slurm, place)
-        launches.append(build_launch_file(spec, stage, run, one))
+        launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
-    return submit_array(asked, alone, launches, run_task), request.shape
+    return submit_array(asked, alone, launches, run_task, say), request

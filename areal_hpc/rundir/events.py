@@ -1,10 +1,15 @@
 """Event log of a run, `events.jsonl`: what happened, when, to which service."""
 
+import logging
+import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from areal_hpc.rundir.jsonl import append_line, decode_lines, read_tail
+
+log = logging.getLogger(__name__)
 
 RECENT_BYTES = 1 << 20
 """The end of the log that is read, for those who look for what happened lately."""
@@ -18,9 +23,39 @@ class EventLog:
         self._role = role
 
     def record(self, event: str, **facts: Any) -> None:
-        """Note that `event` happened now."""
-        line = {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
-        append_line(self._path, line)
+        """Note that `event` happened now.
+
+        Nothing ends for want of an event: on a full or silent disk it is in the process's log.
+        """
+        self._write({"time": round(time.time(), 3), "role": self._role, "event": event, **facts})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            append_line(self._path, line)
+        except OSError as error:
+            log.error("the event %s was not recorded: %s", line, error)
+
+
+class BackgroundEventLog(EventLog):
+    """Event log for a loop that must not wait for shared storage: a thread writes."""
+
+    def __init__(self, path: Path, role: str) -> None:
+        super().__init__(path, role)
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="events", daemon=True)
+        self._writer.start()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Write what is left, for at most so long."""
+        self._lines.put(None)
+        self._writer.join(timeout_s)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._lines.put(line)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            super()._write(line)
 
 
 def read_recent_events(path: Path) -> list[dict[str, Any]]:

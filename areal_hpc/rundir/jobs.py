@@ -6,13 +6,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
+from areal_hpc.errors import IdleError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
-IDLE_EXIT_CODE = 79
+MARGIN_S = 10.0
+"""Time that asking Slurm for another start may take."""
+IDLE_EXIT_CODE = IdleError.exit_code
 """A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
 
 
@@ -60,11 +63,15 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """The sbatch script that this job was submitted with."""
     excluded_nodes: str
     """Nodes not to be given again, with the reason."""
+    job_name: str
+    """In Slurm, before the token of a submission."""
+    comment: str
+    """In Slurm, before the token of a submission: the run directory comes first."""
     cancelled: str
     """While this file exists, a job that is told to stop ends and is not requeued."""
     interface: str = ""
     """Network interface whose address other nodes use; empty: where the host's name leads."""
-    margin_s: float = 10.0
+    margin_s: float = MARGIN_S
     """Kept free before the end of the time limit and of a preemption's grace."""
     progress: str = ""
     """A file that grows while the run gets further: a job that crashes is started again for as
@@ -117,6 +124,8 @@ class TaskExit(Struct, frozen=True):
     """Which start of the job says so, `<job id>.<restart>`; empty for jobs of this machine."""
     faulty_node: str = ""
     """The node that is to blame, and is not to be given again."""
+    gave_up: bool = False
+    """The job decided that another start would not help."""
 
     @property
     def is_crash(self) -> bool:
@@ -160,6 +169,8 @@ class Submission(Struct, frozen=True):
     """Unix time, seconds."""
     script: str
     """The sbatch script."""
+    token: str = ""
+    """In the job's name and comment; empty for one that was not submitted by areal_hpc."""
 
 
 def record_submission(path: Path, submission: Submission) -> None:

@@ -157,6 +157,10 @@ class JobPaths(_Folder):
     """One numbered file for each start under Slurm, and the notes of its tasks."""
     failure_count = _PathDescriptor("failures_without_progress.json")
     """Number of starts in a row that failed without progress."""
+    caretaker_count = _PathDescriptor("submissions_without_progress.json")
+    """Number of submissions by caretakers, and the run's progress at the last one."""
+    claim = _PathDescriptor("claim")
+    """Exists while a caretaker submits the job."""
     checkpoint_time = _PathDescriptor("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 

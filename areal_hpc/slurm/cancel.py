@@ -1,6 +1,5 @@
 """Cancellation of Slurm jobs: signal, wait for the grace period, scancel."""
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,13 +13,6 @@ POLL_S = 2.0
 KILL_TIMEOUT_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
 MAX_SLURM_OUTAGE_S = 600.0
-
-
-def try_cancel_jobs(job_ids: Sequence[str]) -> None:
-    """Cancel jobs that have just been submitted, as well as that goes."""
-    if job_ids:
-        with contextlib.suppress(ClusterError):
-            run_slurm_command("scancel", *job_ids)
 
 
 def cancel_jobs(
@@ -43,10 +35,14 @@ def cancel_jobs(
     queue = QueuePoller()
     asked: set[str] = set()
     seen: set[str] = set()
+    ids: Sequence[str] = ()
     began = time.monotonic()
     while True:
-        ids = job_ids()
-        snapshot = queue.poll(ids).filter_jobs(ids, label)
+        try:
+            ids = job_ids()
+            snapshot = queue.poll(ids).filter_jobs(ids, label)
+        except SlurmTimeoutError as silence:
+            snapshot = queue.note_outage(silence)
         if snapshot.outage:
             _pause_during_outage(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s

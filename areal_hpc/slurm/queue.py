@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, parse_time, run_slurm_command
-from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_state
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
 from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (
@@ -30,6 +30,10 @@ SQUEUE_COLUMNS = (
 )
 """Name and width: squeue cuts what is longer."""
 SACCT_COLUMNS = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
+_SQUEUE_ARGUMENTS = (
+    *("--noheader", "--all", "--array", "--states=all"),
+    "--Format=" + ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS),
+)
 BACKOFF = Backoff(2.0, 60.0)
 """Pauses between questions to a Slurm that does not answer."""
 
@@ -51,10 +55,18 @@ class QueuedJob:
     exit_code: int = 0
     signal: int = 0
     """That ended it; 0 for none."""
-    label: str = ""
-    """Its name and its comment; empty where they are not known."""
+    name: str = ""
+    comment: str = ""
+    """Both empty where they are not known."""
+    cancelled_by: int | None = None
+    """Id of the user who cancelled it, where accounting says so."""
     bad_steps: tuple[str, ...] = ()
     """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
+
+    @property
+    def label(self) -> str:
+        """Its name and its comment; empty where they are not known."""
+        return f"{self.name} {self.comment}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ def parse_squeue(text: str) -> list[QueuedJob]:
 
 
 def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
-    job_id, state, reason, nodes, start, end, restarts, wait_status, *label = cells[:10]
+    job_id, state, reason, nodes, start, end, restarts, wait_status, name, *rest = cells[:-1]
     status = int(wait_status) if wait_status.isdigit() else 0
     return QueuedJob(
         job_id=job_id,
@@ -109,7 +121,8 @@ def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
         restarts=int(restarts) if restarts.isdigit() else None,
         exit_code=status >> 8 & 0xFF,
         signal=status & 0x7F,
-        label=" ".join(label),
+        name=name,
+        comment="|".join(rest),
     )
 
 
@@ -144,6 +157,7 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Queu
         end=parse_time(cells[5]),
         exit_code=int(code) if code.isdigit() else 0,
         signal=int(signal) if signal.isdigit() else 0,
+        cancelled_by=parse_canceller(cells[1]),
     )
 
 
@@ -175,12 +189,10 @@ class QueuePoller:
         outage, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
-            found = {job.job_id: job for job in _call_squeue(wanted)}
+            found = {job.job_id: job for job in call_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
-            outage = error.problems[0].message
-            self._unanswered_polls += 1
-            self._outage_since = self._outage_since or asked_at
+            outage = self.note_outage(error, asked_at).outage
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
@@ -191,6 +203,15 @@ class QueuePoller:
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._outage_since
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
+
+    def note_outage(
+        self, silence: SlurmTimeoutError, asked_at: float | None = None
+    ) -> QueueSnapshot:
+        """Count a question that was not answered, at `asked_at` (monotonic); what is known now."""
+        self._unanswered_polls += 1
+        now = time.monotonic()
+        self._outage_since = self._outage_since or asked_at or now
+        return QueueSnapshot({}, silence.problems[0].message, now - self._outage_since)
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
@@ -217,17 +238,30 @@ def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    return [job.job_id for job in _call_squeue(sorted(set(job_ids))) if is_alive(job.state)]
+    return [job.job_id for job in call_squeue(sorted(set(job_ids))) if is_alive(job.state)]
 
 
-def _call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
-    """Jobs that slurmctld remembers."""
-    columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
+def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
+    """Jobs of a user that slurmctld remembers.
+
+    Raises:
+        SlurmTimeoutError: slurmctld does not answer.
+        SlurmNotFoundError: Slurm's commands are not installed here.
+    """
+    return parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--user={user_id}"))
+
+
+def call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+    """Those of the jobs that slurmctld remembers.
+
+    Raises:
+        SlurmTimeoutError: slurmctld does not answer.
+        SlurmNotFoundError: Slurm's commands are not installed here.
+    """
     jobs: list[QueuedJob] = []
     for ids in build_comma_lists(job_ids):
-        arguments = ("--noheader", "--all", "--array", "--states=all", f"--Format={columns}")
         try:
-            jobs += parse_squeue(run_slurm_command("squeue", *arguments, f"--jobs={ids}"))
+            jobs += parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--jobs={ids}"))
         except SlurmCommandError as error:
             # Asked for a single job that it has forgotten, squeue fails; among several it does not.
             if "invalid job id" not in str(error).lower():

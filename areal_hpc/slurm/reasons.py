@@ -25,7 +25,7 @@ _ADMINISTRATOR_HINT = "ask the administrators of the cluster"
 _RELEASE_HINT = "scontrol release JOBID, or areal-hpc cancel RUN"
 
 HELD_WHILE_IDLE_REASON = PendingReason(
-    "idle: it released its nodes and is held until the trainer is back"
+    "idle: it released its nodes and is held until the jobs that it works with are back"
 )
 """Of a job that holds itself until there is work. Slurm only knows that it is held."""
 

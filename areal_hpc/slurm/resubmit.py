@@ -4,6 +4,8 @@ Whatever asks Slurm raises what `scontrol.py` raises.
 """
 
 import contextlib
+import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -19,6 +21,9 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.submission import JobIdentity, submit_script
+
+log = logging.getLogger(__name__)
 
 _AFTER_SUCCESS_PATTERN = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
@@ -32,30 +37,62 @@ class JobIdChange:
     job_id: str
 
 
-def resubmit(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> JobIdChange:
+def resubmit(
+    slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str, *, timeout_s: float
+) -> JobIdChange:
     """Submit the script of a job that runs, to start when this one has ended.
 
     A member of an array becomes an array of itself alone, under its index: who waits for what
     corresponds to it goes by that.
 
     `job` is its name within the run, `job_id` the number of this start; `excluded` are nodes that
-    it must not get, in Slurm's notation.
+    it must not get, in Slurm's notation. A slurmctld that is silent is waited for `timeout_s`.
+    """
+    before = get_latest_submissions(read_submissions(Path(slurm.submissions))).get(job)
+    # What the script depends on has been met; but this job must be over.
+    options = [f"--dependency=afterany:{job_id}"]
+    if excluded:
+        options.append(f"--exclude={excluded}")
+    new_id = submit_again(slurm, job, options, timeout_s=timeout_s)
+    return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
+
+
+def submit_again(
+    slurm: SlurmLaunchInfo,
+    job: str,
+    options: Sequence[str],
+    *,
+    timeout_s: float,
+    hold: bool = False,
+) -> str:
+    """Submit a job's script once more and record that; the new number.
+
+    `options` of sbatch replace those of the script. With `hold` a person has to release it.
     """
     submissions = Path(slurm.submissions)
     before = get_latest_submissions(read_submissions(submissions)).get(job)
     member = get_array_index(before.job_id) if before else ""
-    # What the script depends on has been met; but this job must be over.
-    options = [f"--dependency=afterany:{job_id}"]
-    if member:
-        options.append(f"--array={member}")
-    if excluded:
-        options.append(f"--exclude={excluded}")
-    new_id = scontrol.submit_script(Path(slurm.script), options)
+    options = [*options, *([f"--array={member}"] if member else []), *(["--hold"] if hold else [])]
+    identity = JobIdentity.create(slurm.job_name, slurm.comment)
+    environ = scontrol.strip_own_variables(os.environ)
+    new_id = submit_script(
+        Path(slurm.script), identity, options, environ=environ, timeout_s=timeout_s
+    )
     if member:
         new_id = f"{new_id}_{member}"
-    attempt = before.attempt if before else 1
-    record_submission(submissions, Submission(job, new_id, attempt, time.time(), slurm.script))
-    return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
+    submission = Submission(
+        job=job,
+        job_id=new_id,
+        attempt=before.attempt if before else 1,
+        submitted_at=time.time(),
+        script=slurm.script,
+        token=identity.token,
+    )
+    try:
+        record_submission(submissions, submission)
+    except OSError as error:  # commands find the job by its comment
+        log.error("job %s is submitted and not recorded: %s", new_id, error)
+    return new_id
 
 
 def update_dependents(number: JobIdChange) -> None:

@@ -5,9 +5,8 @@ All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandEr
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from areal_hpc.slurm.commands import parse_time, run_slurm_command
@@ -62,6 +61,11 @@ def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: st
     _call_slurm("scontrol", action, job_id)
 
 
+def cancel_job(job_id: str) -> None:
+    """Have Slurm end a job, which is over as soon as its tasks are."""
+    _call_slurm("scancel", job_id)
+
+
 def update_waiting_job(
     job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
 ) -> None:
@@ -86,15 +90,14 @@ def list_array_members(array_id: str) -> list[str]:
     return shown.split()
 
 
-def submit_script(script: Path, options: Iterable[str]) -> str:
-    """Submit an sbatch script from inside a job; the new job's number."""
-    return _call_slurm("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
+def strip_own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """A job's environment without what Slurm's commands would take for wishes."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF" or not name.startswith(_ENV_PREFIXES)
+    }
 
 
 def _call_slurm(*command: str) -> str:
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not name.startswith(_ENV_PREFIXES)
-    }
-    return run_slurm_command(*command, environ=environ)
+    return run_slurm_command(*command, environ=strip_own_variables(os.environ))

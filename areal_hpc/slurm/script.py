@@ -65,6 +65,21 @@ class JobRequest:
     parameters: dict[str, Any]
     """Of submitit's SlurmExecutor, in its names."""
 
+    @property
+    def name(self) -> str:
+        """Job name in the queue, before a submission's token."""
+        return str(self.parameters["job_name"])
+
+    @property
+    def comment(self) -> str:
+        """The run directory, and the recipe's own comment behind it."""
+        return str(self.parameters["comment"])
+
+    @property
+    def stays_held(self) -> bool:
+        """True if the recipe's own flags hold it: `scontrol release` by its user starts it."""
+        return bool({"hold", "-H"} & self.parameters["additional_parameters"].keys())
+
     def with_dependency(self, dependency: str) -> JobRequest:
         """This request, to start only after other jobs; Slurm removes the job if those fail."""
         more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}

@@ -1,9 +1,10 @@
-"""Submission of jobs through submitit; the only module that imports it."""
+"""Scripts and payloads of jobs, and their submission; the only module that imports submitit."""
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,10 +12,17 @@ import msgspec
 import psutil
 import submitit
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import (
+    ClusterError,
+    RecipeError,
+    SlurmCommandError,
+    SlurmNotFoundError,
+    SlurmTimeoutError,
+)
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
+from areal_hpc.slurm.submission import JobIdentity, submit_script
 
 Entry: TypeAlias = Callable[[str], None]
 """Function that submitit calls in every task, with the path of the job's `launch.json`."""
@@ -82,7 +90,11 @@ def _write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
-    for stale in (*paths.find_task_exit_files().values(), paths.failure_count):
+    for stale in (
+        *paths.find_task_exit_files().values(),
+        paths.failure_count,
+        paths.caretaker_count,
+    ):
         stale.unlink(missing_ok=True)
     paths.launch.write_bytes(msgspec.json.encode(launch))
     return paths.launch
@@ -126,16 +138,25 @@ def write_job_files(request: JobRequest, launch: LaunchFile, entry: Entry) -> Jo
     return launch.paths
 
 
-def submit_slurm(request: JobRequest, launch: LaunchFile, entry: Entry) -> str:
-    """Hand a job to Slurm; its number. The script stays in the job's folder.
+@dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """A job that Slurm has, held until it is released."""
+
+    job_id: str
+    token: str
+
+
+def submit_slurm(
+    request: JobRequest, launch: LaunchFile, entry: Entry, report_outage: Callable[[str], None]
+) -> SubmittedJob:
+    """Hand a job to Slurm, held. The script stays in the job's folder.
 
     Raises:
         RecipeError: sbatch refused it.
-        ClusterError: There is no sbatch.
+        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     job = write_job_files(request, launch, entry)
-    with _explain_sbatch_errors(request.job):
-        return str(_build_executor(request).submit(entry, str(job.launch)).job_id)
+    return _submit_held(request, job.script, report_outage)
 
 
 def submit_array(
@@ -143,38 +164,63 @@ def submit_array(
     alone: Sequence[JobRequest],
     launches: Sequence[LaunchFile],
     entry: Entry,
-) -> list[str]:
-    """Hand the same job of several runs to Slurm as one array; the number of each.
+    report_outage: Callable[[str], None],
+) -> list[SubmittedJob]:
+    """Hand the same job of several runs to Slurm as one array, held; one job for each.
 
     `alone` has each by itself, for the script by which it submits itself again.
 
     Raises:
         RecipeError: sbatch refused it.
-        ClusterError: There is no sbatch.
+        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     pairs = zip(alone, launches, strict=True)
     paths = [str(write_job_files(request, launch, entry).launch) for request, launch in pairs]
     array.folder.mkdir(parents=True, exist_ok=True)
-    JobPaths(array.folder.parent).script.write_text(render_script(array, len(paths)))
-    with _explain_sbatch_errors(array.job):
-        return [str(job.job_id) for job in _build_executor(array).map_array(entry, paths)]
+    script = JobPaths(array.folder.parent).script
+    script.write_text(render_script(array, len(paths)))
+    submitted = _submit_held(array, script, report_outage)
+    members = [f"{submitted.job_id}_{index}" for index in range(len(paths))]
+    for member, path in zip(members, paths, strict=True):
+        payload = submitit.core.utils.DelayedSubmission(entry, path)
+        payload.dump(array.folder / f"{member}_submitted.pkl")
+    return [SubmittedJob(member, submitted.token) for member in members]
 
 
-@contextmanager
-def _explain_sbatch_errors(job: str) -> Iterator[None]:
+def _submit_held(
+    request: JobRequest, script: Path, report_outage: Callable[[str], None]
+) -> SubmittedJob:
+    identity = JobIdentity.create(request.name, request.comment)
     try:
-        yield
-    except FileNotFoundError as error:
+        job_id = submit_script(script, identity, ["--hold"], report_outage=report_outage)
+    except SlurmNotFoundError as error:
         raise ClusterError(
             "there is no sbatch on this machine", hint="submit from a login node of the cluster"
         ) from error
-    except submitit.core.utils.FailedJobError as error:
-        said = [line for line in str(error).splitlines() if line.startswith("sbatch:")]
-        raise RecipeError(
-            f"sbatch rejected job {job}:\n" + ("\n".join(said) or str(error)),
-            key="cluster.slurm",
-            hint="areal-hpc submit --dry-run shows its script",
+    except SlurmTimeoutError as error:
+        raise ClusterError(
+            f"Slurm did not answer while job {request.job} was submitted: "
+            f"{error.problems[0].message}",
+            hint="repeat the command when `scontrol ping` succeeds; "
+            "`areal-hpc status` names what reached Slurm, which is held and does not start",
         ) from error
+    except SlurmCommandError as error:
+        raise _explain_refusal(request, error) from error
+    return SubmittedJob(job_id, identity.token)
+
+
+_PASSING_REFUSALS = ("submit limit", "submitjob", "maxjobcount", "try again", "temporarily")
+"""Parts of sbatch's words where the same job may be accepted later."""
+
+
+def _explain_refusal(request: JobRequest, refusal: SlurmCommandError) -> ClusterError | RecipeError:
+    said = refusal.problems[0].message.removeprefix("sbatch: ")
+    message = f"sbatch rejected job {request.job}:\n{said}"
+    if any(words in said.lower() for words in _PASSING_REFUSALS):
+        hint = "wait until other jobs of yours have ended, and repeat the command"
+        return ClusterError(message, key="cluster.slurm", hint=hint)
+    hint = "areal-hpc submit --dry-run shows its script"
+    return RecipeError(message, key="cluster.slurm", hint=hint)
 
 
 def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:

@@ -42,6 +42,8 @@ class TrainerJobConfig(RankJobConfig):
     """Held-out tasks per evaluation; 0 never evaluates."""
     evaluation_cell: bool = False
     """A cell of their own plays them, and training does not wait for it."""
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Time without any cell after which the job gives its nodes back, under Slurm."""
     stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
     """Time from a stop signal to the kill."""
 

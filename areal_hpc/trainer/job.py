@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.starts import read_own_stop_notice
+from areal_hpc.jobs.topology import get_job_start_number
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
@@ -118,6 +120,8 @@ def _make_coordinator(
         ],
         events=EventLog(paths.events, "trainer"),
         stop=stop,
+        # Without Slurm there is nobody to give nodes back to.
+        idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,
     )
     return Coordinator(job.schedule, record, source, stop, check_generation)

@@ -7,7 +7,8 @@ from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot
-from areal_hpc.view.jobs import build_run_jobs, get_run_state, list_job_ids
+from areal_hpc.slurm.run_jobs import list_job_ids
+from areal_hpc.view.jobs import build_run_jobs, get_run_state
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
@@ -16,7 +17,7 @@ RUN_NAME_KEYS = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
 
 
-def render_comparison(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
+def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
     advances = [read_run_progress(paths) for paths in runs]
     states = _read_states(runs, queue)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,14 +12,20 @@ from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.jobs import format_state, get_run_state
-from areal_hpc.view.tables import format_time
+from areal_hpc.view.jobs import LEADERS, format_state, get_run_state
+from areal_hpc.view.tables import format_duration, format_time
 
 CASCADE_WINDOW_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
 RUNNING_CASCADE_WINDOW_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
+MAX_STEPS_OF_SILENCE = 5
+"""A run that has trained no step for longer than so many take is stalled..."""
+MIN_SILENCE_S = 300.0
+"""...and for longer than a start, an evaluation or a checkpoint takes."""
+MIN_FREE_BYTES = 256 << 20
+"""With less the next checkpoint or shard may not fit."""
 MAX_TRACEBACK_LINES = 12
 """Lines of a traceback that are shown."""
 
@@ -70,18 +77,66 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     if state == "unknown":
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
+    if evidence.run.lost_jobs:
+        return _diagnose_lost_jobs(evidence, state, chain)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
         if waiting is not None and not waiting.is_well:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
+        if (delay := _diagnose_no_progress(evidence, chain)) is not None:
+            return delay
         happened = f"after this: {cause.text}" if cause else "and nothing has failed"
         return Diagnosis(f"the run is running, {happened}", chain, is_well=True)
     if cause is None:
-        hint = "areal-hpc logs RUN shows the last lines of every process"
-        return Diagnosis(f"the run is {state}; it left no error message", hint=hint)
+        return Diagnosis(f"the run is {state}; it left no error message", hint=_LOGS_HINT)
     return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint)
+
+
+def _diagnose_lost_jobs(
+    evidence: RunInspection, state: str, chain: tuple[FailureEvent, ...]
+) -> Diagnosis:
+    """Jobs that are gone for good, or until a caretaker submits them again."""
+    lost = [
+        f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
+        f"{job.queued.state.meaning if job.queued else 'is no longer known to Slurm'}"
+        for job in evidence.run.lost_jobs
+    ]
+    hint = (
+        "areal-hpc resume RUN submits what is missing; "
+        "the run does so itself within some minutes unless a person ended the job or it gave up"
+    )
+    return Diagnosis(f"the run is {state}: {'; '.join(lost)}", chain, hint)
+
+
+def _diagnose_no_progress(
+    evidence: RunInspection, chain: tuple[FailureEvent, ...]
+) -> Diagnosis | None:
+    """A run at work that does not get further; None if it does, or has just started."""
+    suspended = [
+        f"{job.name} (job {job.queued.job_id}) {job.queued.state.meaning}"
+        for job in evidence.run.jobs
+        if job.queued and job.queued.state.name in ("SUSPENDED", "STOPPED")
+    ]
+    if suspended:
+        hint = "scontrol resume JOBID if a person suspended it; else it waits for other jobs"
+        return Diagnosis(f"the run is stalled: {'; '.join(suspended)}", chain, hint)
+    if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_BYTES:
+        free = f"{evidence.free_bytes / 2**20:.0f} MiB are free in {evidence.run.paths.root}"
+        return Diagnosis(f"the run is running, but only {free}", chain, "make room there")
+    leader = next((job for job in evidence.run.jobs if job.name in LEADERS and job.is_alive), None)
+    if evidence.pace is None or leader is None or leader.queued is None:
+        return None
+    began_at = max(evidence.pace.last_at, leader.queued.start or 0.0)
+    silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
+    if silent_s < max(MAX_STEPS_OF_SILENCE * usual_s, MIN_SILENCE_S):
+        return None
+    headline = (
+        f"the run is stalled: no step for {format_duration(silent_s)}, "
+        f"where one takes {format_duration(usual_s)}"
+    )
+    return Diagnosis(headline, chain, "areal-hpc logs RUN shows what its processes wait for")
 
 
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -133,7 +188,11 @@ def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             text = (
                 f"{row['process']} of {row['role']} ended: {_describe_exit_code(row['exit_code'])}"
             )
-            yield FailureEvent(row["time"], text, priority=5)
+            # A signal that came before the first traceback is the cause of it.
+            is_first = not evidence.stacks or row["time"] <= (evidence.stacks[0].at or 0) + 2.0
+            is_cause = row["exit_code"] > 128 and is_first
+            hint = _MEMORY_HINT if row["exit_code"] == 128 + signal.SIGKILL else _LOGS_HINT
+            yield FailureEvent(row["time"], text, 2 if is_cause else 5, hint=hint)
         elif row["event"] in _RESTART_PHRASE_BY_EVENT:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
             yield FailureEvent(
@@ -188,8 +247,12 @@ _RESTART_PHRASE_BY_EVENT = {
     "job_requeued": "requested another start from Slurm",
     "job_resubmitted": "submitted itself again",
     "job_ended_by_Slurm": "was ended by Slurm",
+    "job_held_for_user": "is held until its user releases it",
+    "job_not_requeued": "could not request another start from Slurm",
+    "job_submitted_again": "submitted a job again that was gone",
 }
 """Events that tell how the run went on after a failure."""
+_LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
 _MEMORY_HINT = "request more memory for that job, or reduce its load"
 _HINT_BY_STATE = {
     "OUT_OF_MEMORY": _MEMORY_HINT,

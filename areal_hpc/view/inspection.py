@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
@@ -17,6 +20,9 @@ from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_records
 
 TRACEBACK_HEADER = "Traceback (most recent call last):"
+PACE_STEPS = 50
+"""Steps, the last ones, whose time is the usual one."""
+MIN_PACE_STEPS = 3
 LOG_TAIL_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
 
@@ -46,6 +52,16 @@ class TaskExitRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPace:
+    """How fast steps came, and since when none has."""
+
+    median_s: float
+    """Time of a step, over the last ones."""
+    last_at: float
+    """Unix time of the last step."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunInspection:
     """Evidence that `diagnosis.py` judges by."""
 
@@ -61,6 +77,10 @@ class RunInspection:
     """(job, line): what Slurm itself wrote into the jobs' output."""
     excluded: tuple[dict[str, Any], ...]
     """Nodes on the run's exclude list."""
+    pace: StepPace | None = None
+    """None before the first steps."""
+    free_bytes: int | None = None
+    """On the storage of the run directory; None if it does not say."""
 
 
 def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
@@ -82,7 +102,25 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         stacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
+        pace=read_step_pace(paths),
+        free_bytes=_read_free_bytes(paths),
     )
+
+
+def read_step_pace(paths: RunPaths) -> StepPace | None:
+    """The pace of the last steps; None if there are too few to tell."""
+    rows = read_metrics(paths.metrics)[-PACE_STEPS:]
+    times_s = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    if len(times_s) < MIN_PACE_STEPS:
+        return None
+    return StepPace(statistics.median(times_s), paths.metrics.stat().st_mtime)
+
+
+def _read_free_bytes(paths: RunPaths) -> int | None:
+    try:
+        return shutil.disk_usage(paths.root).free
+    except OSError:
+        return None
 
 
 def _read_launch_time(paths: RunPaths) -> float:

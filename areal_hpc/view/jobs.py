@@ -1,10 +1,14 @@
 """The jobs of a run: what was submitted, what Slurm says of it, what the jobs said themselves."""
 
+import contextlib
 import re
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_hpc.errors import SlurmTimeoutError
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
@@ -15,10 +19,20 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_alive
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
+from areal_hpc.slurm.run_jobs import (
+    LiveJob,
+    get_run_label,
+    list_job_ids,
+    list_unrecorded_jobs,
+)
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.tables import format_duration, format_table, format_time
+
+LEADERS = {"sft", "trainer"}
+"""Jobs that the others of their stage wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,8 @@ class JobView:
     """The last word of each task that has ended, by rank."""
     gave_nodes_back: bool = False
     """It holds itself until there is a trainer again."""
+    is_recorded: bool = True
+    """False for a job that Slurm has, with this run in its comment, and no file names."""
 
     @property
     def is_alive(self) -> bool:
@@ -73,10 +89,20 @@ class RunJobs:
         """True for a run that never went to Slurm."""
         return not self.ids
 
-
-def get_run_label(paths: RunPaths) -> str:
-    """Text in the name or the comment of every Slurm job of a run."""
-    return paths.root.parent.name
+    @property
+    def lost_jobs(self) -> list[JobView]:
+        """Jobs that are over, unlike their work and others of the run; none in doubt."""
+        if self.snapshot.outage or not any(job.is_alive for job in self.jobs):
+            return []
+        alive = {job.name for job in self.jobs if job.is_alive}
+        is_sft_over = self.paths.sft_export.exists()
+        return [
+            job
+            for job in self.jobs
+            if job.name not in alive
+            and not (job.name == "sft" and is_sft_over)
+            and (job.queued is None or job.queued.state.is_failure)
+        ]
 
 
 def read_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
@@ -85,15 +111,17 @@ def read_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    return build_run_jobs(paths, queue.poll(list_job_ids(paths)))
+    answer = queue.poll(list_job_ids(paths))
+    unrecorded: Sequence[LiveJob] = ()
+    if has_slurm() and not answer.outage:
+        with contextlib.suppress(SlurmTimeoutError):
+            unrecorded = list_unrecorded_jobs(paths)
+    return build_run_jobs(paths, answer, unrecorded)
 
 
-def list_job_ids(paths: RunPaths) -> tuple[str, ...]:
-    """Every id that Slurm ever gave to a job of this run, oldest first."""
-    return tuple(submission.job_id for submission in read_submissions(paths.submissions))
-
-
-def build_run_jobs(paths: RunPaths, answer: QueueSnapshot) -> RunJobs:
+def build_run_jobs(
+    paths: RunPaths, answer: QueueSnapshot, unrecorded: Sequence[LiveJob] = ()
+) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(submission.job_id for submission in submissions)
@@ -113,6 +141,11 @@ def build_run_jobs(paths: RunPaths, answer: QueueSnapshot) -> RunJobs:
         )
         for name in sorted(names, key=_sort_key)
     )
+    jobs += tuple(
+        JobView(job.submission.job, job.submission, job.queued, {}, is_recorded=False)
+        for job in unrecorded
+    )
+    ids += tuple(job.queued.job_id for job in unrecorded)
     return RunJobs(paths, jobs, snapshot, ids)
 
 
@@ -124,7 +157,10 @@ def _sort_key(name: str) -> tuple[bool, bool, str, int]:
 
 
 def get_run_state(run: RunJobs) -> str:
-    """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
+    """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped.
+
+    A run is leaderless while its trainer is gone for good and other jobs of it wait or run.
+    """
     paths = run.paths
     alive = [job for job in run.jobs if job.is_alive]
     if paths.finished_marker.exists():
@@ -135,6 +171,11 @@ def get_run_state(run: RunJobs) -> str:
         return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
+        lost = {job.name for job in run.lost_jobs}
+        if lost & LEADERS:
+            return "leaderless"
+        if lost and JobPhase.RUNNING in phases:
+            return "running, short of cells"
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
     return "unknown" if run.snapshot.outage else _describe_end(run)
@@ -158,6 +199,14 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
+    root = shlex.quote(str(run.paths.root))
+    for job in run.jobs:
+        if not job.is_recorded and job.submission:
+            lines.append(
+                f"job {job.submission.job_id} ({job.name}) is not on record: its submission was "
+                "interrupted, or made by hand\n"
+                f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
+            )
     if run.snapshot.outage:
         lines.append(
             f"Slurm has not responded for {format_duration(run.snapshot.outage_s)} "
@@ -212,10 +261,9 @@ def _format_job_times(queued: QueuedJob) -> str:
     return "-"
 
 
-def find_work_dir(submission: Submission) -> Path | None:
-    """The folder in which a job starts, by its script; None if the script does not say."""
-    script = Path(submission.script)
-    if not script.exists():
-        return None
-    found = re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE)
-    return Path(found[1].strip("'\"")) if found else None
+def find_work_dir(paths: RunPaths) -> Path | None:
+    """The folder in which a run's jobs start, by their scripts; None if no script says so."""
+    for script in sorted(path for path in paths.jobs_dir.glob("*/*.sbatch")):
+        if found := re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE):
+            return Path(found[1].strip("'\""))
+    return None

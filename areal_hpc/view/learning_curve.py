@@ -6,12 +6,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_hpc.view.run_state import RunState
+from areal_hpc.view.run_state import RunSnapshot
 
 matplotlib.use("Agg")
 
 
-def plot_learning_curve(snapshot: RunState, title: str, out: Path) -> None:
+def plot_learning_curve(snapshot: RunSnapshot, title: str, out: Path) -> None:
     """Draw training and held-out reward over steps, with the reply length below."""
     trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
     figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")

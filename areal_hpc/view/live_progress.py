@@ -12,7 +12,7 @@ from rich.text import Text
 
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.run_state import RunState, read_run_state
+from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
 
 MAX_SFT_LINES = 10
 """Lines SFT prints."""
@@ -30,7 +30,7 @@ class PlainReporter:
         self._total_steps = total_steps
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
-        before = read_run_state(paths)
+        before = read_run_snapshot(paths)
         self._last_step = _get_last_step(before.steps)
         self._last_sft = _get_last_step(before.sft)
         self._evaluated = {step for step, _ in before.evaluations}
@@ -51,7 +51,7 @@ class PlainReporter:
 
     def report_new_steps(self) -> None:
         """Print a line for every step that finished since the last look."""
-        snapshot = read_run_state(self._paths)
+        snapshot = read_run_snapshot(self._paths)
         # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _get_last_step(snapshot.steps))
         self._last_sft = min(self._last_sft, _get_last_step(snapshot.sft))
@@ -85,7 +85,7 @@ class LiveReporter(PlainReporter):
 
     def _refresh(self, stage: str) -> None:
         self.report_new_steps()
-        snapshot = read_run_state(self._paths, ask_ledger=stage == "train")
+        snapshot = read_run_snapshot(self._paths, ask_ledger=stage == "train")
         rows, total = snapshot.steps, self._total_steps
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps
@@ -135,7 +135,7 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
     )
 
 
-def format_ticket_line(snapshot: RunState) -> str:
+def format_ticket_line(snapshot: RunSnapshot) -> str:
     """Line about the ledger's tickets."""
     ledger = snapshot.ledger
     if ledger is None:

@@ -13,7 +13,7 @@ from areal_hpc.wire.ledger import Empty, LedgerStatus
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunSnapshot:
     """State of a run that a progress display shows."""
 
     steps: tuple[dict[str, Any], ...]
@@ -30,9 +30,9 @@ class RunState:
         return [(step, reward) for step, reward in rows if reward is not None]
 
 
-def read_run_state(paths: RunPaths, *, ask_ledger: bool = False) -> RunState:
+def read_run_snapshot(paths: RunPaths, *, ask_ledger: bool = False) -> RunSnapshot:
     """Look at a run without touching it."""
-    return RunState(
+    return RunSnapshot(
         tuple(read_metrics(paths.metrics)),
         tuple(read_lines(paths.sft_metrics)),
         _fetch_ledger_status(paths) if ask_ledger else None,

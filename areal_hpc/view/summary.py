@@ -10,7 +10,7 @@ import yaml
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.view.live_progress import format_metric
-from areal_hpc.view.run_state import RunState, read_run_state
+from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
 from areal_hpc.view.tables import format_duration
 
 
@@ -19,7 +19,7 @@ class RunProgress:
     """Progress of a run, from its directory alone."""
 
     recipe: dict[str, Any]
-    snapshot: RunState
+    snapshot: RunSnapshot
     checkpoint_step: int | None
     """None before the first checkpoint."""
     checkpoint_s_ago: float
@@ -44,7 +44,7 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
     now = time.time()
     return RunProgress(
         recipe=yaml.safe_load(paths.recipe.read_text()),
-        snapshot=read_run_state(paths),
+        snapshot=read_run_snapshot(paths),
         checkpoint_step=checkpoint.state.step if checkpoint else None,
         checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
         metrics_s_ago=now - paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0,
@@ -77,7 +77,7 @@ def format_run_progress(advance: RunProgress) -> list[str]:
     return lines
 
 
-def summarize_run(paths: RunPaths, snapshot: RunState, program: str) -> str:
+def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     `program` is how the reader calls this command line.

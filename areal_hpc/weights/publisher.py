@@ -71,6 +71,8 @@ class Publisher:
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
         self.pauses: list[UpdatePauseStats] = []
         """What the last update of each replica cost, as `discover_outdated` last found it."""
+        self.replica_count = 0
+        """Replicas of training that were found then, whatever they do."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
@@ -82,6 +84,7 @@ class Publisher:
         replicas = self._discovery.discover()
         self.evaluation_replicas = [one for one in replicas if one[0].cell == EVALUATION_CELL]
         training = [one for one in replicas if one[0].cell != EVALUATION_CELL]
+        self.replica_count = len(training)
         self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated(training, version)
 

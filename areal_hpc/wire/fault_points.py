@@ -35,6 +35,8 @@ _FAULT_PATTERN = re.compile(
 )
 
 FAULT_POINTS = {
+    "submit.before_record": "Slurm has a job, held, and no file names it",
+    "submit.before_release": "all jobs of a run are submitted and recorded, and held",
     "train.before_step": "a training step begins",
     "train.before_forward": "a micro-batch's forward pass begins",
     "train.after_step": "a training step is over",

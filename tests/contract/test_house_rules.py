@@ -72,7 +72,7 @@ ENTRIES = sorted(set(re.findall(r'"(areal_hpc[\w.]*:\w+)"', "\n".join(sources().
 
 
 def test_the_plan_names_entries_of_every_role() -> None:
-    roles = {"inference", "ledger", "proxy", "rollout", "trainer"}
+    roles = {"inference", "jobs", "ledger", "proxy", "rollout", "trainer"}
     assert {entry.split(".")[1] for entry in ENTRIES} == roles
 
 

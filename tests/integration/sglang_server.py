@@ -1,5 +1,6 @@
 """One real SGLang on CPU."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ def serving(
         ports=ports,
         random_seed=3,
     )
-    server = SGLangServer(command, ports, log_path)
+    server = SGLangServer(command, ports, log_path, started_at=time.monotonic())
 
     def is_ready() -> bool:
         assert not server.describe_exit(), server.read_log_tail()

@@ -1,6 +1,5 @@
 """A run directory whose jobs are real, small, and under Slurm: what operators' commands look at."""
 
-import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +10,8 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import areal_hpc, start_areal_hpc
-from tests.support.devclusters import Devcluster
+from tests.support.devclusters import Devcluster, light_overrides
 from tests.support.environments import CHECKOUT
-
-HELD = ("cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
-"""Of jobs that are to be submitted, not to run."""
-
-
-def light_overrides(folder: Path) -> tuple[str, ...]:
-    """Of a run that nobody waits for: its tasks are files, its agent imports next to nothing."""
-    tasks = folder / "tasks.jsonl"
-    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
-    tasks.write_text(f"{json.dumps({'messages': messages})}\n" * 64)
-    keys = ("train_dataset", "valid_dataset", "sft.dataset")
-    return (
-        "rollout.workflow=tests.slurm.job_actors.IdleAgent",
-        *(f"{key}={{path: {tasks}, generator: null, kwargs: {{}}}}" for key in keys),
-    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -37,6 +38,8 @@ class SupervisedJob:
     root: Path
     name: str
     job_id: str = ""
+    others: tuple[str, ...] = ()
+    """Jobs that a caretaker of this one knows beside the trainer; without any there is none."""
 
     @property
     def run(self) -> RunPaths:
@@ -51,18 +54,29 @@ class SupervisedJob:
         progress = str(self.root / f"{self.name}.progress")
         config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
         process, entry = self.name.partition("-")[0], f"tests.slurm.job_actors:{function}"
-        spec = ProcessSpec(process, "agents", entry, config, ends_job=True)
+        processes = [ProcessSpec(process, "agents", entry, config, ends_job=True)]
+        if self.others:
+            caretaker = CaretakerConfig(
+                run_dir=self.root,
+                job=self.name,
+                leader="trainer",
+                others=self.others,
+                poll_s=2.0,
+            )
+            processes.append(caretaker.build_process_spec("caretaker", tasks="first", restarts=3))
         told = SlurmLaunchInfo(
             submissions=str(self.run.submissions),
             script=str(self.files.script),
             excluded_nodes=str(self.run.excluded_nodes),
+            job_name=self.name,
+            comment=str(self.run.root),
             cancelled=str(self.run.cancelled_marker),
             margin_s=5.0,
             progress=progress,
             least_free_bytes=64 << 20,
         )
         return LaunchFile(
-            job=JobSpec(self.name, "agents", [spec], tasks=tasks),
+            job=JobSpec(self.name, "agents", processes, tasks=tasks),
             job_dir=str(self.files.root),
             log_dir=str(self.run.log_dir(1)),
             events=str(self.run.events),
@@ -71,8 +85,15 @@ class SupervisedJob:
             slurm=msgspec.structs.replace(told, **slurm),
         )
 
-    def submit(self, function: str, *options: str, tasks: int = 1, **slurm: object) -> None:
-        """Write what the job needs, and submit it."""
+    def submit(
+        self,
+        function: str,
+        *options: str,
+        tasks: int = 1,
+        only_now: tuple[str, ...] = (),
+        **slurm: object,
+    ) -> None:
+        """Write what the job needs, and submit it, this time with some further options."""
         folder = self.files.root
         folder.mkdir(parents=True, exist_ok=True)
         self.files.launch.write_bytes(msgspec.json.encode(self.launch(function, tasks, **slurm)))
@@ -86,7 +107,9 @@ class SupervisedJob:
             f"srun {sys.executable} -c '{RUN_JOB}' {self.files.launch}",
         ]
         self.files.script.write_text("\n".join(lines) + "\n")
-        self.is_submitted(self.cluster.slurm("sbatch", "--parsable", str(self.files.script)))
+        self.is_submitted(
+            self.cluster.slurm("sbatch", "--parsable", *only_now, str(self.files.script))
+        )
 
     def is_submitted(self, job_id: str) -> None:
         """Note the number that Slurm gave it."""
@@ -160,6 +183,7 @@ class SupervisedJob:
 
     def _explain(self) -> str:
         """All that the job left, for a test that failed."""
-        written = [path.read_text() for path in self.files.root.glob("*_log.out")]
+        logs = (*self.files.root.glob("*_log.out"), *self.run.log_dir(1).rglob("*.log"))
+        written = [f"{path}:\n{path.read_text()}" for path in logs]
         events = json.dumps(read_lines(self.run.events), indent=1)
         return "\n".join((self.shown(), events, *written, *self.words))

@@ -8,6 +8,7 @@ import pytest
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.submission import release_jobs
 from areal_hpc.slurm.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
@@ -43,10 +44,13 @@ def submit_together(
     array = request(jobs[0], place, site, is_array=True)
     alone = [request(job, job.root, site, is_array=False) for job in jobs]
     launches = [job.launch("steady") for job in jobs]
-    ids = submit_array(array.with_dependency(after) if after else array, alone, launches, run_task)
-    for job, job_id in zip(jobs, ids, strict=True):
-        job.is_submitted(job_id)
-    return ids[0].partition("_")[0]
+    asked = array.with_dependency(after) if after else array
+    submitted = submit_array(asked, alone, launches, run_task, print)
+    for job, one in zip(jobs, submitted, strict=True):
+        job.is_submitted(one.job_id)
+    array_id = submitted[0].job_id.partition("_")[0]
+    release_jobs([array_id])
+    return array_id
 
 
 def dependency(job: SupervisedJob) -> str:

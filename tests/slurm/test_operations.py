@@ -1,18 +1,21 @@
 """status, why, logs, cancel and list on real jobs: waiting, working, failed, lost, in silence."""
 
-import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.slurm.operated import HELD, OperatedRun
+from tests.slurm.operated import OperatedRun
 from tests.support.commands import areal_hpc, said_by
-from tests.support.devclusters import Devcluster, devcluster
+from tests.support.devclusters import (
+    HELD,
+    Devcluster,
+    devcluster,
+)
 from tests.support.small_run import processes_of
+from tests.support.submissions import stopped_slurmctld
 from tests.support.waiting import wait_for
 
 
@@ -40,16 +43,6 @@ def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
     assert "the run was cancelled" in run.command("why")
 
 
-@contextmanager
-def silent_controller(cluster: Devcluster) -> Iterator[None]:
-    controller = int((cluster.state_dir / "run" / "slurmctld.pid").read_text())
-    os.kill(controller, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(controller, signal.SIGCONT)
-
-
 def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: OperatedRun) -> None:
     trainer, cell = run.submit("trainer", "steady"), run.submit("cell-0", "deaf")
     trainer.awaits_words(1)
@@ -63,7 +56,7 @@ def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
     follower = run.start("logs", "-f", "cell-0")
     assert follower.stdout is not None
     assert "cell-0/cell@n0" in follower.stdout.readline()
-    with silent_controller(run.cluster):
+    with stopped_slurmctld(run.cluster):
         cancelling = run.start("cancel")
         status = run.command("status")
         assert "? (Slurm does not answer)" in status

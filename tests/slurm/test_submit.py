@@ -10,9 +10,14 @@ import pytest
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.slurm.operated import HELD, light_overrides
 from tests.support.commands import audit_of, said_by
-from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting
+from tests.support.devclusters import (
+    HELD,
+    SLURM_POLL_S,
+    Devcluster,
+    Submitting,
+    light_overrides,
+)
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
 
@@ -66,7 +71,8 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     for again in (run.submit(*held), run.call("run", str(run.paths.recipe))):
         assert again.returncode == 75
         assert all(job_id in again.stderr for job_id in first)
-    assert cluster.slurm("squeue", "-h", "-o", "%k").splitlines() == [root] * 4
+    comments = cluster.slurm("squeue", "-h", "-o", "%k").splitlines()
+    assert [one.split(" token=")[0] for one in comments] == [root] * 4
     said_by(run.call("cancel", root))
     said = said_by(run.call("resume", root, "trainer.total_steps=7"))
     assert "changed  trainer.total_steps: 5 -> 7" in said

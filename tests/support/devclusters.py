@@ -164,3 +164,19 @@ class Submitting:
     @property
     def submissions(self) -> list[Submission]:
         return read_submissions(self.paths.submissions)
+
+
+HELD = ("cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
+"""Of jobs that are to be submitted, not to run."""
+
+
+def light_overrides(folder: Path) -> tuple[str, ...]:
+    """Of a run that nobody waits for: its tasks are files, its agent imports next to nothing."""
+    tasks = folder / "tasks.jsonl"
+    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    tasks.write_text(f"{json.dumps({'messages': messages})}\n" * 64)
+    keys = ("train_dataset", "valid_dataset", "sft.dataset")
+    return (
+        "rollout.workflow=tests.slurm.job_actors.IdleAgent",
+        *(f"{key}={{path: {tasks}, generator: null, kwargs: {{}}}}" for key in keys),
+    )

@@ -5,7 +5,7 @@ import pytest
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
-from areal_hpc.view.run_state import read_run_state
+from areal_hpc.view.run_state import read_run_snapshot
 from areal_hpc.view.summary import summarize_run
 
 STEP = {
@@ -65,7 +65,7 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     assert steps_in("\n".join(told)) == [1, 2, 1, 3]
     assert told[2].split() == ["step", "1/3", "held-out", "0.250"]
     assert "reward 0.500  held-out 0.750" in told[3]
-    snapshot = read_run_state(paths)
+    snapshot = read_run_snapshot(paths)
     assert snapshot.evaluations == [(1, 0.25), (3, 0.75)]
     assert snapshot.steps[-1]["step"] == 3
 
@@ -79,4 +79,6 @@ def test_what_could_not_be_compared_is_said_in_words(
     append_line(paths.metrics, {"step": 2, **STEP, "logprob/engine_trainer_max_abs_diff": None})
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
-    assert "not finite maximum" in summarize_run(paths, read_run_state(paths), program="areal-hpc")
+    assert "not finite maximum" in summarize_run(
+        paths, read_run_snapshot(paths), program="areal-hpc"
+    )

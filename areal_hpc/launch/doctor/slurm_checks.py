@@ -71,7 +71,10 @@ def _check_partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
         except ClusterError:
             yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
             continue
-        yield _judge_partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_limit_minutes)
+        facts = dict(re.findall(r"(\w+)=(\S+)", shown))
+        yield _judge_partition(name, facts, time_limit_minutes)
+        yield judge_preemption(name, facts)
+        yield judge_submission(name, facts)
 
 
 def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
@@ -87,6 +90,45 @@ def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: in
             f"partition {name}", f"{what}; the site asks for {time_limit_minutes} min", hint
         )
     return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
+
+
+def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
+    """What happens to a job of the partition that a job of higher priority displaces.
+
+    `facts` are those of `scontrol show partition`.
+    """
+    what, mode = f"preemption {name}", facts.get("PreemptMode", "OFF").split(",")[0]
+    grace = facts.get("GraceTime", "0")
+    grace_s = int(grace) if grace.isdigit() else 0
+    if mode in ("OFF", "DISABLED"):
+        return ok(what, "jobs there are not preempted")
+    if mode == "REQUEUE":
+        return ok(what, f"a preempted job has {grace_s} s, and Slurm starts it again")
+    if mode == "CANCEL" and grace_s:
+        return ok(what, f"a preempted job has {grace_s} s, in which it submits itself again")
+    if mode == "CANCEL":
+        return warn(
+            what,
+            "a preempted job is cancelled at once: another job of the run submits it again",
+            "ask the site for a GraceTime; a partition with PreemptMode=REQUEUE is better",
+        )
+    return warn(
+        what,
+        f"PreemptMode={mode}: a preempted job is suspended, and the run waits for it",
+        "a partition with PreemptMode=REQUEUE lets the run go on elsewhere",
+    )
+
+
+def judge_submission(name: str, facts: Mapping[str, str]) -> CheckResult:
+    """Whether jobs of the partition may submit jobs."""
+    from_nodes = facts.get("AllocNodes", "ALL")
+    if from_nodes == "ALL":
+        return ok(f"resubmission {name}", "jobs may submit jobs")
+    return warn(
+        f"resubmission {name}",
+        f"only {from_nodes} may submit jobs: a job that Slurm cannot requeue is not started again",
+        "keep slurm.requeue; `areal-hpc resume RUN` from one of those nodes submits what is gone",
+    )
 
 
 def _parse_minutes(text: str) -> int | None:

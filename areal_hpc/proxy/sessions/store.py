@@ -138,11 +138,11 @@ class SessionStore:
             case events.TicketFinished():
                 self._finish_ticket(event)
             case events.TicketDropped():
-                self._forget_finished(event.ref)
+                self._remove_finished_ticket(event.ref)
                 self.dropped[event.ref] = event.reason
             case events.TicketsSealed():
                 for ticket in event.tickets:
-                    self._forget_finished(ticket.ref)
+                    self._remove_finished_ticket(ticket.ref)
                     self.sealed[ticket.ref] = ticket
             case events.TicketsSettled():
                 for ref in event.refs:
@@ -155,7 +155,7 @@ class SessionStore:
                 self._remove_session(session)
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
 
-    def _forget_finished(self, ref: TicketRef) -> None:
+    def _remove_finished_ticket(self, ref: TicketRef) -> None:
         finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it
         for session in finished.sessions if finished else []:
             self._remove_session(session)

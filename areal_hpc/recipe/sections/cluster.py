@@ -177,6 +177,7 @@ class ClusterConfig(BaseConfig):
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
-    """Under Slurm: a cell releases its nodes after this long without a trainer and episodes."""
+    """Under Slurm: time after which a cell without a trainer, or a trainer without cells, gives its
+    nodes back. It starts again when the others are there."""
     slurm: SlurmConfig = SlurmConfig()
     """Submission of jobs; `areal-hpc run` ignores it."""

@@ -1,6 +1,7 @@
 """Batches from the ledger of a run, and the replicas that get the weights trained on them."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -31,6 +32,7 @@ LONG_POLL_S = 1.0
 REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
 LOG_REPEAT_S = 600.0
+MISSING_LOG_PERIOD_S = 60.0
 
 
 class LedgerSource(BatchSource):
@@ -46,6 +48,7 @@ class LedgerSource(BatchSource):
         specs: list[TensorSpec],
         events: EventLog,
         stop: StopRequest,
+        idle_timeout_s: float = math.inf,
         async_evaluation: AsyncEvaluationTracker | None = None,
     ) -> None:
         self._schedule = schedule
@@ -56,6 +59,9 @@ class LedgerSource(BatchSource):
         self._events = events
         self._stop = stop
         self._async_evaluation = async_evaluation
+        self._idle_timeout_s = idle_timeout_s
+        self._found_at = self._missed_at = time.monotonic()
+        """When a replica was found last."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
         self._ticket_counts: FlatRow = {}
@@ -87,6 +93,10 @@ class LedgerSource(BatchSource):
             )
         return reply.manifest
 
+    def is_idle(self) -> bool:
+        """No cell has been there for so long that the job's nodes are better given back."""
+        return time.monotonic() - self._found_at > self._idle_timeout_s
+
     # Replicas --------------------------------------------------------------------------------
 
     def poll_publish_state(self) -> PublishState:
@@ -113,6 +123,11 @@ class LedgerSource(BatchSource):
         with self._record.timer.phase("publish"):
             outdated = self._publisher.discover_outdated(self._record.version)
         now = time.monotonic()
+        if self._publisher.replica_count:
+            self._found_at = self._missed_at = now
+        elif now - self._missed_at > MISSING_LOG_PERIOD_S:
+            self._missed_at = now
+            logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
         self._targets = self._backoff.get_retryable(outdated, now)
         if not self._targets and not self._is_served:
             self._targets = self._backoff.get_retryable(outdated, now, is_urgent=True)
@@ -157,7 +172,7 @@ class LedgerSource(BatchSource):
         for key, error in report.failed.items():
             logger.warning("%s did not receive version %s: %s", key, version, error)
 
-    def get_update_metrics(self) -> FlatRow:
+    def get_weight_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
         return summarize_update_pauses(self._publisher.pauses)
 

@@ -4,7 +4,7 @@ One turn of `run_loop` is one command. For each version of the weights they come
 
     command          what all ranks do                    what rank 0 does
     --------------   ----------------------------------   ----------------------------------------
-    TrainStep        `Learner.train`: read the batch,     gets the batch from its `BatchSource`:
+    TrainOnBatch     `Learner.train_batch`: read it,      gets the batch from its `BatchSource`:
                      advantages, loss, optimizer          the ledger, or recorded manifests
     PublishWeights   gather the weights, tensor by        sends them to the replicas that lack
                      tensor                               them, then tells the ledger
@@ -37,6 +37,7 @@ from msgspec import Struct
 from areal_hpc.errors import (
     ArealError,
     ClusterError,
+    IdleError,
     NonFiniteGradientError,
     OtherRankError,
     ShardError,
@@ -53,7 +54,7 @@ from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class TrainStep(Struct, frozen=True, tag=True):
+class TrainOnBatch(Struct, frozen=True, tag=True):
     """Take one step on this batch."""
 
     manifest: BatchManifest
@@ -85,7 +86,7 @@ class Stop(Struct, frozen=True, tag=True):
     """Every step has been trained, saved and exported."""
 
 
-RankCommand = TrainStep | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
+RankCommand = TrainOnBatch | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
 """Next command of rank 0 to all ranks. Ranks act on nothing else."""
 
 PublishState = Literal["publish", "wait", "done"]
@@ -122,9 +123,13 @@ class BatchSource(ABC):
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
-    def get_update_metrics(self) -> FlatRow:
+    def get_weight_update_metrics(self) -> FlatRow:
         """Cost of sending the weights to those who generate."""
         return {}
+
+    def is_idle(self) -> bool:
+        """There is nobody to work with, and has not been for long."""
+        return False
 
     def is_async_evaluation_done(self) -> bool:
         """Nothing is left to wait for after the last step. Waits a little."""
@@ -180,7 +185,7 @@ def _execute_command(
     command: RankCommand, learner: Learner, coordinator: Coordinator | None
 ) -> None:
     match command:
-        case TrainStep(manifest):
+        case TrainOnBatch(manifest):
             try:
                 row = learner.train_batch(manifest)
             except (NonFiniteGradientError, ShardError, OtherRankError):  # on all ranks alike
@@ -247,15 +252,20 @@ class Coordinator:
             AgentError: Agents do nothing but fail, so that no batch will form.
             ClusterError: The ledger stays away.
             ShardError: The recorded manifest of the next batch is gone or damaged.
+            IdleError: No cell has been there for long. What was trained is saved.
         """
-        if not self._stop.requested:
+        is_idle = self.source.is_idle()
+        if not self._stop.requested and not is_idle:
             try:
                 return self._decide_command()
             except ClusterError:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
                 # The ledger was told to stop as well.
-        return self._decide_stop_command()
+        command = self._decide_stop_command()
+        if is_idle and isinstance(command, Stop) and not self._stop.requested:
+            raise IdleError("no cell has been there for long: the trainer gives its nodes back")
+        return command
 
     def _decide_command(self) -> RankCommand:
         step = self._record.version.step
@@ -272,10 +282,10 @@ class Coordinator:
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_generation()
             return ExportModel()
-        self._record.write(self.source.get_update_metrics())
+        self._record.write(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
-            return Wait() if manifest is None else TrainStep(manifest)
+            return Wait() if manifest is None else TrainOnBatch(manifest)
         return Stop(finished=True) if self.source.is_async_evaluation_done() else Wait()
 
     def _decide_stop_command(self) -> RankCommand:
@@ -284,7 +294,7 @@ class Coordinator:
         if self._saved_step < step:
             self._check_generation()
             return SaveCheckpoint(self._record.row)
-        self._record.write(self.source.get_update_metrics())
+        self._record.write(self.source.get_weight_update_metrics())
         return Stop(finished=self._schedule.ends_with_checkpoint(step))
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import BuildCommand, Replica
@@ -91,6 +92,7 @@ def make_replica(
         log_dir=folder,
         events=EventLog(folder / "events.jsonl", "cell-0"),
         policy=RestartPolicy(max_restarts, healthy_s=healthy_s),
+        clock=AwakeClock(),
     )
 
 

@@ -22,7 +22,7 @@ from areal_hpc.trainer.loop.loop import (
     PublishWeights,
     SaveCheckpoint,
     Stop,
-    TrainStep,
+    TrainOnBatch,
     Wait,
 )
 from areal_hpc.trainer.loop.schedule import Schedule
@@ -94,10 +94,10 @@ class Court:
             match self.coordinator.next_command():
                 case PublishWeights():
                     self.coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
-                case TrainStep(manifest) if manifest.step <= most_steps:
+                case TrainOnBatch(manifest) if manifest.step <= most_steps:
                     self.step = manifest.step
                     self.coordinator.on_trained(WeightVersion(1, self.step), {})
-                case TrainStep() | Wait():
+                case TrainOnBatch() | Wait():
                     pass
                 case SaveCheckpoint():
                     self.coordinator.on_checkpoint_started(0.0)

@@ -24,7 +24,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
-from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
+from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainOnBatch, Wait
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
@@ -123,7 +123,7 @@ def train(coordinator: Coordinator, steps: int) -> float:
         command = coordinator.next_command()
         if isinstance(command, PublishWeights):
             coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
-        elif isinstance(command, TrainStep):
+        elif isinstance(command, TrainOnBatch):
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})
         else:

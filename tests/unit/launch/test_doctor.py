@@ -7,7 +7,11 @@ import pytest
 
 from areal_hpc.launch.doctor.checks import CheckStatus, fail, format_checks, ok, warn
 from areal_hpc.launch.doctor.python_checks import check_interpreters
-from areal_hpc.launch.doctor.slurm_checks import _parse_minutes
+from areal_hpc.launch.doctor.slurm_checks import (
+    _parse_minutes,
+    judge_preemption,
+    judge_submission,
+)
 from areal_hpc.launch.doctor.storage_checks import check_storage
 
 
@@ -58,3 +62,26 @@ def test_every_finding_that_is_not_well_says_what_to_try() -> None:
         "              try: that",
         "1 ok, 1 warnings, 1 failed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "said"),
+    [
+        ({"PreemptMode": "OFF"}, CheckStatus.OK, "not preempted"),
+        ({"PreemptMode": "REQUEUE", "GraceTime": "30"}, CheckStatus.OK, "Slurm starts it again"),
+        ({"PreemptMode": "CANCEL", "GraceTime": "30"}, CheckStatus.OK, "submits itself again"),
+        ({"PreemptMode": "CANCEL", "GraceTime": "0"}, CheckStatus.WARN, "cancelled at once"),
+        ({"PreemptMode": "GANG,SUSPEND"}, CheckStatus.WARN, "suspended"),
+    ],
+)
+def test_what_a_preemption_does_is_foretold(
+    facts: dict[str, str], status: CheckStatus, said: str
+) -> None:
+    found = judge_preemption("p", facts)
+    assert found.verdict is status
+    assert said in found.finding
+
+
+def test_who_may_submit_is_foretold() -> None:
+    assert judge_submission("p", {"AllocNodes": "ALL"}).verdict is CheckStatus.OK
+    assert "only login[1-2]" in judge_submission("p", {"AllocNodes": "login[1-2]"}).finding

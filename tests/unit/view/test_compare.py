@@ -7,7 +7,7 @@ import yaml
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, find_runs
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import find_differing_keys, render_comparison
+from areal_hpc.view.compare import compare_runs, find_differing_keys
 from areal_hpc.view.tables import format_duration
 
 
@@ -40,7 +40,7 @@ def make_run(root: Path, trial: str, lr: float) -> RunPaths:
 def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     make_run(tmp_path, "a", 0.25)
     make_run(tmp_path, "b", 0.75).finished_marker.touch()
-    rows = [line.split() for line in render_comparison(find_runs(tmp_path), QueuePoller())]
+    rows = [line.split() for line in compare_runs(find_runs(tmp_path), QueuePoller())]
     assert rows == [
         ["run", "state", "step", "reward", "held-out", "lr"],
         ["exp/a", "stopped", "2/5", "0.500", "0.250", "0.25"],

@@ -96,7 +96,7 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
     found = evidence(dataclasses.replace(held, gave_nodes_back=True), task_exits=(word,))
     diagnosis = diagnose(found)
-    assert "is held until the trainer is back" in diagnosis.headline
+    assert "is held until the jobs that it works with are back" in diagnosis.headline
     assert diagnosis.is_well
     assert diagnosis.chain == ()
     assert "scontrol release" not in "\n".join(describe_jobs(found.run))

@@ -194,7 +194,7 @@ def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
             if texts:
                 yield {"role": "user", "content": "\n".join(texts)}
                 texts = []
-            result = {"tool_call_id": block.tool_use_id, "content": _read_tool_result(block)}
+            result = {"tool_call_id": block.tool_use_id, "content": _read_tool_result_text(block)}
             yield {"role": "tool", **result}
         else:
             raise _misplaced_block_error(message, i, j)
@@ -202,7 +202,7 @@ def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _read_tool_result(block: _ToolResult) -> str:
+def _read_tool_result_text(block: _ToolResult) -> str:
     """The text of a tool's result. Templates have no mark for a failure, so the text says it."""
     if isinstance(block.content, str):
         text = block.content

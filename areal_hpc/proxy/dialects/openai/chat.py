@@ -63,7 +63,7 @@ class _NamedFunction(Struct):
     name: str
 
 
-class _ChatToolChoice(Struct, forbid_unknown_fields=True):
+class _NamedToolChoice(Struct, forbid_unknown_fields=True):
     function: _NamedFunction
     type: Literal["function"] = "function"
 
@@ -88,7 +88,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _ChatToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Any = None
@@ -121,7 +121,7 @@ def _build_model_call(
     messages, tools = normalize_messages(request.messages), validate_tools(request.tools)
     asked = request.tool_choice
     mode = asked if isinstance(asked, str) else None
-    name = asked.function.name if isinstance(asked, _ChatToolChoice) else None
+    name = asked.function.name if isinstance(asked, _NamedToolChoice) else None
     parallel = request.parallel_tool_calls is not False
     choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
     limit = request.max_completion_tokens or request.max_tokens or 0

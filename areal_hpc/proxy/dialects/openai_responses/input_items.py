@@ -64,7 +64,7 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
         _check_item(item, i)
-        said = _read_assistant_part(item, i)
+        said = _read_assistant_item(item, i)
         if said is None or not _belongs_to_reply(reply, said):
             if reply:
                 yield _build_assistant_message(reply)
@@ -102,7 +102,7 @@ def _check_item(item: InputItem, i: int) -> None:
             raise RequestError(400, problem, key=f"input[{i}].{name}")
 
 
-def _read_assistant_part(item: InputItem, i: int) -> dict[str, Any] | None:
+def _read_assistant_item(item: InputItem, i: int) -> dict[str, Any] | None:
     """What an item adds to a message of the assistant; None if it is not the assistant's."""
     if item.type == "reasoning":
         parts = item.content or item.summary or []

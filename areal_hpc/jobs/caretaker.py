@@ -1,0 +1,285 @@
+"""Caretaker of a run's jobs under Slurm: submits again what is gone for good.
+
+A job that ends too early asks Slurm for another start by itself. One whose node never started it,
+or that Slurm ended before it could ask, cannot. Every job therefore has a caretaker, a process of
+its first task: that of the leading job looks after all others, and while no leading job is there,
+that of the first cell that runs looks after the leading one.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from areal_hpc.errors import ClusterError, SlurmNotFoundError
+from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.requeue import MAX_EXCLUDED_NODES, add_excluded_node, release_held_jobs
+from areal_hpc.jobs.topology import expand_node_list
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import (
+    LaunchFile,
+    Submission,
+    TaskExit,
+    get_latest_submissions,
+    read_submissions,
+    read_task_exits,
+)
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import JobPaths, RunPaths
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.slurm.resubmit import submit_again
+from areal_hpc.slurm.run_jobs import list_live_jobs
+from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
+
+log = logging.getLogger(__name__)
+
+POLL_S = 60.0
+"""Between two looks. What is missing at two of them is gone: it may be submitting itself."""
+MAX_SUBMISSIONS = 3
+"""Of one job without progress of the run; the next one is held until a person releases it."""
+LAUNCH_S = 60.0
+"""A job without a word of any task that lived this long has started; its node is not to blame."""
+SUBMIT_TIMEOUT_S = 600.0
+CLAIM_LIFETIME_S = 1800.0
+"""A claim that is older was left by a caretaker that died."""
+
+
+class CaretakerConfig(JobConfig):
+    """Configuration of the caretaker of one job."""
+
+    ENTRY = "areal_hpc.jobs.caretaker:run"
+    ROLE = "agents"
+
+    job: str
+    """The job that this process is part of."""
+    leader: str
+    """The run's leading job."""
+    others: tuple[str, ...]
+    """All other jobs of the stage."""
+    poll_s: Annotated[float, Field(gt=0)] = POLL_S
+    """Seconds between two looks at the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What is known of the newest submission of one job."""
+
+    name: str
+    submission: Submission | None
+    """None if the job was never submitted."""
+    queued: QueuedJob | None
+    """As Slurm has it; None if Slurm does not know it."""
+    task_exits: tuple[TaskExit, ...]
+    """What its tasks said last."""
+    is_alive: bool
+    cancelled_by_person: bool = False
+
+    @property
+    def state(self) -> JobState:
+        """State in Slurm; UNKNOWN if Slurm does not know it."""
+        return self.queued.state if self.queued else UNKNOWN_STATE
+
+    @property
+    def is_running(self) -> bool:
+        """True while its processes run."""
+        return self.state.phase is JobPhase.RUNNING
+
+    @property
+    def reason_to_submit(self) -> str:
+        """Why it is to be submitted again, to follow the job's name; empty if it is not."""
+        is_decided = any(one.exit_code == 0 or one.gave_up for one in self.task_exits)
+        if self.is_alive or is_decided or self.cancelled_by_person:
+            return ""
+        if self.submission is None:
+            return "was never submitted"
+        return "" if self.state.name == "COMPLETED" else self.state.meaning
+
+    @property
+    def faulty_node(self) -> str:
+        """The node that ended the job before a task said anything; empty for none."""
+        queued = self.queued
+        if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
+            return ""
+        lived_s = (queued.end or 0.0) - (queued.start or 0.0)
+        return expand_node_list(queued.nodes)[0] if lived_s < LAUNCH_S else ""
+
+
+def select_charges(config: CaretakerConfig, jobs: Mapping[str, JobStatus]) -> tuple[str, ...]:
+    """Names of the jobs that the caretaker of `config.job` has to look after now."""
+    if config.job == config.leader:
+        return config.others
+    if jobs[config.leader].is_alive:
+        return ()
+    first = next((name for name in config.others if jobs[name].is_running), "")
+    return (config.leader,) if first == config.job else ()
+
+
+class Caretaker:
+    """Looks at the run's jobs now and then, and submits what is missing."""
+
+    def __init__(self, config: CaretakerConfig) -> None:
+        self._config = config
+        self._paths = RunPaths(config.run_dir)
+        self._queue = QueuePoller()
+        self._events = EventLog(self._paths.events, "caretaker")
+        self._missing: set[str] = set()
+        """Jobs that were missing at the last look."""
+
+    def look_after_jobs(self) -> None:
+        """Submit the jobs that were missing at the last look and are missing still.
+
+        Raises:
+            SlurmNotFoundError: Slurm's commands are not installed here.
+        """
+        if self._paths.cancelled_marker.exists() or self._paths.finished_marker.exists():
+            return
+        try:
+            jobs = self._read_jobs()
+            charges = [jobs[name] for name in select_charges(self._config, jobs)]
+            missing = [job for job in charges if job.reason_to_submit]
+            for job in missing:
+                if job.name in self._missing:
+                    self._submit_again(job)
+            self._missing = {job.name for job in missing}
+            self._release_leader(jobs)
+        except SlurmNotFoundError:
+            raise
+        except (ClusterError, OSError) as error:
+            log.warning("the run's jobs cannot be looked after now: %s", error)
+
+    def _release_leader(self, jobs: Mapping[str, JobStatus]) -> None:
+        """Wake a leading job that gave its nodes back for want of cells: this one is there."""
+        leader = jobs[self._config.leader]
+        is_waiting = leader.is_alive and not leader.is_running
+        if is_waiting and self._config.job != self._config.leader:
+            release_held_jobs(self._paths.jobs_dir, only=self._config.leader)
+
+    def _read_jobs(self) -> dict[str, JobStatus]:
+        newest = get_latest_submissions(read_submissions(self._paths.submissions))
+        alive = {job.submission.job for job in list_live_jobs(self._paths)}
+        ids = [one.job_id for one in newest.values()]
+        snapshot = self._queue.poll(ids)
+        if snapshot.outage:
+            raise ClusterError(snapshot.outage)
+        return {
+            name: self._build_status(name, newest.get(name), snapshot.jobs, name in alive)
+            for name in (self._config.leader, *self._config.others)
+        }
+
+    def _build_status(
+        self,
+        name: str,
+        submission: Submission | None,
+        queued: Mapping[str, QueuedJob],
+        is_alive: bool,
+    ) -> JobStatus:
+        if submission is None:
+            return JobStatus(name, None, None, (), is_alive)
+        found = queued.get(submission.job_id)
+        exits = read_task_exits(self._paths.job(name)).values()
+        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
+        by_person = found is not None and self._was_cancelled_by_person(found)
+        return JobStatus(name, submission, found, own, is_alive, by_person)
+
+    def _was_cancelled_by_person(self, job: QueuedJob) -> bool:
+        """True unless accounting says that Slurm itself, or root for another user, did it."""
+        if not job.state.is_cancelled:
+            return False
+        past = self._queue.read_accounting([job.job_id])
+        user_id = past[-1].cancelled_by if past else None
+        return user_id is None or user_id != 0 or user_id == self._paths.root.stat().st_uid
+
+    def _submit_again(self, job: JobStatus) -> None:
+        files = self._paths.job(job.name)
+        launch = msgspec.json.decode(files.launch.read_bytes(), type=LaunchFile)
+        if launch.slurm is None:
+            return
+        with _claim_job(files, self._config.job) as is_claimed:
+            if not is_claimed:
+                return
+            if job.faulty_node:
+                self._exclude_node(Path(launch.slurm.excluded_nodes), job)
+            count = _count_submission(files, launch.slurm.progress)
+            submitted = submit_again(
+                launch.slurm,
+                job.name,
+                _list_options(files, Path(launch.slurm.excluded_nodes)),
+                timeout_s=SUBMIT_TIMEOUT_S,
+                hold=count > MAX_SUBMISSIONS,
+            )
+        self._events.record(
+            "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
+            reason=f"{job.name} {job.reason_to_submit}", is_held=count > MAX_SUBMISSIONS,
+            excluded=job.faulty_node,
+        )  # fmt: skip
+        log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
+
+    def _exclude_node(self, path: Path, job: JobStatus) -> None:
+        known = {row["node"] for row in read_lines(path)}
+        if job.faulty_node in known or len(known) >= MAX_EXCLUDED_NODES:
+            return
+        assert job.submission is not None
+        reason = f"{job.name} ended there before its first task started"
+        add_excluded_node(path, job.faulty_node, reason, job.submission.job_id)
+
+
+@contextlib.contextmanager
+def _claim_job(job: JobPaths, claimant: str) -> Iterator[bool]:
+    """False if another caretaker is submitting the job at this moment."""
+    path = job.claim
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - path.stat().st_mtime > CLAIM_LIFETIME_S:
+            path.unlink()
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        log.info("another caretaker submits %s; %s does not", job.root.name, claimant)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _count_submission(job: JobPaths, progress: str) -> int:
+    """Submissions by caretakers, this one included, since the run last made progress."""
+    made_bytes = 0
+    with contextlib.suppress(OSError):
+        made_bytes = Path(progress).stat().st_size if progress else 0
+    count = 1
+    with contextlib.suppress(FileNotFoundError):
+        before = msgspec.json.decode(job.caretaker_count.read_bytes(), type=dict[str, int])
+        count += before["submissions"] if before["progress_bytes"] == made_bytes else 0
+    content = {"submissions": count, "progress_bytes": made_bytes}
+    write_atomic(job.caretaker_count, msgspec.json.encode(content))
+    return count
+
+
+def _list_options(job: JobPaths, excluded_nodes: Path) -> list[str]:
+    """Options for sbatch: an option given there replaces that of the script."""
+    own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
+    nodes = dict.fromkeys([*own, *(row["node"] for row in read_lines(excluded_nodes))])
+    return [f"--exclude={','.join(nodes)}"] if nodes else []
+
+
+def run(config: dict[str, Any]) -> None:
+    """Look after the run's jobs until this job ends."""
+    told = CaretakerConfig.model_validate(config)
+    caretaker = Caretaker(told)
+    while True:
+        time.sleep(told.poll_s)
+        try:
+            caretaker.look_after_jobs()
+        except SlurmNotFoundError as error:
+            log.warning("nobody looks after the run's jobs from here: %s", error)
+            return

@@ -1,0 +1,62 @@
+"""Fifty submissions while slurmctld stops at random moments: every job once, none unknown."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import said_by
+from tests.support.devclusters import (
+    HELD,
+    Devcluster,
+    Submitting,
+    devcluster,
+    light_overrides,
+)
+from tests.support.results import write_results
+from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
+
+SUBMISSIONS = 50
+MAX_DELAY_S, MAX_STOP_S = 12.0, 15.0
+"""A submission takes six seconds; sbatch waits for an answer for ten."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    with devcluster(tmp_path_factory.mktemp("cluster") / "state", "--nodes=2") as found:
+        yield found
+
+
+@pytest.mark.timeout(5400)
+def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> None:
+    chance = random.Random(2211)
+    run = Submitting(cluster, tmp_path / "runs")
+    light = light_overrides(tmp_path)
+    rows = []
+    for attempt in range(SUBMISSIONS):
+        began = time.monotonic()
+        submitting = run.start(*HELD, *light)
+        time.sleep(chance.uniform(0.0, MAX_DELAY_S))
+        with stopped_slurmctld(cluster):
+            time.sleep(chance.uniform(0.0, MAX_STOP_S))
+        shown, _ = submitting.communicate(timeout=300)
+        took_s = time.monotonic() - began
+        assert submitting.returncode == 0, shown
+        assert queued(cluster) == JOBS, shown
+        orphans = set(numbers(cluster)) - set(recorded(run).values())
+        rows.append(
+            {
+                "attempt": attempt,
+                "seconds": round(took_s, 1),
+                "adopted": shown.count("was accepted nevertheless"),
+                "tried_again": shown.count("looking for the job"),
+                "orphans": len(orphans),
+            }
+        )
+        write_results("submissions", rows)
+        said_by(run.call("cancel", str(run.paths.root), "--now"))
+        assert numbers(cluster) == []
+    assert sum(row["orphans"] for row in rows) == 0
+    assert sum(row["tried_again"] for row in rows) > 0

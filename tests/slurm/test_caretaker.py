@@ -1,0 +1,122 @@
+"""Jobs that are gone for good, and are brought back by those that live."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.rundir.jsonl import read_lines
+from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.devclusters import Devcluster
+
+CELLS = ("cell-0", "cell-1")
+SAFE, AT_RISK = "--partition=priority", "--partition=scavenger"
+
+
+@pytest.fixture
+def cancelling(cluster: Devcluster) -> Iterator[Devcluster]:
+    """The cluster, where preempted jobs are cancelled at once."""
+    update = ("scontrol", "update", "PartitionName=scavenger")
+    cluster.slurm(*update, "PreemptMode=CANCEL", "GraceTime=0")
+    yield cluster
+    cluster.slurm(*update, "PreemptMode=REQUEUE", "GraceTime=5")
+
+
+def make_jobs(cluster: Devcluster, root: Path) -> list[SupervisedJob]:
+    """Trainer and cells of a run."""
+    names = ("trainer", *CELLS)
+    return [SupervisedJob(cluster, root, name, others=CELLS) for name in names]
+
+
+def preempt(cluster: Devcluster, job: SupervisedJob) -> None:
+    """Have a job of higher priority take a job's node for some seconds, and see it gone."""
+    node = cluster.slurm("squeue", "-h", "-j", job.job_id, "-o", "%N")
+    cluster.submit("sleep 5", SAFE, "--exclusive", f"--nodelist={node}")
+    job.awaits_state("PREEMPTED")
+
+
+def submitted_again(job: SupervisedJob) -> list[dict[str, object]]:
+    events = read_lines(job.run.events)
+    return [e for e in events if e["event"] == "job_submitted_again" and e["job"] == job.name]
+
+
+def await_successor(job: SupervisedJob) -> None:
+    """Return once a later submission of the job runs; `job` is then that one."""
+    before = job.job_id
+    job.awaits(lambda: job.newest_id() != before)
+    job.job_id = job.newest_id()
+    job.awaits_state("RUNNING")
+
+
+@pytest.mark.timeout(300)
+def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
+    cancelling: Devcluster, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    trainer, lost, preempted = make_jobs(cancelling, root)
+    trainer.submit("steady", AT_RISK, only_now=("--nodelist=n01",))
+    trainer.awaits_words(1)
+    hide = ("mount", "-t", "tmpfs", "tmpfs", str(root))
+    cancelling.slurm("srun", SAFE, "--nodelist=n04", *hide)
+    elsewhere = "--exclude=n01"
+    lost.submit("steady", SAFE, elsewhere, "--no-requeue", only_now=("--nodelist=n04",))
+    preempted.submit("steady", AT_RISK, elsewhere, only_now=("--nodelist=n02",))
+    preempted.awaits_words(1)
+    preempt(cancelling, preempted)
+    await_successor(preempted)
+    await_successor(lost)
+    lost.awaits_words(1)
+    assert lost.excluded() == {"n04": "cell-0 ended there before its first task started"}
+    assert "n04" not in cancelling.slurm("squeue", "-h", "-j", lost.job_id, "-o", "%N")
+    preempt(cancelling, trainer)
+    await_successor(trainer)
+    for job in (trainer, lost, preempted):
+        assert len(submitted_again(job)) == 1, job.name
+    names = cancelling.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
+    found = sorted(name.partition(".")[0] for name in names if name != "wrap")
+    assert found == [*CELLS, "trainer"]
+    cancelling.slurm("srun", SAFE, "--nodelist=n04", "umount", str(root))
+
+
+@pytest.mark.timeout(200)
+def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
+    cancelling: Devcluster, tmp_path: Path
+) -> None:
+    trainer, unwanted, luckless = make_jobs(cancelling, tmp_path / "run")
+    trainer.submit("steady", SAFE, "--nodelist=n01")
+    unwanted.submit("steady", SAFE, "--nodelist=n01")
+    luckless.submit("steady", AT_RISK, "--exclude=n01")
+    for job in (trainer, unwanted, luckless):
+        job.awaits_words(1)
+    cancelling.slurm("scancel", unwanted.job_id)
+    for _ in range(3):
+        preempt(cancelling, luckless)
+        await_successor(luckless)
+    preempt(cancelling, luckless)
+    before = luckless.job_id
+    luckless.awaits(lambda: luckless.newest_id() != before)
+    luckless.job_id = luckless.newest_id()
+    luckless.awaits(lambda: "JobHeldUser" in luckless.shown())
+    assert submitted_again(luckless)[-1]["is_held"] is True
+    assert submitted_again(unwanted) == []
+    assert unwanted.newest_id() == unwanted.job_id
+
+
+def test_a_full_disk_keeps_no_job_from_another_start(cluster: Devcluster, tmp_path: Path) -> None:
+    job = SupervisedJob(cluster, tmp_path / "run", "filled")
+    held = ("--hold", "--nodelist=n03")
+    job.submit("steady", SAFE, "--requeue", only_now=held, least_free_bytes=1)
+    root = job.root
+
+    def on_node(script: str) -> None:
+        cluster.slurm("srun", SAFE, "--nodelist=n03", "sh", "-c", script)
+
+    mount = f"mount -t tmpfs -o size=4m tmpfs {root}"
+    on_node(f"cp -a {root} {root}.all && {mount} && cp -a {root}.all/. {root}")
+    cluster.slurm("scontrol", "release", job.job_id)
+    on_node(f"until grep -q began {root}/filled.txt; do sleep 0.2; done")
+    on_node(f"cat /dev/zero > {root}/filling || true")
+    cluster.slurm("scancel", "--signal=TERM", job.job_id)
+    job.awaits(lambda: job.restarts() == 1)
+    cluster.slurm("scancel", job.job_id)
+    on_node(f"umount --lazy {root}")

@@ -1,0 +1,124 @@
+"""Submissions that slurmctld answers late or that are killed: every job once, none unknown."""
+
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.commands import said_by
+from tests.support.devclusters import (
+    HELD,
+    SLURM_POLL_S,
+    Devcluster,
+    Submitting,
+    light_overrides,
+)
+from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
+from tests.support.waiting import wait_for
+
+TIGHT = "cluster.slurm.mem=100M"
+LATE_S = 13.0
+"""Longer than sbatch waits for an answer (MessageTimeout, 10 s)."""
+
+
+@pytest.fixture
+def run(cluster: Devcluster, tmp_path: Path) -> Submitting:
+    return Submitting(cluster, tmp_path / "runs")
+
+
+def ended(submitting: subprocess.Popen[str]) -> str:
+    """What a submission that ends well has printed."""
+    shown, _ = submitting.communicate(timeout=100)
+    assert submitting.returncode == 0, shown
+    return shown
+
+
+def test_a_job_that_sbatch_is_told_of_too_late_is_adopted(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    submitting = run.start(*HELD, *light_overrides(tmp_path))
+    wait_for(lambda: len(run.submissions) == 1)
+    with stopped_slurmctld(cluster):
+        time.sleep(LATE_S)
+    shown = ended(submitting)
+    assert "looking for the job before another try" in shown
+    assert "was accepted nevertheless" in shown
+    assert queued(cluster) == JOBS
+    assert sorted(recorded(run).values()) == numbers(cluster)
+
+
+@pytest.mark.parametrize("command", ["cancel", "resume"])
+def test_what_a_killed_submission_left_is_named_and_dealt_with(
+    cluster: Devcluster,
+    run: Submitting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    root, light = str(run.paths.root), (TIGHT, *light_overrides(tmp_path))
+    monkeypatch.setenv("AREAL_HPC_FAULTS", "submit.before_record@2=kill")
+    assert run.submit(*light).returncode == -signal.SIGKILL
+    monkeypatch.delenv("AREAL_HPC_FAULTS")
+    assert list(recorded(run)) == ["sft"]
+    (unknown,) = set(numbers(cluster)) - set(recorded(run).values())
+    status = run.call("status", root).stdout
+    assert f"job {unknown} (trainer) is not on record" in status
+    again = run.submit(*light)
+    assert again.returncode == 75
+    assert unknown in again.stderr
+    assert "areal-hpc resume" in again.stderr
+    said = said_by(run.call(command, root))
+    if command == "cancel":
+        assert "cancelled 2 jobs; none are left" in said
+        assert numbers(cluster) == []
+    else:
+        assert recorded(run)["trainer"] == unknown
+        assert queued(cluster) == JOBS
+        assert sorted(recorded(run).values()) == numbers(cluster)
+        assert "JobHeldUser" not in cluster.slurm("squeue", "-h", "-o", "%r")
+
+
+def test_held_jobs_are_released_by_resume(
+    cluster: Devcluster, run: Submitting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_HPC_FAULTS", "submit.before_release=kill")
+    assert run.submit(TIGHT, *light_overrides(tmp_path)).returncode == -signal.SIGKILL
+    monkeypatch.delenv("AREAL_HPC_FAULTS")
+    reasons = cluster.slurm("squeue", "-h", "-o", "%r").splitlines()
+    assert reasons == ["JobHeldUser"] * 4
+    assert "its user holds it" in run.call("status", str(run.paths.root)).stdout
+    assert said_by(run.call("resume", str(run.paths.root))).count("will be released") == 4
+    assert "JobHeldUser" not in cluster.slurm("squeue", "-h", "-o", "%r")
+    assert len(run.submissions) == 4
+
+
+def test_resume_submits_only_what_is_missing(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    said_by(run.submit(TIGHT, *light_overrides(tmp_path)))
+    before = recorded(run)
+    cluster.slurm("scancel", before["cell-1"])
+    wait_for(lambda: before["cell-1"] not in numbers(cluster), every_s=SLURM_POLL_S)
+    said_by(run.call("resume", str(run.paths.root)))
+    now = recorded(run)
+    assert {job for job in JOBS if now[job] != before[job]} == {"cell-1"}
+    assert sorted(now.values()) == numbers(cluster)
+
+
+def test_a_job_submits_itself_once_whatever_sbatch_answers(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    job = SupervisedJob(cluster, tmp_path / "run", "lonely")
+    job.submit("steady", "--partition=priority", "--no-requeue")
+    job.awaits_words(1)
+    cluster.slurm("scancel", "--signal=TERM", job.job_id)
+    with stopped_slurmctld(cluster):
+        time.sleep(LATE_S)
+    wait_for(lambda: job.newest_id() != job.job_id, 60, every_s=SLURM_POLL_S)
+    job.awaits_words(3)
+    names = Counter(cluster.slurm("squeue", "-h", "-t", "R,PD", "-o", "%i").split())
+    assert names == Counter([job.newest_id()])
