@@ -77,6 +77,12 @@ class IdleError(ClusterError):
     exit_code = 79
 
 
+class LostPeerError(ClusterError):
+    """Another rank of the trainer vanished. Its end is the cause; this rank's is not counted."""
+
+    exit_code = 80
+
+
 class SlurmNotFoundError(ClusterError):
     """There is no such command here, as within most containers."""
 

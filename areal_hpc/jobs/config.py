@@ -25,6 +25,9 @@ class JobConfig(BaseConfig):
         restarts: int = 0,
         ends_job: bool = False,
         uses_gpus: bool = False,
+        is_forked: bool = False,
+        is_rank: bool = False,
+        progress: str = "",
     ) -> ProcessSpec:
         """The process with this configuration; `ProcessSpec` explains the arguments."""
         return ProcessSpec(
@@ -36,4 +39,7 @@ class JobConfig(BaseConfig):
             restarts=restarts,
             ends_job=ends_job,
             uses_gpus=uses_gpus,
+            is_forked=is_forked,
+            is_rank=is_rank,
+            progress=progress,
         )

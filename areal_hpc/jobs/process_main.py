@@ -14,24 +14,34 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.errors import ArealError, LostPeerError, RecipeError
 from areal_hpc.jobs.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.rundir.paths import get_process_error_path
 
+PARENT_VARIABLE = "AREAL_HPC_SUPERVISOR_PID"
+
 
 def main() -> None:
-    """Run one entry with its configuration; exit with the code of the error it raised."""
+    """Run the entry of the command line, for the supervisor that started this process."""
     entry, config_path = sys.argv[1:3]
+    run_entry(entry, Path(config_path), int(os.environ[PARENT_VARIABLE]))
+
+
+def run_entry(entry: str, config_path: Path, parent: int) -> None:
+    """Run one entry with its configuration, for as long as its parent lives.
+
+    Raises:
+        SystemExit: With the code of the error that the entry raised.
+    """
     die_with_parent(signal.SIGTERM)
-    parent = int(os.environ["AREAL_HPC_SUPERVISOR_PID"])
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
     threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
     raise_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)
-    config = json.loads(Path(config_path).read_text())
+    config = json.loads(config_path.read_text())
     try:
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
@@ -41,8 +51,9 @@ def main() -> None:
             error = error.exceptions[0]
         if not isinstance(error, (ArealError, ValidationError)):
             raise
-        log.error("%s", error, exc_info=True)
-        get_process_error_path(Path(config_path)).write_text(str(error))
+        # The traceback of a collective that another rank broke would be taken for the cause.
+        log.error("%s", error, exc_info=not isinstance(error, LostPeerError))
+        get_process_error_path(config_path).write_text(str(error))
         # A configuration that does not validate will not validate at the next start either.
         sys.exit(getattr(error, "exit_code", RecipeError.exit_code))
 

@@ -4,24 +4,23 @@ Nothing it starts outlives it: children die with it (kernel death signal), and e
 session of its own, so that stopping a child stops whatever that child started.
 """
 
-import contextlib
 import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
 from areal_hpc.jobs import gpus
 from areal_hpc.jobs.die_with_parent import die_with_parent
 from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.jobs.managed_process import ManagedProcess
+from areal_hpc.jobs.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
@@ -29,20 +28,38 @@ from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slur
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
+    LOST_PEER_EXIT_CODE,
     STOPPED_EXIT_CODE,
     LaunchFile,
     ProcessSpec,
     TaskExit,
+    read_task_exits,
     write_task_exit,
 )
 from areal_hpc.rundir.lock import is_lock_held
-from areal_hpc.rundir.paths import format_restart_dir, get_process_error_path
+from areal_hpc.rundir.paths import format_restart_dir
+from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 BACKOFF = Backoff(0.5, 10.0)
-PROCESS_MAIN = "areal_hpc.jobs.process_main"
+LOCAL_NOTES_POLL_S = 0.1
+SHARED_NOTES_POLL_S = 2.0
+"""Between two looks for the death of another task's rank, while this one's works."""
+VICTIM_EXIT_CODES = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
+"""Of a rank that left because another one failed."""
+VICTIM_TIMEOUT_S = 10.0
+ERROR_TIMEOUT_S = 1.0
+SIGNAL_EXIT_CODES = 128
+"""Exit codes above this are those of signals."""
+FINAL_EXIT_CODES = (
+    STOPPED_EXIT_CODE,
+    RecipeError.exit_code,
+    ShardError.exit_code,
+    ArealError.exit_code,
+)
+"""Of a rank that would end so again: starting all again within the job does not help."""
 
 
 def run_task(launch_path: str) -> None:
@@ -79,6 +96,23 @@ def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int
     return {gpus.VISIBLE_DEVICES_VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
 
 
+def get_incarnation(launch: LaunchFile) -> str:
+    """Which start of the job this is, as `TaskExit` says it."""
+    if launch.slurm is None:
+        return ""
+    return f"{scontrol.get_own_job_id(os.environ)}.{get_slurm_restart_count(os.environ)}"
+
+
+def get_cause_timeout_s(exit_code: int) -> float:
+    """Time that a rank's supervisor waits for the note of a rank that died before it. Pure.
+
+    Nothing but a signal needs no other rank's death to come about; some codes say that it did.
+    """
+    if exit_code in VICTIM_EXIT_CODES:
+        return VICTIM_TIMEOUT_S
+    return 0.0 if exit_code > SIGNAL_EXIT_CODES else ERROR_TIMEOUT_S
+
+
 class LocalTask:
     """The launcher's side of a supervisor on this machine: what `SlurmTask` is under Slurm."""
 
@@ -111,51 +145,6 @@ class LocalTask:
         return outcome
 
 
-@dataclass(slots=True)
-class _ManagedProcess:
-    """A started process, how often it has been started, and how often it crashed lately."""
-
-    spec: ProcessSpec
-    log_path: Path
-    config_path: Path
-    starts: int = 0
-    started_at: float = 0.0
-    crashes: int = 0
-    not_before: float = 0.0
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self, python: str, environ: Mapping[str, str]) -> None:
-        self.starts += 1
-        self.started_at = time.monotonic()
-        get_process_error_path(self.config_path).unlink(missing_ok=True)
-        with self.log_path.open("ab") as log_file:
-            self.process = subprocess.Popen(
-                [python, "-m", PROCESS_MAIN, self.spec.entry, str(self.config_path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                env=dict(environ),
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    def signal_group(self, number: int) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-    def read_exit_reason(self) -> str:
-        """The error the process left, or the end of its log."""
-        left = get_process_error_path(self.config_path)
-        if left.exists():
-            return left.read_text()
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-12:])
-
-
 class _Supervisor:
     def __init__(
         self,
@@ -175,13 +164,18 @@ class _Supervisor:
             self._log_dir /= format_restart_dir(get_slurm_restart_count(os.environ))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._surroundings: Mapping[str, str] = {}
+        self._incarnation = get_incarnation(launch)
+        self._notes = RankRestartNotes(
+            launch.paths.rank_restarts_dir / (self._incarnation or "local"),
+            LOCAL_NOTES_POLL_S if launch.slurm is None else SHARED_NOTES_POLL_S,
+        )
         self._children = [
             self._prepare_process(spec)
             for spec in launch.job.processes
             if spec.tasks in ("all", "first" if position.is_first else "others")
         ]
 
-    def _prepare_process(self, spec: ProcessSpec) -> _ManagedProcess:
+    def _prepare_process(self, spec: ProcessSpec) -> ManagedProcess:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
         config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         config_path.write_bytes(msgspec.json.encode(spec.config))
@@ -191,7 +185,7 @@ class _Supervisor:
             restart = get_slurm_restart_count(os.environ)
             with log_path.open("a") as stream:
                 stream.write(f"node {node} job {job_id} restart {restart}\n")
-        return _ManagedProcess(spec, log_path, config_path)
+        return ManagedProcess(spec, log_path, config_path)
 
     def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
@@ -214,7 +208,7 @@ class _Supervisor:
             self._stop.wait(POLL_S)
         return outcome
 
-    def _start_process(self, child: _ManagedProcess) -> None:
+    def _start_process(self, child: ManagedProcess) -> None:
         spec = child.spec
         python = self._launch.pythons[spec.role]
         if shutil.which(python) is None:
@@ -234,7 +228,6 @@ class _Supervisor:
             "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
             "AREAL_HPC_NODE_RANK": str(position.node_rank),
             "AREAL_HPC_LOG_DIR": str(self._log_dir),
-            "AREAL_HPC_SUPERVISOR_PID": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
         child.start(python, environ)
@@ -248,50 +241,115 @@ class _Supervisor:
         if (outcome := self._task.find_stop_reason(is_leading=is_leading)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
-            if child.process is None:
-                if time.monotonic() >= child.not_before:
-                    self._start_process(child)
-            elif (code := child.process.poll()) is not None:
-                outcome = self._on_exit(child, code)
-                if outcome is not None:
-                    return outcome
+            if (outcome := self._poll_process(child)) is not None:
+                return outcome
         return None
 
-    def _on_exit(self, child: _ManagedProcess, code: int) -> TaskExit | None:
+    def _poll_process(self, child: ManagedProcess) -> TaskExit | None:
+        if child.spec.is_rank:
+            self._follow_rank_restart(child)
+        if child.process is None:
+            if time.monotonic() >= child.not_before:
+                self._start_process(child)
+            return None
+        code = child.process.poll()
+        return None if code is None else self._on_exit(child, code)
+
+    def _follow_rank_restart(self, child: ManagedProcess) -> None:
+        """Kill the rank if all ranks start again: nothing of it is worth a stop's grace."""
+        try:
+            note = self._notes.read_next(is_urgent=not child.is_running)
+        except OSError as error:  # a stale handle, a server that fails over: the next look may do
+            log.warning("shared storage does not respond: %s", error)
+            return
+        if note is None:
+            return
+        log.warning(
+            "%s of task %d ended with exit code %d: all start again",
+            *(child.spec.name, note.task, note.exit_code),
+        )
+        if child.is_running:
+            child.signal_session(signal.SIGKILL)
+        child.is_doomed = child.process is not None
+        child.crashes = note.failures
+        pause_s = BACKOFF.get_pause_s(note.failures - 2) if note.failures > 1 else 0.0
+        child.not_before = time.monotonic() + pause_s
+
+    def _on_exit(self, child: ManagedProcess, code: int) -> TaskExit | None:
         """Decide what the end of a process means for the job."""
         spec = child.spec
-        child.signal_group(signal.SIGKILL)  # whatever it left behind
+        if child.ended_at is None:
+            child.ended_at = time.monotonic()
+            child.signal_session(signal.SIGKILL)  # whatever it left behind
         if code == 0:
             if spec.ends_job:
                 return TaskExit(0, spec.name)
             self._children.remove(child)
+            child.close()
+            return None
+        if child.is_doomed:
+            child.process = None
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
             return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
+        if spec.is_rank and self._launch.job.tasks > 1:
+            if code in VICTIM_EXIT_CODES and self._has_fellow_ended():
+                return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
+            if time.monotonic() - child.ended_at < get_cause_timeout_s(code):
+                return None  # another task may be about to say that its rank died before this one
+        if code == LOST_PEER_EXIT_CODE:
+            code = ClusterError.exit_code
+        return self._on_crash(child, code)
+
+    def _on_crash(self, child: ManagedProcess, code: int) -> TaskExit | None:
+        """Decide what the end of a process that no other one brought about means for the job."""
+        spec, now = child.spec, time.monotonic()
+        policy = RestartPolicy(spec.restarts)
+        made_progress = now - child.started_at >= policy.healthy_s or child.made_progress()
+        failures = policy.count_failures(child.crashes, made_progress=made_progress)
+        decision = policy.decide([code], failures)
+        if spec.is_rank and (code in FINAL_EXIT_CODES or self._has_fellow_ended()):
+            decision = "fail"
+        if spec.is_rank and decision == "restart":
+            try:
+                note = RankRestart(self._position.rank, code, failures)
+                if not self._notes.claim_next(note):
+                    return None  # another task was first: the next look follows its note
+            except OSError as error:
+                log.error("could not notify the other tasks: %s", error)
+                decision = "fail"
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
-        now = time.monotonic()
-        policy = RestartPolicy(spec.restarts)
-        made_progress = now - child.started_at >= policy.healthy_s
-        child.crashes = policy.count_failures(child.crashes, made_progress=made_progress)
-        if policy.decide([code], child.crashes) == "fail":
+        if decision == "fail":
             return TaskExit(code, spec.name, child.read_exit_reason(), str(child.log_path))
-        child.process = None
-        child.not_before = now + BACKOFF.get_pause_s(child.crashes - 1)
+        if spec.is_rank:
+            self._events.record("ranks_restarted", process=spec.name, failures=failures)
+        else:
+            child.crashes, child.process = failures, None
+            child.not_before = now + BACKOFF.get_pause_s(failures - 1)
         return None
+
+    def _has_fellow_ended(self) -> bool:
+        """True if another task of this start of the job has ended: its rank would be missing."""
+        exits = read_task_exits(self._launch.paths)
+        return any(
+            rank != self._position.rank and one.incarnation == self._incarnation
+            for rank, one in exits.items()
+        )
 
     def _stop_all(self, outcome: TaskExit) -> None:
         """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
         for child in self._children:
-            if child.running:
+            if child.is_running:
                 assert child.process is not None
                 child.process.terminate()
         grace_s = self._task.decide_stop_grace_s(outcome)
         give_up_at = time.monotonic() + grace_s
-        while any(child.running for child in self._children) and time.monotonic() < give_up_at:
+        while any(child.is_running for child in self._children) and time.monotonic() < give_up_at:
             time.sleep(POLL_S)
         for child in self._children:
-            child.signal_group(signal.SIGKILL)
+            child.signal_session(signal.SIGKILL)
             if child.process is not None:
                 child.process.wait()
+            child.close()

@@ -23,6 +23,9 @@ from areal_hpc.wire.ledger import TaskSplit
 
 MAX_PROCESS_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
+MAX_TRAINER_RESTARTS = 2
+"""Deaths of a rank in a row without progress that are answered within the job: all ranks start
+again. After one more the job ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,15 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         recipe,
         [
             ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_PROCESS_RESTARTS),
-            trainer.build_process_spec("trainer", ends_job=True, uses_gpus=True),
+            trainer.build_process_spec(
+                "trainer",
+                restarts=MAX_TRAINER_RESTARTS,
+                ends_job=True,
+                uses_gpus=True,
+                is_forked=True,
+                is_rank=True,
+                progress=str(paths.metrics),
+            ),
         ],
     )
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from areal_hpc.errors import IdleError
+from areal_hpc.errors import IdleError, LostPeerError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths
@@ -17,6 +17,8 @@ MARGIN_S = 10.0
 """Time that asking Slurm for another start may take."""
 IDLE_EXIT_CODE = IdleError.exit_code
 """A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
+LOST_PEER_EXIT_CODE = LostPeerError.exit_code
+"""A rank ended because another one had vanished. That one's end is the cause."""
 
 
 class ProcessSpec(Struct, frozen=True):
@@ -38,6 +40,12 @@ class ProcessSpec(Struct, frozen=True):
     """Its clean exit ends the job."""
     uses_gpus: bool = False
     """It computes on its task's GPUs, where `LaunchFile.gpus` names them; others see none."""
+    is_forked: bool = False
+    """Its starts are forked from a fork server, which has imported the entry's module."""
+    is_rank: bool = False
+    """Its processes on all tasks are ranks: when one dies, all are started again together."""
+    progress: str = ""
+    """A file that grows while the work gets further, which cancels crashes too. Empty: none."""
 
 
 class JobSpec(Struct, frozen=True):

@@ -155,6 +155,8 @@ class JobPaths(_Folder):
     """Submitit's pickle of the job, and its logs."""
     starts_dir = _PathDescriptor("starts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
+    rank_restarts_dir = _PathDescriptor("rank_restarts")
+    """One folder for each start of the job: why its ranks were started again within it."""
     failure_count = _PathDescriptor("failures_without_progress.json")
     """Number of starts in a row that failed without progress."""
     caretaker_count = _PathDescriptor("submissions_without_progress.json")

@@ -1,5 +1,6 @@
 """Scripts and payloads of jobs, and their submission; the only module that imports submitit."""
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ def _write_launch(launch: LaunchFile) -> Path:
         paths.caretaker_count,
     ):
         stale.unlink(missing_ok=True)
+    shutil.rmtree(paths.rank_restarts_dir, ignore_errors=True)
     paths.launch.write_bytes(msgspec.json.encode(launch))
     return paths.launch
 

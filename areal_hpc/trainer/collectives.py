@@ -13,13 +13,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ArealError, ClusterError, OtherRankError
+from areal_hpc.errors import ArealError, LostPeerError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
-LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
-"""Gloo's message on the ranks that outlive one of them."""
+LOST_PEER_PATTERN = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|remote process exit"
+)
+"""In the message of gloo, of a store or of NCCL on the ranks that outlive one of them."""
 FAILED_RANKS_KEY = "failures"
 """Counts failed ranks in the store that the world was opened with."""
 FAILURE_REPORTED_KEY = "reported"
@@ -98,7 +100,7 @@ def report_first_failure() -> Iterator[None]:
 
     Raises:
         SystemExit: Another rank failed first.
-        ClusterError: Another rank vanished without a word.
+        LostPeerError: Another rank vanished without a word.
     """
     try:
         yield
@@ -108,12 +110,21 @@ def report_first_failure() -> Iterator[None]:
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
-        if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
-            raise ClusterError(
-                f"another trainer rank disappeared: {error}",
-                hint="read the other ranks' logs; check dmesg for the out-of-memory killer",
-            ) from error
+        raise_if_peer_lost(error)
         raise
+
+
+def raise_if_peer_lost(error: Exception) -> None:
+    """Say what an error means that the end of another rank brought about.
+
+    Raises:
+        LostPeerError: It did.
+    """
+    if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
+        raise LostPeerError(
+            f"another trainer rank disappeared: {error}",
+            hint="read the other ranks' logs; check dmesg for the out-of-memory killer",
+        ) from error
 
 
 def _await_report() -> None:

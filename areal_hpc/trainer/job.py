@@ -44,6 +44,8 @@ STOP_POLL_S = 0.5
 def run(config: dict[str, Any]) -> None:
     """Train from the latest checkpoint, or the starting model, to the last step."""
     job = TrainerJobConfig.model_validate(config)
+    if RunPaths(job.run_dir).finished_marker.exists():
+        return  # a rank died when all was done
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
@@ -58,13 +60,17 @@ def _run_training(
     claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
     check_generation = make_generation_check(paths.generations_dir, generation)
+    events = EventLog(paths.events, "trainer")
+    if is_first:
+        events.record("ranks_joined", generation=generation)
     learner = Learner(
         job.trainer, paths, job.model_path, device,
         generation=generation, seed=job.seed, check_generation=check_generation,
     )  # fmt: skip
     coordinator = None
     if is_first:
-        coordinator = _make_coordinator(job, paths, learner, device, stop, check_generation)
+        events.record("state_loaded", generation=generation, step=learner.version.step)
+        coordinator = _make_coordinator(job, paths, learner, device, stop, check_generation, events)
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = run_loop(learner, coordinator, stop)
     if finished and coordinator:
@@ -86,6 +92,7 @@ def _make_coordinator(
     device: torch.device,
     stop: StopRequest,
     check_generation: Callable[[], None],
+    events: EventLog,
 ) -> Coordinator:
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
@@ -118,7 +125,7 @@ def _make_coordinator(
             TensorSpec(name, shape, str(dtype).removeprefix("torch."))
             for name, shape, dtype in list_hf_specs(learner.policy)
         ],
-        events=EventLog(paths.events, "trainer"),
+        events=events,
         stop=stop,
         # Without Slurm there is nobody to give nodes back to.
         idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,

@@ -22,7 +22,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.collectives import report_first_failure
+from areal_hpc.trainer.collectives import raise_if_peer_lost, report_first_failure
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 
@@ -51,13 +51,17 @@ def run_rank(
     """
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
-    device = init_process_groups(
-        get_task_position(),
-        sizes.parallel,
-        sizes.device,
-        paths.rendezvous_dir,
-        is_cancelled=lambda: stop.requested,
-    )
+    try:
+        device = init_process_groups(
+            get_task_position(),
+            sizes.parallel,
+            sizes.device,
+            paths.rendezvous_dir,
+            is_cancelled=lambda: stop.requested,
+        )
+    except RuntimeError as error:
+        raise_if_peer_lost(error)
+        raise
     with report_first_failure():
         finished = train(job, paths, device, stop)
     destroy_process_groups()

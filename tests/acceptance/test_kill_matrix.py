@@ -72,8 +72,8 @@ start of new processes:
 
 {seconds}
 
-`server` is SGLang. The trainer's job is submitted again by the launcher while restarts
-get the run further; otherwise the same command continues it.
+`server` is SGLang. The trainer's ranks start again within their job while restarts get the
+run further; otherwise the same command continues it.
 """
 
 

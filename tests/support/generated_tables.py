@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from areal_hpc.areal.config.translation import render_rule_table
-from tests.support import agents_table, document_table, slurm_events_table
+from tests.support import agents_table, document_table, rank_kill, slurm_events_table
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
 
@@ -12,6 +12,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("areal-documents.md", "blocks"): document_table.table,
     ("migrating-from-areal.md", "keys"): render_rule_table,
     ("operating.md", "events"): slurm_events_table.tables,
+    ("operating.md", "rank kill"): rank_kill.table,
 }
 """Document below docs/ and name of the table -> what must stand there."""
 

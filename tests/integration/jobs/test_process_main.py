@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.errors import LostPeerError
+from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE
 from tests.support.commands import run_program, said_by
 
 LOW = 200
@@ -27,3 +29,20 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
     environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
     said_by(run_program(*limited, environ=environ))
     assert int((tmp_path / "limit").read_text()) == hard
+
+
+def lose_peer(config: dict[str, Any]) -> None:
+    """What a rank under test does."""
+    raise LostPeerError("another trainer rank disappeared: Connection closed by peer")
+
+
+def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    entry = ("areal_hpc.jobs.process_main", f"{__name__}:lose_peer", str(config))
+    environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
+    ended = run_program(sys.executable, "-m", *entry, environ=environ)
+    assert ended.returncode == LOST_PEER_EXIT_CODE
+    assert "ERROR" in ended.stderr
+    assert "another trainer rank disappeared: Connection closed by peer" in ended.stderr
+    assert "Traceback" not in ended.stderr, "`why` would take it for the cause"

@@ -1,0 +1,152 @@
+"""Fork server of one process of a job: it imports the entry's module once, and forks every start.
+
+A rank of the trainer spends seconds of processor time on importing torch and Megatron; a process
+that is forked from one that has imported them begins in milliseconds and shares their memory.
+
+`fork` copies one thread, and with it every lock that another thread holds at that moment, and what
+a driver knows of this process's devices. Neither is there: importing starts no thread of ours, and
+CUDA is first used by the entry. PyTorch's notes on multiprocessing ("Poison fork in
+multiprocessing", "CUDA in multiprocessing") forbid `fork` only after the runtime of an accelerator
+was initialized, which `torch.cuda.is_available` also does unless it is told to ask NVML. Threads of
+OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
+start a thread or open the GPU's driver all the same, `is_fork_safe` sees it, and the process is
+started anew by `exec`: slower, never wrong.
+
+The server ignores stop signals, which are meant for the process, and dies with its supervisor; the
+process gets SIGTERM when its server dies.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.jobs.die_with_parent import die_with_parent
+from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.jobs.gpus import DEVICES_DIR
+from areal_hpc.jobs.process_main import PARENT_VARIABLE, run_entry
+from areal_hpc.jobs.signals import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
+
+START_REQUEST = b"start"
+PRELOAD_OPTION = "--preload="
+PROCESS_MAIN = "areal_hpc.jobs.process_main"
+_NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it `torch.cuda.is_available` asks NVML, which initializes nothing."""
+_CUDA_DEVICE_FILE = "nvidia-uvm"
+"""Opened when CUDA is initialized, and not by NVML."""
+
+
+class ForkReply(msgspec.Struct, frozen=True):
+    """What a supervisor is told of one start."""
+
+    pid: int
+    """The process has begun, and leads a session of its own."""
+    exit_code: int | None = None
+    """It has ended, and so has all that was left in its session; below 0 by that signal."""
+
+
+def main() -> None:
+    """Serve one supervisor until it closes the socket or dies; in a forked process, be that."""
+    entry = sys.argv[1].removeprefix(PRELOAD_OPTION)
+    config_path, channel = Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT_VARIABLE]):  # it died before the kernel was asked
+        sys.exit(75)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging()
+    _preload(entry.partition(":")[0])
+    is_safe, server = is_fork_safe(), os.getpid()
+    if not is_safe:
+        log.warning("importing %s left threads or an open GPU: nothing is forked", entry)
+    if _serve_starts(channel):
+        command = [sys.orig_argv[0], "-m", PROCESS_MAIN, entry, str(config_path)]
+        _become_process(command, channel, server)
+        if not is_safe:
+            os.execv(sys.executable, command)
+        run_entry(entry, config_path, server)
+
+
+def is_fork_safe(dev: Path = DEVICES_DIR) -> bool:
+    """True if this process has one Python thread and has not initialized CUDA."""
+    return threading.active_count() == 1 and dev / _CUDA_DEVICE_FILE not in _list_open_files()
+
+
+def _list_open_files() -> list[Path]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was that of the listing
+            found.append(link.readlink())
+    return found
+
+
+def _preload(module: str) -> None:
+    is_asked_already = _NVML_CHECK_VARIABLE in os.environ
+    os.environ.setdefault(_NVML_CHECK_VARIABLE, "1")
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # boundary: the forked process imports it again, and explains
+        log.debug("%s cannot be imported: %s", module, error)
+    if not is_asked_already:
+        del os.environ[_NVML_CHECK_VARIABLE]
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would touch, and so copy, all of it
+
+
+def _serve_starts(channel: socket.socket) -> bool:
+    """Fork a process at every request, one at a time; true in each of these processes."""
+    while channel.recv(len(START_REQUEST)):
+        # A stop signal that comes before the new process is ready for it must not be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        child = os.fork()
+        if child == 0:
+            return True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # whatever it left behind, while its number is taken
+        _, status = os.waitpid(child, 0)
+        channel.send(msgspec.json.encode(ForkReply(child, os.waitstatus_to_exitcode(status))))
+    return False
+
+
+def _become_process(command: Sequence[str], channel: socket.socket, server: int) -> None:
+    """Make of a forked process what the supervisor would have started with `exec`."""
+    os.setsid()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    os.environ[PARENT_VARIABLE] = str(server)
+    sys.argv = list(command[2:])
+    show_command_line(command)
+    channel.send(msgspec.json.encode(ForkReply(os.getpid())))
+    channel.close()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def show_command_line(words: Sequence[str]) -> None:
+    """Have `ps` show another command line, for which there must be room in the present one.
+
+    The kernel reads it from the process's own memory; /proc/PID/stat says where that begins and
+    ends.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)
+    if begin and len(text) <= end - begin:
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    main()

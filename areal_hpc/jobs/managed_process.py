@@ -1,0 +1,228 @@
+"""A process of a task as its supervisor sees it: started by `exec`, or forked by a fork server."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.jobs.fork_server import PRELOAD_OPTION, START_REQUEST, ForkReply
+from areal_hpc.jobs.process_main import PARENT_VARIABLE
+from areal_hpc.rundir.jobs import ProcessSpec
+from areal_hpc.rundir.paths import get_process_error_path
+
+PROCESS_MAIN = "areal_hpc.jobs.process_main"
+FORK_SERVER_MAIN = "areal_hpc.jobs.fork_server"
+_MAX_REPLY_BYTES = 4096
+_POLL_S = 0.05
+_KILL_TIMEOUT_S = 30.0
+"""Longest that the end of a killed process is waited for: devices may have to be left first."""
+
+
+class ForkServer:
+    """A fork server and the process that it last forked; of that, what `Popen` would offer."""
+
+    def __init__(
+        self,
+        python: str,
+        entry: str,
+        config_path: Path,
+        log_path: Path,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            *(python, "-m", FORK_SERVER_MAIN, f"{PRELOAD_OPTION}{entry}"),
+            *(str(config_path), str(theirs.fileno())),
+        ]
+        self._server = _start_session(command, log_path, environ, theirs.fileno())
+        theirs.close()
+        self.pid: int | None = None
+        """The forked process; None until it has begun."""
+        self._exit_code: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it can fork."""
+        return self._server.poll() is None
+
+    def start_process(self) -> None:
+        """Have the process forked, as soon as its module is imported. The last one has ended."""
+        self.pid = self._exit_code = None
+        with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
+            self._channel.send(START_REQUEST)
+
+    def poll(self) -> int | None:
+        """The exit code of the process; None while it runs, or is about to.
+
+        The process is killed, if its server died, and counts as killed in any case.
+        """
+        while self._exit_code is None and select.select([self._channel], [], [], 0)[0]:
+            try:
+                content = self._channel.recv(_MAX_REPLY_BYTES)
+            except ConnectionResetError:
+                content = b""
+            if not content:
+                self._exit_code = -signal.SIGKILL
+                if self.pid is not None:
+                    _kill_session(self.pid, signal.SIGKILL)
+                break
+            reply = msgspec.json.decode(content, type=ForkReply)
+            self.pid, self._exit_code = reply.pid, reply.exit_code
+        return self._exit_code
+
+    def terminate(self) -> None:
+        """SIGTERM to the process; one that has not begun will not."""
+        if self.poll() is not None:
+            return
+        if self.pid is None:
+            self._server.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def signal_session(self, number: int) -> None:
+        """Signal the process and all that it started; one that has not begun will not."""
+        if self.poll() is not None:
+            return  # the server has killed whatever was left
+        if self.pid is None:
+            self._server.kill()
+        else:
+            _kill_session(self.pid, number)
+
+    def wait(self) -> int:
+        """Wait for the end of the killed process; its exit code. A server that hangs is killed."""
+        give_up_at = time.monotonic() + _KILL_TIMEOUT_S
+        while (code := self.poll()) is None:
+            select.select([self._channel], [], [], _POLL_S)
+            if time.monotonic() >= give_up_at:
+                self._server.kill()
+        return code
+
+    def close(self) -> None:
+        """End the server; the process has ended."""
+        self._server.kill()
+        self._server.wait()
+        self._channel.close()
+
+
+class ExecutedProcess:
+    """A process that was started as a program of its own."""
+
+    def __init__(
+        self,
+        python: str,
+        entry: str,
+        config_path: Path,
+        log_path: Path,
+        environ: Mapping[str, str],
+    ) -> None:
+        command = [python, "-m", PROCESS_MAIN, entry, str(config_path)]
+        self._process = _start_session(command, log_path, environ)
+        self.poll = self._process.poll
+        self.terminate = self._process.terminate
+        self.wait = self._process.wait
+
+    def signal_session(self, number: int) -> None:
+        """Signal the process and all that it started, also when it has ended itself."""
+        _kill_session(self._process.pid, number)
+
+
+def _start_session(
+    command: list[str], log_path: Path, environ: Mapping[str, str], *descriptors: int
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own that writes into a log, and inherits descriptors."""
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            env={**environ, PARENT_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+
+
+def _kill_session(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+@dataclass(slots=True)
+class ManagedProcess:
+    """A process of a task, how often it has been started, and how often it crashed lately."""
+
+    spec: ProcessSpec
+    log_path: Path
+    config_path: Path
+    starts: int = 0
+    started_at: float = 0.0
+    crashes: int = 0
+    not_before: float = 0.0
+    process: ExecutedProcess | ForkServer | None = None
+    """Its present start; None between two."""
+    is_doomed: bool = False
+    """It is being killed, and starts again once it has ended."""
+    ended_at: float | None = None
+    """When its present start was seen to have ended."""
+    _progress_bytes: int = 0
+    _server: ForkServer | None = None
+
+    def start(self, python: str, environ: Mapping[str, str]) -> None:
+        """Start it once more."""
+        self.starts += 1
+        self.started_at = time.monotonic()
+        self.is_doomed, self.ended_at = False, None
+        self._progress_bytes = max(self._progress_bytes, self._measure_progress())
+        get_process_error_path(self.config_path).unlink(missing_ok=True)
+        start = (python, self.spec.entry, self.config_path, self.log_path, environ)
+        if not self.spec.is_forked:
+            self.process = ExecutedProcess(*start)
+            return
+        if self._server is None or not self._server.is_alive:
+            self.close()
+            self._server = ForkServer(*start)
+        self._server.start_process()
+        self.process = self._server
+
+    @property
+    def is_running(self) -> bool:
+        """True from its start until its end is known."""
+        return self.process is not None and self.process.poll() is None
+
+    def signal_session(self, number: int) -> None:
+        """Signal the process and all that it started."""
+        if self.process is not None:
+            self.process.signal_session(number)
+
+    def made_progress(self) -> bool:
+        """True if this start got further than every one before it."""
+        return self._measure_progress() > self._progress_bytes
+
+    def _measure_progress(self) -> int:
+        try:
+            return Path(self.spec.progress).stat().st_size if self.spec.progress else 0
+        except FileNotFoundError:
+            return 0
+
+    def read_exit_reason(self) -> str:
+        """The error the process left, or the end of its log."""
+        left = get_process_error_path(self.config_path)
+        if left.exists():
+            return left.read_text()
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-12:])
+
+    def close(self) -> None:
+        """End its fork server, if it has one."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
