@@ -3,10 +3,10 @@
 What is compared:
 
 - pack: a batch manifest -> every micro-batch of one data-parallel rank in memory, by the
-  functions a training step calls: `read_batch`, `build_rows`, `plan_packs`, `build_pack`. Its peer
-  starts from tensors that are already in memory: pad every trajectory to the longest, reorder
-  into first-fit-decreasing micro-batches, cut the padding off again, pad each micro-batch to a
-  multiple of 256 tokens.
+  functions a training step calls: `read_tickets`, `build_rows`, `plan_packs`, `build_pack`. Its
+  peer starts from tensors that are already in memory: pad every trajectory to the longest,
+  reorder into first-fit-decreasing micro-batches, cut the padding off again, pad each micro-batch
+  to a multiple of 256 tokens.
 - advantage: trajectories and rewards in memory -> one advantage per token (`build_rows`, which
   also makes the objective's other channels). Its peer normalizes rewards by group, places them
   at the end of each padded row and runs generalized advantage estimation backwards, one padded
@@ -30,6 +30,7 @@ from torch.nn import functional
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.packing import (
     Pack,
@@ -39,7 +40,7 @@ from areal_hpc.trainer.batch.packing import (
     compute_padded_length,
     plan_packs,
 )
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE, build_rows, read_batch
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, build_rows, read_tickets
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -91,7 +92,10 @@ class Ours:
         self.batch = self.read()
 
     def read(self) -> list[Trajectory]:
-        return [row for ticket in read_batch(self.manifest, self.folder) for row in ticket]
+        # A store of its own each time, as every batch is read for the first time.
+        shards = CheckedShards(self.folder, self.folder / "index")
+        with shards.check_digests({ticket.shard for ticket in self.manifest.tickets}):
+            return [row for ticket in read_tickets(self.manifest, shards) for row in ticket]
 
     def rows(self) -> list[TrainingRow]:
         return build_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)

@@ -180,7 +180,7 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
     listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
-    lines = [f"ticket {one.ticket_id:>6}  {one.status:<9}  {one.why}" for one in listed]
+    lines = [f"ticket {one.ticket_id:>6}  {one.status:<11}  {one.why}" for one in listed]
     _print_first_lines(lines, most)
     for problem in audit.problems:
         print(f"problem: {problem}")
@@ -190,13 +190,13 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         len(audit.with_status(TicketStatus.DROPPED)),
         len(audit.with_status(TicketStatus.FILTERED)),
     )
-    unsound, skipped = (
-        len(audit.with_status(TicketStatus.UNSOUND)),
-        len(audit.with_status(TicketStatus.SKIPPED)),
+    unsound, skipped, quarantined = (
+        len(audit.with_status(status))
+        for status in (TicketStatus.UNSOUND, TicketStatus.SKIPPED, TicketStatus.QUARANTINED)
     )
     print(
         f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
-        f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
+        f"{filtered} filtered, {unsound} unsound, {skipped} skipped, {quarantined} quarantined"
     )
     print(audit.summary_line)
     return 0 if audit.is_clean else ShardError.exit_code
@@ -204,7 +204,8 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
 
 def _describe_untrained_batch(part: UntrainedRecord) -> str:
     tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
-    return f"untrained: batch {part.step}{tickets}: {part.reason}"
+    how = f" is quarantined ({part.quarantine})" if part.quarantine else ""
+    return f"untrained: batch {part.step}{tickets}{how}: {part.reason}"
 
 
 def _print_first_lines(lines: Sequence[str], most: int | None) -> None:

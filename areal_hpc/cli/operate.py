@@ -1,4 +1,4 @@
-"""`areal-hpc cancel`, `resume`, `export` and `replay`: what is done with a run that exists."""
+"""`areal-hpc cancel`, `resume`, `quarantine`, `export`, `replay`: what is done with a run."""
 
 import argparse
 import os
@@ -63,6 +63,18 @@ def add_commands(commands: CommandGroup) -> None:
     replay.add_argument("--out", type=Path, help=out)
     overrides = "trainer.optimizer.lr=2e-6"
     replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+    quarantine = commands.add(
+        "quarantine",
+        _quarantine_batch,
+        ["run"],
+        help="set a batch aside that cannot be trained",
+        description="Have the trainer consume a batch without training on it, at once or when the "
+        "run is resumed. The audit counts its tickets as quarantined. A batch that was trained "
+        "already is refused.",
+    )
+    quarantine.add_argument("batch", type=int, metavar="BATCH", help="the step it leads to")
+    undo = "train the batch after all, if nothing was trained since"
+    quarantine.add_argument("--undo", action="store_true", help=undo)
 
 
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
@@ -133,6 +145,22 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         return 0
     slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)
     print(f"next     {get_program_name()} status {shlex.quote(str(paths.root))}")
+    return 0
+
+
+def _quarantine_batch(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.quarantine import set_batch_aside, undo_quarantine
+
+    paths = parse_run_dir(arguments.run)
+    act = undo_quarantine if arguments.undo else set_batch_aside
+    try:
+        print(act(paths, arguments.batch))
+    except OSError as error:
+        raise ClusterError(
+            f"the run directory cannot be read or written: {error}",
+            key=str(paths.root),
+            hint="check free space, quota and permissions",
+        ) from error
     return 0
 
 

@@ -6,7 +6,7 @@ links to the recorded ones, as is the checkpoint it starts from; it writes nothi
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import MARKER_FILE, list_checkpoints, list_leftovers
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.quarantine import read_quarantines, write_quarantine
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.trainer.config import ReplayJobConfig
@@ -83,7 +84,8 @@ class ReplayRun:
                          "overrides": list(overrides)}  # fmt: skip
         _check_output_dir(out, run, self._request)
         self.start = find_start(run, first_step)
-        check_recorded(run, self.start.step + 1, last_step)
+        self._quarantined = read_quarantines(run)
+        check_recorded(run, self.start.step + 1, last_step, self._quarantined)
 
     def carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
         """Train the steps and say how they compare with the recorded ones.
@@ -114,6 +116,9 @@ class ReplayRun:
         setup.write_recipe(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
+        for step, record in self._quarantined.items():
+            if self.start.step < step <= self._last_step:
+                write_quarantine(out, record)
         links[out.sft_export] = run.sft_export
         if self.start.checkpoint is not None:
             links[out.checkpoints_dir / self.start.checkpoint.name] = self.start.checkpoint
@@ -199,8 +204,10 @@ def find_start(run: RunPaths, first_step: int) -> ReplayStart:
     return ReplayStart(0, None, forks)
 
 
-def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
-    """All manifests and shards of these steps are there and whole.
+def check_recorded(
+    run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
+) -> None:
+    """All manifests of these steps, and the shards of batches that were trained, are whole.
 
     Raises:
         RecipeError: Steps were not recorded.
@@ -216,7 +223,8 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
             hint="choose other steps",
         )
     index = {shard.file: shard for shard in read_index(run.index_dir)}
-    manifests = [read_manifest(run, step) for step in range(first_step, last_step + 1)]
+    steps = range(first_step, last_step + 1)
+    manifests = [read_manifest(run, step) for step in steps if step not in quarantined]
     problems = []
     for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
         path = run.shards_dir / name

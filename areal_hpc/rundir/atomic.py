@@ -38,6 +38,23 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     fsync_path(path.parent)
 
 
+def write_once(path: Path, content: bytes) -> bool:
+    """Put a file in place as `write_atomic` does, unless one is there; False if one was.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    partial = write_temporary(path, content)
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    fsync_path(path.parent)
+    return True
+
+
 def write_atomic_private(path: Path, content: bytes) -> None:
     """Put a file in place as `write_atomic` does, readable by its owner alone."""
     write_atomic(path, content, mode=0o600)

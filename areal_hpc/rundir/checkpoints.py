@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,10 @@ MARKER_FILE = "COMPLETE"
 STATE_FILE = "trainer.json"
 
 
+QuarantineCause = Literal["damaged", "requested"]
+"""The trainer could not read the batch, or somebody asked for it with `areal-hpc quarantine`."""
+
+
 class UntrainedRecord(msgspec.Struct, frozen=True):
     """A part of a consumed batch that the weights did not learn from."""
 
@@ -23,7 +28,9 @@ class UntrainedRecord(msgspec.Struct, frozen=True):
     reason: str
     tickets: list[int] = []
     """Those left out for an unsound row. Without any, optimizer steps of the batch were not taken
-    because their gradient was not finite."""
+    because their gradient was not finite, or the batch is quarantined."""
+    quarantine: QuarantineCause | None = None
+    """Why the whole batch was set aside, unread; None if it was not."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

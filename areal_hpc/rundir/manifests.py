@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.atomic import fsync_path, write_atomic, write_temporary
+from areal_hpc.rundir.atomic import write_atomic, write_once
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, TicketRef
@@ -86,16 +86,8 @@ def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
         ShardError: The manifest that is there is damaged.
         OSError: The file system refused.
     """
-    path = paths.manifest(manifest.step)
-    partial = write_temporary(path, msgspec.json.encode(manifest))
-    try:
-        path.hardlink_to(partial)
-    except FileExistsError:
-        return read_manifest(paths, manifest.step)
-    finally:
-        partial.unlink()
-    fsync_path(path.parent)
-    return manifest
+    is_first = write_once(paths.manifest(manifest.step), msgspec.json.encode(manifest))
+    return manifest if is_first else read_manifest(paths, manifest.step)
 
 
 def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
@@ -104,7 +96,7 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
     Raises:
         ShardError: The file is gone or damaged.
     """
-    manifest = _read_record(paths.manifest(step), BatchManifest)
+    manifest = read_record(paths.manifest(step), BatchManifest)
     if manifest is None:
         raise ShardError(
             f"the batch of step {step} was handed out, but its manifest is gone",
@@ -126,7 +118,12 @@ def read_manifests(paths: RunPaths) -> Iterator[BatchManifest]:
 
 def list_manifest_steps(paths: RunPaths) -> list[int]:
     """The steps whose batches were handed out, in order."""
-    names = (path.stem.removeprefix("batch_") for path in paths.manifests_dir.glob("batch_*.json"))
+    return list_batch_steps(paths.manifests_dir)
+
+
+def list_batch_steps(directory: Path) -> list[int]:
+    """The steps of the files that a folder has for batches, in order."""
+    names = (path.stem.removeprefix("batch_") for path in directory.glob("batch_*.json"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -137,7 +134,7 @@ def write_ledger_state(paths: RunPaths, state: LedgerState) -> None:
 
 def read_ledger_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
-    return _read_record(paths.ledger_state, LedgerState) or LedgerState()
+    return read_record(paths.ledger_state, LedgerState) or LedgerState()
 
 
 def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
@@ -147,7 +144,7 @@ def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
 
 def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
-    return _read_record(paths.evaluation(step), EvaluationResult)
+    return read_record(paths.evaluation(step), EvaluationResult)
 
 
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
@@ -164,7 +161,12 @@ def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     return read_lines(paths.drops, DroppedTicket)
 
 
-def _read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """What a file of JSON holds; None if there is no file.
+
+    Raises:
+        ShardError: It is damaged.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

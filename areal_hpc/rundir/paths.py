@@ -69,6 +69,8 @@ class RunPaths(_Folder):
     """Append-only index: one file per writer, one line per sealed shard."""
     manifests_dir = _PathDescriptor("manifests")
     """Batches as they were handed out: the arrival log."""
+    quarantine_dir = _PathDescriptor("quarantine")
+    """Batches that are not to be trained: one file each, named as their manifests."""
     drops = _PathDescriptor("dropped_tickets.jsonl")
     """Tickets, or their rows, that will not be trained: one JSON object a line."""
     curriculum = _PathDescriptor("curriculum.jsonl")
@@ -115,6 +117,10 @@ class RunPaths(_Folder):
     def manifest(self, step: int) -> Path:
         """The batch manifest consumed by the step that ends at version `step`."""
         return self.manifests_dir / f"batch_{step:08d}.json"
+
+    def quarantine(self, step: int) -> Path:
+        """Exists if the batch of `step` is quarantined; says why."""
+        return self.quarantine_dir / self.manifest(step).name
 
     def evaluation(self, step: int) -> Path:
         """Held-out rewards of the weights of `step`."""

@@ -1,10 +1,13 @@
-"""Complete reads and vectored writes of files."""
+"""Complete reads and vectored writes of files, and the opening of those that are read."""
 
 import errno
 import os
+import stat
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,42 @@ Buffer = bytes | memoryview | npt.NDArray[Any]
 
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux: buffers one system call may take."""
+_FILE_KIND_BY_TYPE = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@contextmanager
+def open_regular_file(path: Path) -> Iterator[int]:
+    """A descriptor to read a regular file from; whatever else lies in its place is refused.
+
+    A FIFO would hold its reader up for ever; a symbolic link or a device leads out of the run.
+
+    Raises:
+        OSError: There is no such file, or it is no regular one.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for somebody who writes to it.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _build_kind_error(path, "a symbolic link") from error
+        raise
+    try:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise _build_kind_error(path, _FILE_KIND_BY_TYPE.get(kind, "something else"))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _build_kind_error(path: Path, kind: str) -> OSError:
+    return OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
 
 
 def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
@@ -44,6 +83,13 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
                 waiting.appendleft(first[taken_bytes:])
             taken_bytes -= min(len(first), taken_bytes)
     return total_bytes
+
+
+def read_to_end(descriptor: int, offset: int) -> bytes:
+    """The bytes from `offset` to the end of a regular file."""
+    with os.fdopen(descriptor, "rb", closefd=False) as stream:
+        stream.seek(offset)
+        return stream.read()
 
 
 def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:

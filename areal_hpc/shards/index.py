@@ -70,6 +70,11 @@ def _find_oldest_version(versions: Sequence[npt.NDArray[np.int64]], rows: Sequen
     return int(sampled.min()) if len(sampled) else -1
 
 
+def get_index_path(index_dir: Path, writer: str) -> Path:
+    """The index file of one writer."""
+    return index_dir / f"{writer}.jsonl"
+
+
 def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     """Add the shard's line durably. The shard is sealed when this returns.
 
@@ -80,7 +85,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     named = parse_shard_name(shard.file)
     if named is None:
         raise ValueError(f"{shard.file!r} is not the name of a shard")
-    path = index_dir / f"{named[0]}.jsonl"
+    path = get_index_path(index_dir, named[0])
     try:
         append_line(path, shard, sync=True)
     except FileNotFoundError:
@@ -96,7 +101,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     """
     if not index_dir.is_dir():
         return []
-    paths = [index_dir / f"{writer}.jsonl"] if writer else sorted(index_dir.glob("*.jsonl"))
+    paths = [get_index_path(index_dir, writer)] if writer else sorted(index_dir.glob("*.jsonl"))
     return [shard for path in paths for shard in read_lines(path, SealedShard)]
 
 
@@ -106,7 +111,7 @@ def read_last_number(index_dir: Path, writer: str) -> int:
     Reads the end of the index alone: an index grows as long as its run.
     """
     try:
-        stream = (index_dir / f"{writer}.jsonl").open("rb", buffering=0)
+        stream = get_index_path(index_dir, writer).open("rb", buffering=0)
     except FileNotFoundError:
         return -1
     with stream:

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5a, h5d, h5f, h5p, h5t
+from h5py import h5a, h5d, h5f, h5l, h5p, h5t
 
 from areal_hpc.errors import ShardError
-from areal_hpc.shards.disk_io import read_exact
+from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import DATASETS, FORMAT_NAME, FORMAT_VERSION, Axis, DatasetSpec
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import Trajectory
@@ -54,14 +54,16 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._places = _read_headers(path)
-            size_bytes = path.stat().st_size
+            with open_regular_file(path) as descriptor:
+                self._places = _read_headers(descriptor)
+                size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ShardError(
-                f"incomplete shard: {error}", key=str(path), hint=_VERIFY_HINT
-            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            what = f"incomplete shard: {error}"
+            if isinstance(error, OSError) and error.errno is not None:
+                what = f"cannot be read: {error.strerror}"
+            raise ShardError(what, key=str(path), hint=_VERIFY_HINT) from error
         end = max(place.end for place in self._places.values())
         if end > size_bytes:
             raise ShardError(
@@ -127,14 +129,21 @@ class ShardReader:
         bounds = self._rows["meta_offsets"]
         (content,) = self._read_columns(["meta"], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
-            yield msgspec.json.decode(content[piece].data)
+            try:
+                yield msgspec.json.decode(content[piece].data, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ShardError(
+                    f"metadata of a row: expected a JSON object: {error}",
+                    key=str(self.path),
+                    hint=_VERIFY_HINT,
+                ) from error
 
     def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
         """Of each column the elements within the spans, one after another; all without spans."""
         try:
             fault_point("shard.before_read")
-            with self.path.open("rb", buffering=0) as stream:
-                return [_read_spans(stream.fileno(), self._places[name], spans) for name in names]
+            with open_regular_file(self.path) as descriptor:
+                return [_read_spans(descriptor, self._places[name], spans) for name in names]
         except OSError as error:
             raise ShardError(
                 f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
@@ -190,12 +199,13 @@ def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> N
     return array
 
 
-def _read_headers(path: Path) -> dict[str, _DatasetPlace]:
+def _read_headers(descriptor: int) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
     access.set_file_locking(False, True)
-    file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, fapl=access)
+    # The very file that was found to be a regular one, whatever takes its name meanwhile.
+    file = h5f.open(f"/proc/self/fd/{descriptor}".encode(), h5f.ACC_RDONLY, fapl=access)
     try:
         found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
         if found != FORMAT_NAME.encode():
@@ -219,7 +229,12 @@ def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
 
 def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     """The place of a dataset, which must be as the schema says."""
-    dataset = h5d.open(file, expected.name.encode())
+    name = expected.name.encode()
+    if file.links.get_info(name).type != h5l.TYPE_HARD:
+        raise ValueError(f"{expected.name}: expected a dataset of this file, got a link")
+    dataset = h5d.open(file, name)
+    if dataset.get_create_plist().get_external_count():
+        raise ValueError(f"{expected.name}: expected a dataset of this file, got other files")
     shape = dataset.shape
     contiguous = dataset.get_create_plist().get_layout() == h5d.CONTIGUOUS
     if dataset.get_type() != h5t.py_create(expected.dtype) or len(shape) != 1 or not contiguous:

@@ -12,6 +12,7 @@ import numpy as np
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.disk_io import open_regular_file
 from areal_hpc.shards.index import SealedShard, append_to_index, group_by_ticket, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import PARTIAL_SUFFIX, SHARD_SUFFIX, parse_shard_name
@@ -19,7 +20,8 @@ from areal_hpc.shards.writer import format_digest
 
 log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 1 << 20
+_MAX_BLOCK_BYTES = 1 << 24
+"""Large: beside other threads each block has to wait for the interpreter lock."""
 _MAX_PARALLEL_READS = 4
 """Shards checked at a time: shared storage gives one reader a part of its speed alone."""
 
@@ -71,20 +73,27 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
     return report
 
 
-def check_shard(path: Path, shard: SealedShard) -> list[str]:
-    """Everything in which the file differs from its index line; empty when all is well."""
-    if not path.is_file():
-        return ["the file is missing"]
+def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> str:
+    """Difference between a file and the size and digest in its index line; empty without any."""
     try:
         size_bytes, digest = digest_file(path)
+    except FileNotFoundError:
+        return "the file is missing"
     except OSError as error:
-        return [f"cannot be read: {error.strerror}"]
-    if size_bytes != shard.bytes:
-        return [f"size: expected {shard.bytes} bytes, got {size_bytes}"]
-    if digest != shard.digest:
-        return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
+        return f"cannot be read: {error.strerror}"
+    if size_bytes != expected_bytes:
+        return f"size: expected {expected_bytes} bytes, got {size_bytes}"
+    if digest != expected_digest:
+        return f"digest: expected {expected_digest}, got {digest}: bytes have changed"
+    return ""
+
+
+def check_shard(path: Path, shard: SealedShard) -> list[str]:
+    """Everything in which the file differs from its index line; empty when all is well."""
+    if fault := find_file_fault(path, shard.bytes, shard.digest):
+        return [fault]
     try:
-        actual = _build_line_with_digest(path, size_bytes, digest)
+        actual = _build_line_with_digest(path, shard.bytes, shard.digest)
     except ShardError as error:
         return [error.problems[0].message]
     return [
@@ -95,20 +104,33 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
 
 
 def digest_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest of a whole file, read once from start to end."""
+    """Size in bytes and digest of a whole regular file, read once from start to end.
+
+    Raises:
+        OSError: It cannot be read, or is something else.
+    """
     size_bytes = crc = 0
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while count := stream.readinto(block):
+    with open_regular_file(path) as descriptor:
+        block_bytes = min(_MAX_BLOCK_BYTES, os.fstat(descriptor).st_size + 1)
+        block = memoryview(np.empty(block_bytes, np.uint8))  # type: ignore[arg-type]
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while count := os.readv(descriptor, [block]):
             crc = zlib.crc32(block[:count], crc)
             size_bytes += count
     return size_bytes, format_digest(crc)
 
 
 def build_index_line(path: Path) -> SealedShard:
-    """The index line that belongs to a whole shard; ShardError if it is none."""
-    return _build_line_with_digest(path, *digest_file(path))
+    """The index line that belongs to a whole shard.
+
+    Raises:
+        ShardError: The file is none, or cannot be read.
+    """
+    try:
+        size_bytes, digest = digest_file(path)
+    except OSError as error:
+        raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
+    return _build_line_with_digest(path, size_bytes, digest)
 
 
 def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedShard:

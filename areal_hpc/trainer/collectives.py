@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ArealError, LostPeerError, OtherRankError
+from areal_hpc.errors import ArealError, ClusterError, LostPeerError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.torch_private import get_default_store
 
@@ -63,8 +63,9 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
     """What `read` finds on shared storage, once it fails on no rank any more. A collective.
 
     Raises:
-        ArealError: The expected one: this rank waited, and still cannot read.
-        OtherRankError: Another one cannot.
+        ArealError: The expected one, on all ranks: they waited, and still none of them can read.
+        ClusterError: This rank cannot, another one can.
+        OtherRankError: The other way round.
     """
     give_up_at = time.monotonic() + FILE_VISIBLE_TIMEOUT_S
     while True:
@@ -76,9 +77,22 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
         if not any_true(trouble is not None):
             return cast("ResultT", result)
         if any_true(time.monotonic() >= give_up_at):
-            raise trouble or OtherRankError
+            if any_true(trouble is None):
+                raise OtherRankError if trouble is None else _blame_node(trouble)
+            assert trouble is not None
+            raise trouble
         logger.info("not all ranks can read yet: %s", trouble)
         time.sleep(READ_RETRY_S)
+
+
+def _blame_node(trouble: ArealError) -> ClusterError:
+    """The error of a rank that cannot read what others can."""
+    problem = trouble.problems[0]
+    return ClusterError(
+        f"{problem.message} (other ranks can read it)",
+        key=problem.key,
+        hint="check the mounts and the memory of this node",
+    )
 
 
 def raise_on_all_ranks(trouble: Exception | None) -> None:

@@ -23,6 +23,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
@@ -131,7 +132,9 @@ def _make_coordinator(
         idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,
     )
-    return Coordinator(job.schedule, record, source, stop, check_generation)
+    return Coordinator(
+        job.schedule, record, source, stop, check_generation, partial(read_quarantine, paths)
+    )
 
 
 def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:

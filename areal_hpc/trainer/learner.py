@@ -9,6 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import replace_non_finite
 from areal_hpc.recipe.sections.trainer import TrainerConfig
@@ -16,6 +17,8 @@ from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.quarantine import write_quarantine
+from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
@@ -23,11 +26,11 @@ from areal_hpc.trainer.batch.training_rows import (
     BEHAVIOR,
     CURRENT,
     build_rows,
-    drop_unsound_tickets,
     read_batch,
     summarize_batch,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.collectives import broadcast_object, raise_on_all_ranks
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
@@ -44,9 +47,14 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms
+from areal_hpc.trainer.untrained import (
+    build_norm_metrics,
+    check_grad_norms,
+    quarantine_damaged_batch,
+)
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -78,6 +86,8 @@ class Learner:
         load_hf(self.policy, HfModelReader(model_path).read_tensor)
         self._config = config
         self._paths = paths
+        self._shards = CheckedShards(paths.shards_dir, paths.index_dir)
+        self._check_generation = check_generation
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
         self.checkpoints = CheckpointStore(
@@ -107,19 +117,23 @@ class Learner:
         """The weights held now."""
         return WeightVersion(self.state.generation, self.state.step)
 
-    def train_batch(self, manifest: BatchManifest) -> FlatRow:
+    def train_batch(
+        self, manifest: BatchManifest, quarantine: UntrainedRecord | None = None
+    ) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
+
+        One that is quarantined, or that no rank can read, is consumed without being trained.
 
         Raises:
             NonFiniteGradientError: A gradient is not finite and the recipe does not pass over it.
-            ShardError: This rank could not read a shard.
-            OtherRankError: Another one could not.
+            ShardError: No rank can read the batch, as those before it.
+            ClusterError: This rank cannot read what others can, or quarantine what none can.
+            OtherRankError: Another one cannot.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
-            whole = read_batch(manifest, self._paths.shards_dir)
-            batch, untrained = drop_unsound_tickets(whole, manifest, self.policy.arch.vocab)
+            batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
@@ -156,6 +170,38 @@ class Learner:
         }
         fault_point("train.after_step")
         return replace_non_finite(line)
+
+    def _read_sound_rows(
+        self, manifest: BatchManifest, quarantine: UntrainedRecord | None
+    ) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+        """The rows to train on, and what is left out. A collective."""
+        if quarantine is not None:
+            return [], [quarantine]
+        try:
+            return read_batch(manifest, self._shards, self.policy.arch.vocab)
+        except ShardError as error:  # on all ranks alike
+            return [], [self._quarantine_damaged_batch(manifest.step, error.problems[0])]
+
+    def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedRecord:
+        """Set a batch aside before it counts as consumed, so that a restart does so again.
+
+        A collective. Raises as `train_batch` does.
+        """
+        reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
+        record = quarantine_damaged_batch(step, self.state.untrained, reason)
+        trouble = None
+        if dist.get_rank() == 0:
+            self._check_generation()  # a successor may have trained it
+            try:
+                record = write_quarantine(self._paths, record)
+            except (OSError, ShardError) as error:
+                path = self._paths.quarantine(step)
+                trouble = ClusterError(
+                    f"{reason}; nor can it be quarantined: {error}", key=str(path)
+                )
+        raise_on_all_ranks(trouble)
+        found: UntrainedRecord = broadcast_object(record, UntrainedRecord)
+        return found
 
     def _check_grad_norms(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
@@ -244,6 +290,8 @@ class Learner:
         if dist.get_rank() == 0:
             for one in untrained:
                 of = f"tickets {one.tickets} of " if one.tickets else ""
+                if one.quarantine:
+                    of = f"quarantined ({one.quarantine}) "
                 logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 

@@ -3,6 +3,7 @@
 Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
@@ -86,4 +88,10 @@ def make_replay_coordinator(
         evaluation_tasks=0,
     )
     record = StepRecord(metrics, version, None)
-    return Coordinator(schedule, record, ReplaySource(paths), stop)
+    return Coordinator(
+        schedule,
+        record,
+        ReplaySource(paths),
+        stop,
+        read_quarantine=partial(read_quarantine, paths),
+    )

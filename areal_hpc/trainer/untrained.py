@@ -1,12 +1,14 @@
-"""Untrained parts of consumed batches: tickets left out, optimizer steps not taken."""
+"""Untrained parts of consumed batches: tickets left out, steps not taken, batches quarantined."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from areal_hpc.errors import NonFiniteGradientError
+from areal_hpc.errors import NonFiniteGradientError, ShardError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 
+MAX_CONSECUTIVE_DAMAGED_BATCHES = 3
+"""Batches. One has a damaged file; three one after another say that the storage loses data."""
 MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
@@ -44,8 +46,8 @@ def check_grad_norms(
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
-    before = range(step - MAX_CONSECUTIVE_NONFINITE_BATCHES + 1, step)
-    if {*before} <= {one.step for one in earlier if not one.tickets}:
+    before = _list_steps_before(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
+    if {*before} <= {one.step for one in earlier if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
             f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
             f"{key}=skip ends after {MAX_CONSECUTIVE_NONFINITE_BATCHES} batches in a row",
@@ -53,6 +55,35 @@ def check_grad_norms(
             hint=hint,
         )
     return [UntrainedRecord(step, reason)]
+
+
+def quarantine_damaged_batch(
+    step: int, earlier: Sequence[UntrainedRecord], reason: str
+) -> UntrainedRecord:
+    """The record of a batch that no rank can read. Pure, and the same on all ranks.
+
+    The streak is read as in `check_grad_norms`; batches set aside by hand do not belong to it.
+
+    Raises:
+        ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.
+    """
+    before = _list_steps_before(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
+    if {*before} <= {one.step for one in earlier if one.quarantine == "damaged"}:
+        raise ShardError(
+            f"batch {step} cannot be read: {reason}; nor could "
+            f"{' and '.join(f'batch {one}' for one in before)}: "
+            f"{MAX_CONSECUTIVE_DAMAGED_BATCHES} in a row end the run",
+            key="shards/",
+            hint="areal-hpc shards verify names what is damaged: restore it from a copy, undo with "
+            f"areal-hpc quarantine RUN BATCH --undo and resume, or go on without batch {step} by "
+            f"areal-hpc quarantine RUN {step}",
+        )
+    return UntrainedRecord(step, reason, quarantine="damaged")
+
+
+def _list_steps_before(step: int, length: int) -> range:
+    """The steps that make a streak of this length together with `step`."""
+    return range(step - length + 1, step)
 
 
 def is_step_taken(norm: float) -> bool:

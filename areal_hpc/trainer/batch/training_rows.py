@@ -4,8 +4,6 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +11,7 @@ import numpy.typing as npt
 from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import (
@@ -29,25 +27,45 @@ ADVANTAGE, BEHAVIOR, CURRENT, AGE = "advantage", "behavior", "current", "age"
 current weights did the sampling, and how many versions old those that did it are."""
 
 
-def read_batch(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
-    """The trajectories of each ticket. A collective: all ranks succeed, or all of them fail.
+def read_batch(
+    manifest: BatchManifest, shards: CheckedShards, vocab_size: int
+) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+    """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none.
 
     Raises:
-        ShardError: This rank could not read a shard although it waited.
-        OtherRankError: Another one could not.
+        ShardError: No rank can read it although they waited.
+        ClusterError: This rank cannot, another one can.
+        OtherRankError: The other way round.
     """
-    return read_on_all_ranks(partial(_read_rows, manifest, shards_dir), ShardError)
+
+    def read() -> tuple[list[Trajectory], list[UntrainedRecord]]:
+        with shards.check_digests({ticket.shard for ticket in manifest.tickets}):
+            return drop_unsound_tickets(read_tickets(manifest, shards), manifest, vocab_size)
+
+    return read_on_all_ranks(read, ShardError)
 
 
-def _read_rows(manifest: BatchManifest, shards_dir: Path) -> list[list[Trajectory]]:
+def read_tickets(manifest: BatchManifest, shards: CheckedShards) -> list[list[Trajectory]]:
+    """The trajectories of each ticket of a batch.
+
+    Raises:
+        ShardError: A shard is damaged, or holds other rows than the manifest says.
+    """
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    found = {
-        name: iter(ShardReader(shards_dir / name).read_rows(rows, with_meta=False))
-        for name, rows in rows_of.items()
-    }
-    return [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
+    found = {name: iter(shards.read_rows(name, rows)) for name, rows in rows_of.items()}
+    batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
+    for ticket, rows in zip(manifest.tickets, batch, strict=True):
+        for row in rows:
+            if (row.ticket_id, row.attempt) != (ticket.ref.ticket_id, ticket.ref.attempt):
+                raise ShardError(
+                    f"expected rows of ticket {ticket.ref.ticket_id}, attempt "
+                    f"{ticket.ref.attempt}, got those of {row.ticket_id}, {row.attempt}",
+                    key=ticket.shard,
+                    hint="restore manifests/ and shards/ from the same copy",
+                )
+    return batch
 
 
 def drop_unsound_tickets(

@@ -44,6 +44,7 @@ from areal_hpc.errors import (
     SupersededTrainerError,
 )
 from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
@@ -58,6 +59,8 @@ class TrainOnBatch(Struct, frozen=True, tag=True):
     """Take one step on this batch."""
 
     manifest: BatchManifest
+    quarantine: UntrainedRecord | None = None
+    """Why the batch is consumed without being trained; None if it is trained."""
 
 
 class PublishWeights(Struct, frozen=True, tag=True):
@@ -88,6 +91,9 @@ class Stop(Struct, frozen=True, tag=True):
 
 RankCommand = TrainOnBatch | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
 """Next command of rank 0 to all ranks. Ranks act on nothing else."""
+
+_BATCH_ERRORS = (NonFiniteGradientError, ShardError, ClusterError, OtherRankError)
+"""What `Learner.train_batch` raises on all ranks alike."""
 
 PublishState = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
@@ -185,10 +191,10 @@ def _execute_command(
     command: RankCommand, learner: Learner, coordinator: Coordinator | None
 ) -> None:
     match command:
-        case TrainOnBatch(manifest):
+        case TrainOnBatch(manifest, quarantine):
             try:
-                row = learner.train_batch(manifest)
-            except (NonFiniteGradientError, ShardError, OtherRankError):  # on all ranks alike
+                row = learner.train_batch(manifest, quarantine)
+            except _BATCH_ERRORS:
                 _poll_checkpoint(learner, coordinator, wait=True)
                 raise
             if coordinator:
@@ -225,7 +231,8 @@ class Coordinator:
     """Rank 0's decisions: `next_command` says what all ranks do, the `on_` methods what came of it.
 
     `check_generation` is called before anything becomes visible to others; it raises when a newer
-    start of the trainer owns the run.
+    start of the trainer owns the run. `read_quarantine` says of a step why its batch is not to be
+    trained: it is asked each time that a batch is handed out.
     """
 
     def __init__(
@@ -235,12 +242,14 @@ class Coordinator:
         source: BatchSource,
         stop: StopRequest,
         check_generation: Callable[[], None] = lambda: None,
+        read_quarantine: Callable[[int], UntrainedRecord | None] = lambda step: None,
     ) -> None:
         self._schedule = schedule
         self._record = record
         self.source = source
         self._stop = stop
         self._check_generation = check_generation
+        self._read_quarantine = read_quarantine
         self._saved_step = record.version.step
         self._exported_step = -1
 
@@ -251,7 +260,7 @@ class Coordinator:
             SupersededTrainerError: A newer trainer owns the run.
             AgentError: Agents do nothing but fail, so that no batch will form.
             ClusterError: The ledger stays away.
-            ShardError: The recorded manifest of the next batch is gone or damaged.
+            ShardError: The manifest or the quarantine file of the next batch is gone or damaged.
             IdleError: No cell has been there for long. What was trained is saved.
         """
         is_idle = self.source.is_idle()
@@ -285,7 +294,9 @@ class Coordinator:
         self._record.write(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
-            return Wait() if manifest is None else TrainOnBatch(manifest)
+            if manifest is None:
+                return Wait()
+            return TrainOnBatch(manifest, self._read_quarantine(manifest.step))
         return Stop(finished=True) if self.source.is_async_evaluation_done() else Wait()
 
     def _decide_stop_command(self) -> RankCommand:

@@ -8,9 +8,10 @@ from pathlib import Path
 import yaml
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, list_checkpoints
 from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
@@ -29,6 +30,8 @@ class TicketRecords:
     """Ticket id -> reason, of tickets given up on."""
     filtered: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets whose group was not accepted."""
+    quarantined: Mapping[int, UntrainedRecord] = field(default_factory=dict)
+    """By step, the files that ask for a batch to be consumed untrained."""
     requeued: Collection[tuple[int, int]] = ()
     """(ticket id, attempt) whose rows were too old and are never trained."""
     shards: Sequence[SealedShard] = ()
@@ -47,6 +50,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
     problems: list[Problem] = []
     is_finished = paths.finished_marker.exists()
     checkpoint = _find_newest_checkpoint(paths.checkpoints_dir, problems)
+    quarantined = read_quarantine_files(paths, problems)
     manifests = dict(_iterate_readable_manifests(paths, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
@@ -64,6 +68,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
         manifests,
         drops,
         filtered,
+        quarantined,
         requeued,
         shards,
         dict(_list_file_sizes(paths.shards_dir)),

@@ -11,6 +11,8 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |           | unfit (`trajectory.find_defect`)                                                 |
 | skipped   | likewise, but optimizer steps of that batch were not taken, since their gradient |
 |           | was not finite                                                                   |
+| quarantined | in a batch that the newest checkpoint consumed unread, or that the trainer will  |
+|           | consume unread: `areal-hpc quarantine` asked for it, or no rank could read it    |
 | duplicate | in more batches than one (or in one consumed twice), or sharing a row with       |
 |           | another ticket of a batch: trained more often than once, now or on resume        |
 | lost      | issued, and nobody will ever train it, or nobody can tell whether it was: its    |
@@ -37,12 +39,14 @@ count.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from areal_hpc.errors import Problem
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import merge_quarantines
 from areal_hpc.view.audit.records import TicketRecords, read_ticket_records
 from areal_hpc.wire.ledger import SealedTicket
 
@@ -53,6 +57,7 @@ class TicketStatus(StrEnum):
     TRAINED = "trained"
     UNSOUND = "unsound"
     SKIPPED = "skipped"
+    QUARANTINED = "quarantined"
     DUPLICATE = "duplicate"
     LOST = "lost"
     DROPPED = "dropped"
@@ -77,7 +82,8 @@ class AuditReport:
     problems: list[Problem]
     """Files that cannot be believed, whatever they mean for tickets."""
     untrained: list[UntrainedRecord]
-    """What consumed batches did not teach, and why: no fault of the accounts, but worth knowing."""
+    """What consumed batches did not teach, and batches that are not to be trained, and why: no
+    fault of the accounts, but worth knowing."""
     checkpoint_step: int
     is_finished: bool
 
@@ -129,10 +135,13 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRowChecker(evidence)
+    quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantined)
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
-            status, why = _judge_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
+            status, why = _judge_batched(
+                evidence, rows, quarantined, uses[ticket_id], shared.get(ticket_id)
+            )
         elif ticket_id in evidence.drops:
             status, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
         elif ticket_id in evidence.filtered:
@@ -152,7 +161,9 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
         for step, wrong in doubtful.items()
     ]
     problems, newest = [*evidence.problems, *doubts], evidence.checkpoint
-    return AuditReport(tickets, problems, newest.untrained, newest.step, evidence.is_finished)
+    ordered = (one for step, one in quarantined.items() if step > newest.step)
+    untrained = [*newest.untrained, *ordered]
+    return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished)
 
 
 def _collect_batch_uses(
@@ -207,7 +218,11 @@ def _find_lost_traceless_ids(
 
 
 def _judge_batched(
-    evidence: TicketRecords, rows: _ShardRowChecker, uses: list[_BatchUse], shares_with: int | None
+    evidence: TicketRecords,
+    rows: _ShardRowChecker,
+    quarantined: Mapping[int, UntrainedRecord],
+    uses: list[_BatchUse],
+    shares_with: int | None,
 ) -> tuple[TicketStatus, str]:
     step, ticket = uses[0]
     checkpoint = evidence.checkpoint
@@ -217,23 +232,36 @@ def _judge_batched(
         return TicketStatus.DUPLICATE, f"in the batches of steps {steps}"
     if shares_with is not None:
         return TicketStatus.DUPLICATE, f"{where}: some rows also belong to ticket {shares_with}"
-    if fault := rows.find_ticket_fault(ticket):
+    set_aside = quarantined.get(step)
+    if set_aside is None and (fault := rows.find_ticket_fault(ticket)):
         return TicketStatus.LOST, f"{where}: {fault}"
     if step in checkpoint.consumed:
-        for one in checkpoint.untrained:
-            if one.step == step and ticket.ref.ticket_id in one.tickets:
-                return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
-            if one.step == step and not one.tickets:
-                return TicketStatus.SKIPPED, f"{where}: {one.reason}"
-        return TicketStatus.TRAINED, where
+        if set_aside is not None:
+            return TicketStatus.QUARANTINED, f"{where}: {set_aside.reason}"
+        return _judge_consumed(checkpoint, ticket, step, where)
     if step <= checkpoint.step:
         fault = f"the checkpoint of step {checkpoint.step} skipped that batch"
         return TicketStatus.LOST, f"{where}: {fault}"
     if evidence.is_finished and step <= evidence.total_steps:
         fault = "the run has finished, but no checkpoint holds that batch"
         return TicketStatus.LOST, f"{where}: {fault}"
+    if set_aside is not None:
+        reason = f"{set_aside.reason}; not in a checkpoint yet"
+        return TicketStatus.QUARANTINED, f"{where}: {reason}"
     reason = "not in a checkpoint yet; the batch will be replayed unchanged"
     return TicketStatus.OPEN, f"{where}: {reason}"
+
+
+def _judge_consumed(
+    checkpoint: TrainerState, ticket: SealedTicket, step: int, where: str
+) -> tuple[TicketStatus, str]:
+    """What a checkpoint says of a ticket in a batch that it consumed and that was read."""
+    for one in checkpoint.untrained:
+        if one.step == step and ticket.ref.ticket_id in one.tickets:
+            return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
+        if one.step == step and not one.tickets:
+            return TicketStatus.SKIPPED, f"{where}: {one.reason}"
+    return TicketStatus.TRAINED, where
 
 
 def _judge_sealed(

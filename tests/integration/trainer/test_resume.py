@@ -146,9 +146,10 @@ def train_impatiently(scenario: Scenario, paths: RunPaths) -> None:
 def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, paths: RunPaths) -> None:
     faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
     outcome = ranks.call(train_impatiently, paths, 2, trainer=TWO_RANKS, **faults)
-    assert outcome.codes == [STOPPED, DATA_DAMAGED]
+    assert outcome.codes == [STOPPED, STORAGE_FAILED]
     assert outcome.reports[0] == {}
-    assert outcome.reports[1]["kind"] == "ShardError"
+    assert outcome.reports[1]["kind"] == "ClusterError"
+    assert "other ranks can read it" in outcome.reports[1]["error"]
     assert "a fault at shard.before_read" in outcome.reports[1]["error"]
 
 

@@ -3,9 +3,14 @@ from typing import Literal
 
 import pytest
 
-from areal_hpc.errors import NonFiniteGradientError
-from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms, is_step_taken
+from areal_hpc.errors import NonFiniteGradientError, ShardError
+from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedRecord
+from areal_hpc.trainer.untrained import (
+    build_norm_metrics,
+    check_grad_norms,
+    is_step_taken,
+    quarantine_damaged_batch,
+)
 
 
 def judge(
@@ -47,6 +52,29 @@ def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
 def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
     earlier = [UntrainedRecord(1, "unsound", [4]), UntrainedRecord(2, "unsound", [5])]
     assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
+
+
+def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedRecord:
+    return UntrainedRecord(step, "reason", quarantine=cause)
+
+
+def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
+    earlier = [quarantined(2), quarantined(4), quarantined(5)]
+    assert quarantine_damaged_batch(1, [], "gone") == UntrainedRecord(1, "gone", [], "damaged")
+    assert quarantine_damaged_batch(7, earlier, "gone").step == 7
+    with pytest.raises(ShardError) as caught:
+        quarantine_damaged_batch(6, earlier, "gone")
+    assert caught.value.exit_code == 65
+    problem = caught.value.problems[0]
+    assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
+    assert "areal-hpc quarantine RUN 6" in problem.hint
+
+
+def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
+    odd, asked = UntrainedRecord(5, "the gradient norm is nan"), quarantined(5, "requested")
+    for between in (odd, asked):
+        assert quarantine_damaged_batch(6, [quarantined(4), between], "gone").step == 6
+    assert judge([math.nan], 6, [UntrainedRecord(4, "nan"), quarantined(5)])[0].step == 6
 
 
 def test_a_batch_of_several_optimizer_steps_says_how_many_were_odd() -> None:

@@ -11,6 +11,7 @@ import pytest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import write_quarantine
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.commands import exit_code_of
@@ -23,6 +24,8 @@ Case = tuple[Change, Fates] | tuple[Change, Fates, str]
 
 LEFT_OUT = UntrainedRecord(2, "cell-0-000001.h5 row 0: expected finite log-probabilities", [3])
 NOT_TAKEN = UntrainedRecord(3, "the gradient norm is nan: 1 of 1 optimizer steps are not taken")
+DAMAGED = UntrainedRecord(2, "cell-0-000001.h5: bytes have changed", quarantine="damaged")
+REQUESTED = UntrainedRecord(4, "areal-hpc quarantine asked for it", quarantine="requested")
 
 
 @pytest.fixture
@@ -64,6 +67,11 @@ def save(run: RunDirectory, *untrained: UntrainedRecord, consumed: list[int] | N
 
 def all_of(*changes: Change) -> Change:
     return lambda run: [change(run) for change in changes]
+
+
+def order(record: UntrainedRecord) -> Change:
+    """Somebody, or the trainer, sets a batch aside."""
+    return lambda run: write_quarantine(run.paths, record)
 
 
 UNDER_WAY = all_of(lambda run: run.hand_out(4, run.seal(7, 8)), lambda run: run.seal(10))
@@ -108,6 +116,21 @@ FAULTLESS: dict[str, Case] = {
         NOT_TAKEN.reason,
     ),
     "an abandoned generation skipped a batch": (ABANDONED, {"open": [5, 6]}),
+    "a batch whose shard is gone was set aside": (
+        all_of(lambda run: save(run, DAMAGED), delete_shard),
+        {"quarantined": [3, 4]},
+        DAMAGED.reason,
+    ),
+    "a batch to come was set aside": (
+        all_of(UNDER_WAY, order(REQUESTED)),
+        {"quarantined": [7, 8], "open": [9, 10]},
+        f"{REQUESTED.reason}; not in a checkpoint yet",
+    ),
+    "a batch was set aside too late": (order(DAMAGED), {}),
+    "a checkpoint from before a batch that was set aside": (
+        all_of(lambda run: run.write_checkpoint(1, generation=2), order(DAMAGED), delete_shard),
+        {"quarantined": [3, 4], "open": [5, 6]},
+    ),
 }
 
 
@@ -179,6 +202,20 @@ FAULTS: dict[str, Case] = {
         {"duplicate": [0], "lost": [3, 4], "skipped": [5], "open": [6]},
     ),
     "a deleted shard": (delete_shard, LOST, "that shard is gone"),
+    "a deleted shard of a batch set aside too late": (all_of(delete_shard, order(DAMAGED)), LOST),
+    "a batch passed over, though set aside": (
+        all_of(lambda run: save(run, DAMAGED, consumed=[1, 3])),
+        LOST,
+    ),
+    "a damaged quarantine file": (
+        all_of(UNDER_WAY, order(REQUESTED), lambda run: run.paths.quarantine(4).write_text("{")),
+        {"open": [7, 8, 9, 10]},
+        "is not a UntrainedRecord",
+    ),
+    "a ticket in a trained batch and in one set aside": (
+        all_of(put_a_trained_ticket_into(2), lambda run: save(run, DAMAGED)),
+        {"duplicate": [0], "quarantined": [3], "open": [4]},
+    ),
     "a cut shard": (cut_shard, LOST),
     "a deleted index": (delete_index, LOST),
     "rows of nobody": (name_rows_of_nobody, LOST),
@@ -274,8 +311,24 @@ def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirect
             f"untrained: batch 2, ticket 3: {LEFT_OUT.reason}",
             f"untrained: batch 3: {NOT_TAKEN.reason}",
             "not finished, last checkpoint at step 3, 1 tickets dropped, 0 filtered, "
-            "1 unsound, 2 skipped",
+            "1 unsound, 2 skipped, 0 quarantined",
             "trained_once=3 duplicates=0 lost=0 open=0",
+        ],
+    )
+
+
+def test_the_command_tells_batches_set_aside_from_others(run: RunDirectory) -> None:
+    save(run, DAMAGED)
+    UNDER_WAY(run)
+    order(REQUESTED)(run)
+    assert audited(run) == (
+        0,
+        [
+            f"untrained: batch 2 is quarantined (damaged): {DAMAGED.reason}",
+            f"untrained: batch 4 is quarantined (requested): {REQUESTED.reason}",
+            "not finished, last checkpoint at step 3, 1 tickets dropped, 0 filtered, "
+            "0 unsound, 0 skipped, 4 quarantined",
+            "trained_once=4 duplicates=0 lost=0 open=2",
         ],
     )
 

@@ -1,0 +1,113 @@
+"""`areal-hpc quarantine`: a batch of a run is set aside, or that is undone.
+
+The file that is written counts whenever the trainer is handed the batch, now or after a restart.
+"""
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
+from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.manifests import list_manifest_steps
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import (
+    delete_quarantine,
+    read_quarantine,
+    write_quarantine,
+)
+from areal_hpc.view.run_state import read_run_snapshot
+
+_REASON = "areal-hpc quarantine asked for it"
+_GO_BACK_HINT = "areal-hpc cancel RUN --now ends the run without another checkpoint; then try again"
+
+
+def set_batch_aside(paths: RunPaths, step: int) -> str:
+    """Have the batch of `step` consumed untrained; what comes of that, in words.
+
+    Raises:
+        RecipeError: There is no such batch, or it was trained.
+        ShardError: A file of the run is damaged.
+        OSError: The storage refused.
+    """
+    state = _read_newest_state(paths)
+    held = next((one for one in state.untrained if one.step == step and one.quarantine), None)
+    if held is not None:
+        return f"batch {step} is quarantined already, for good: {held.reason}"
+    if step in state.consumed:
+        raise RecipeError(
+            f"batch {step} was trained already: the checkpoint of step {state.step} holds it",
+            key="BATCH",
+            hint=f"choose a batch after {state.step}",
+        )
+    steps = list_manifest_steps(paths)
+    if step not in steps:
+        known = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+        raise RecipeError(
+            f"this run has no batch {step}; those handed out: {known}",
+            key="BATCH",
+            hint="read manifests/ for the tickets of each",
+        )
+    if (standing := read_quarantine(paths, step)) is not None:
+        return f"batch {step} is quarantined already: {standing.reason}"
+    trained_step = _ask_trained_step(paths, state.step)
+    if trained_step is not None and step <= trained_step:
+        raise RecipeError(
+            f"batch {step} was trained already: the trainer at work has reached step "
+            f"{trained_step}, and its next checkpoint will hold it",
+            key="BATCH",
+            hint=_GO_BACK_HINT,
+        )
+    write_quarantine(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
+    return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
+
+
+def undo_quarantine(paths: RunPaths, step: int) -> str:
+    """Have the batch of `step` trained after all; what comes of that, in words.
+
+    Raises:
+        RecipeError: It is not quarantined, or the run went on without it.
+        ShardError: A file of the run is damaged.
+        OSError: The storage refused.
+    """
+    state = _read_newest_state(paths)
+    trained_step = _ask_trained_step(paths, state.step)
+    if read_quarantine(paths, step) is None and step not in state.consumed:
+        raise RecipeError(f"batch {step} is not quarantined", key="BATCH")
+    if step in state.consumed:
+        raise RecipeError(
+            f"batch {step} is behind the checkpoint of step {state.step}: too late to undo",
+            key="BATCH",
+            hint="areal-hpc audit says what became of its tickets",
+        )
+    if trained_step is not None and step <= trained_step:
+        raise RecipeError(
+            f"the trainer at work has reached step {trained_step} without batch {step}",
+            key="BATCH",
+            hint=_GO_BACK_HINT,
+        )
+    delete_quarantine(paths, step)
+    effect = _describe_effect(step, trained_step, "trains it")
+    return f"batch {step} is no longer quarantined: {effect}"
+
+
+def _read_newest_state(paths: RunPaths) -> TrainerState:
+    newest = find_latest(paths.checkpoints_dir)
+    return newest.state if newest else TrainerState(seed=0)
+
+
+def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
+    """The last step of the trainer at work, whose ledger is asked; None while no ledger answers."""
+    status = read_run_snapshot(paths, ask_ledger=True).ledger
+    if status is None:
+        return None
+    is_replaced = read_newest_number(paths.generations_dir) > status.generation
+    return checkpoint_step if is_replaced else status.version_step  # a new trainer goes back
+
+
+def _describe_effect(step: int, trained_step: int | None, what: str) -> str:
+    if trained_step is None:
+        return f"the trainer {what} when the run is resumed (no ledger answers now)"
+    if step > trained_step + 1:
+        return f"the trainer {what} when it gets there from step {trained_step}"
+    return (
+        f"the trainer {what} when it is handed that batch next. If it is at work on it right now, "
+        "it goes on as before: areal-hpc audit tells what became of it"
+    )

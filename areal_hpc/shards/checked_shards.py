@@ -1,0 +1,111 @@
+"""Shards of a run that are read and checked against their index lines at the same time."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.jsonl import decode_lines
+from areal_hpc.shards.disk_io import open_regular_file, read_to_end
+from areal_hpc.shards.index import get_index_path
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
+from areal_hpc.shards.verify import find_file_fault
+from areal_hpc.wire.trajectory import Trajectory
+
+_RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
+
+
+class _DigestLine(msgspec.Struct, frozen=True):
+    """What the check needs of a line of the index."""
+
+    file: str
+    bytes: int
+    digest: str
+
+
+class CheckedShards:
+    """The sealed shards of a run. A file whose bytes are not those that were sealed is refused.
+
+    Not safe for threads.
+    """
+
+    def __init__(self, shards_dir: Path, index_dir: Path) -> None:
+        self._shards_dir = shards_dir
+        self._index_dir = index_dir
+        self._lines: dict[str, _DigestLine] = {}
+        self._read_bytes: dict[str, int] = {}
+        """By writer, how much of its index is in `_lines`: an index grows as long as its run."""
+        self._checked: set[str] = set()
+        """Shards of the last check that are whole."""
+
+    @contextmanager
+    def check_digests(self, names: Collection[str]) -> Iterator[None]:
+        """Check these shards while the block is at work on their rows; the end waits for it.
+
+        Those that the last call found whole are not read again: neighboring batches share some.
+
+        Raises:
+            ShardError: A file is missing, damaged or no regular file, or the index knows none. It
+                takes the place of an error of the block, as damaged bytes explain that one.
+        """
+        self._checked &= set(names)
+        lines = [self._find_line(name) for name in names if name not in self._checked]
+        # Reading and CRC release the interpreter lock: on a core of its own the check is free.
+        with ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(self._check_lines, lines)
+            try:
+                yield
+            finally:
+                checking.result()
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> list[Trajectory]:
+        """The trajectories at these rows of a shard, in that order, without metadata.
+
+        Raises:
+            ShardError: The file is missing or damaged, or has no such row.
+        """
+        path = self._shards_dir / name
+        try:
+            return ShardReader(path).read_rows(rows, with_meta=False)
+        except IndexError as error:
+            raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
+
+    def _check_lines(self, lines: Iterable[_DigestLine]) -> None:
+        for line in lines:
+            path = self._shards_dir / line.file
+            if fault := find_file_fault(path, line.bytes, line.digest):
+                raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
+            self._checked.add(line.file)
+
+    def _find_line(self, name: str) -> _DigestLine:
+        if name not in self._lines:
+            named = parse_shard_name(name)
+            if named is None or not name.endswith(SHARD_SUFFIX):
+                raise ShardError(f"expected the name of a shard, got {name!r}", key="manifests/")
+            self._read_new_lines(named[0])
+        if name not in self._lines:
+            raise ShardError(
+                "the index has no line of this shard",
+                key=str(self._shards_dir / name),
+                hint="restore the file index/ of its writer from a copy",
+            )
+        return self._lines[name]
+
+    def _read_new_lines(self, writer: str) -> None:
+        path = get_index_path(self._index_dir, writer)
+        begin = self._read_bytes.get(writer, 0)
+        try:
+            with open_regular_file(path) as descriptor:
+                content = read_to_end(descriptor, begin)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
+        for line in decode_lines(content, _DigestLine, str(path)):
+            self._lines.setdefault(line.file, line)
+        # The last line may still be in the writing.
+        self._read_bytes[writer] = begin + content.rfind(b"\n") + 1

@@ -1,0 +1,203 @@
+"""What a trainer reads is what was sealed; anything else in its place is one type of error."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.shards.index import SealedShard
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.verify import repair_index, verify_run
+from tests.support.sample_trajectories import fields, seal_in, ticket
+
+SHARD, NEXT_SHARD = "cell-0-000000.h5", "cell-0-000001.h5"
+pytestmark = pytest.mark.timeout(60)  # a FIFO must not hold anybody up
+
+
+@pytest.fixture
+def shard(paths: RunPaths) -> SealedShard:
+    """The first of two shards of a run."""
+    first = seal_in(paths, ticket(1))
+    seal_in(paths, ticket(2))
+    return first
+
+
+@pytest.fixture
+def shards(paths: RunPaths) -> CheckedShards:
+    return CheckedShards(paths.shards_dir, paths.index_dir)
+
+
+def read(shards: CheckedShards, *names: str) -> list[dict[str, object]]:
+    """All rows of shards of two, as a batch that is read for the first time."""
+    with shards.check_digests(names):
+        return [fields(row) for name in names for row in shards.read_rows(name, [0, 1])]
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_anywhere_is_refused(
+    paths: RunPaths, shard: SealedShard, fraction: float
+) -> None:
+    """In metadata too, which no trainer reads: nobody knows what else the storage changed."""
+    position = int(shard.bytes * fraction)
+    path = paths.shards_dir / shard.file
+    flip(path, position)
+    try:
+        with pytest.raises(ShardError, match=r"digest: expected crc32:.* bytes have changed"):
+            read(CheckedShards(paths.shards_dir, paths.index_dir), SHARD)
+    finally:
+        flip(path, position)
+
+
+def test_whole_shards_are_read_though_their_index_grows_and_ends_in_half_a_line(
+    paths: RunPaths, shard: SealedShard, shards: CheckedShards
+) -> None:
+    expected = [fields(row) | {"meta": {}} for row in ticket(1)]
+    assert read(shards, SHARD) == expected
+    index = paths.index_dir / "cell-0.jsonl"
+    seal_in(paths, ticket(3))
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-9])
+    with pytest.raises(ShardError, match="the index has no line of this shard"):
+        read(shards, "cell-0-000002.h5")
+    index.write_bytes(whole)
+    assert read(shards, NEXT_SHARD, "cell-0-000002.h5")[2]["ticket_id"] == 3
+
+
+def test_a_shard_of_neighboring_batches_is_checked_once(
+    paths: RunPaths, shard: SealedShard, shards: CheckedShards
+) -> None:
+    read(shards, SHARD)
+    flip(paths.shards_dir / SHARD, -1)  # in metadata: only the digest shows it
+    read(shards, SHARD, NEXT_SHARD)
+    read(shards, NEXT_SHARD)
+    with pytest.raises(ShardError, match="bytes have changed"):
+        read(shards, SHARD, NEXT_SHARD)
+
+
+OTHER_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda path: None, "is missing"),
+    "a FIFO": (os.mkfifo, "expected a regular file, got a FIFO"),
+    "a directory": (Path.mkdir, "expected a regular file, got a directory"),
+    "a link out of the run": (
+        lambda path: path.symlink_to("/proc/self/status"),
+        "expected a regular file, got a symbolic link",
+    ),
+    "a link to a device": (
+        lambda path: path.symlink_to("/dev/zero"),
+        "expected a regular file, got a symbolic link",
+    ),
+    "another shard": (
+        lambda path: path.hardlink_to(path.with_name(NEXT_SHARD)),
+        "bytes have changed",
+    ),
+    "a shorter file": (lambda path: path.write_bytes(b"short"), r"size: expected \d+ bytes, got 5"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_what_lies_in_a_shards_place_is_one_kind_of_error(
+    paths: RunPaths, shard: SealedShard, shards: CheckedShards, kind: str
+) -> None:
+    make, said = OTHER_FILES[kind]
+    path = paths.shards_dir / SHARD
+    path.unlink()
+    make(path)
+    with pytest.raises(ShardError, match=said):
+        read(shards, SHARD)
+    if kind != "another shard":
+        with pytest.raises(ShardError, match=r"no such|cannot be read|incomplete"):
+            ShardReader(path)
+    assert len(verify_run(paths).problems) == 1
+
+
+def test_a_fifo_without_an_index_line_does_not_hold_up_a_writers_restart(
+    paths: RunPaths, shard: SealedShard, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(paths.shards_dir / "cell-0-000009.h5")
+    repair_index(paths, "cell-0")
+    assert "expected a regular file, got a FIFO" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "cell-0-000000.h5.tmp", "cell-0-000077.h5"])
+def test_a_name_that_is_no_sealed_shard_is_refused(
+    shard: SealedShard, shards: CheckedShards, name: str
+) -> None:
+    with pytest.raises(ShardError, match=r"the name of a shard|the index has no line"):
+        read(shards, name)
+
+
+def test_a_row_that_is_not_there_is_refused(shard: SealedShard, shards: CheckedShards) -> None:
+    with pytest.raises(ShardError, match=r"has rows 0\.\.1, got 2"):
+        shards.read_rows(SHARD, [2])
+
+
+def link_to_another_file(file: h5py.File) -> None:
+    file["reward"] = h5py.ExternalLink(NEXT_SHARD, "/reward")
+
+
+def link_within(file: h5py.File) -> None:
+    file["reward"] = h5py.SoftLink("/temperature")
+
+
+def store_elsewhere(file: h5py.File) -> None:
+    file.create_dataset("reward", (2,), "<f4", external=[("elsewhere.bin", 0, 8)])
+
+
+def name_the_version_in_words(file: h5py.File) -> None:
+    file["reward"] = np.zeros(2, "<f4")
+    file.attrs["version"] = "one"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (link_to_another_file, "reward: expected a dataset of this file, got a link"),
+        (link_within, "reward: expected a dataset of this file, got a link"),
+        (store_elsewhere, "reward: expected a dataset of this file, got other files"),
+        (name_the_version_in_words, "incomplete shard"),
+    ],
+)
+def test_data_of_other_files_is_refused(
+    paths: RunPaths, shard: SealedShard, change: Callable[[h5py.File], None], said: str
+) -> None:
+    path = paths.shards_dir / SHARD
+    with h5py.File(path, "r+") as file:
+        del file["reward"]
+        change(file)
+    with pytest.raises(ShardError, match=said):
+        ShardReader(path)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
+def test_a_reader_of_a_damaged_file_raises_one_type_of_error(
+    damage: list[tuple[float, int]],
+) -> None:
+    """Without the index, as `areal-hpc shards show FILE`: only a digest would see the rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = RunPaths(Path(folder))
+        path = paths.shards_dir / seal_in(paths, ticket(1)).file
+        content = bytearray(path.read_bytes())
+        for fraction, value in damage:
+            content[int(len(content) * fraction)] = value
+        path.write_bytes(content)
+        try:
+            ShardReader(path).read_rows([0, 1])
+        except ShardError:
+            return
