@@ -38,6 +38,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
     threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
+    os.umask(os.umask(0o077) | 0o027)  # what the supervisor set, or more
     raise_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)

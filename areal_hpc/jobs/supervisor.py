@@ -25,6 +25,7 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
+from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
@@ -70,6 +71,7 @@ def run_task(launch_path: str) -> None:
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
     position = detect_task_position(os.environ)
+    os.umask(launch.umask)  # Slurm hands on that of whoever submitted
     if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
@@ -178,7 +180,8 @@ class _Supervisor:
     def _prepare_process(self, spec: ProcessSpec) -> ManagedProcess:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
         config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
-        config_path.write_bytes(msgspec.json.encode(spec.config))
+        # Agent arguments may hold keys of other services.
+        write_atomic_private(config_path, msgspec.json.encode(spec.config))
         log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None:
             node, job_id = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]

@@ -27,6 +27,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 
@@ -171,6 +172,7 @@ class LocalLauncher:
             pythons=self._pythons,
             variables=build_role_variables(self._recipe),
             launcher_lock=str(self._paths.lock),
+            umask=UMASKS[cluster.readable_by],
             stop_grace_s=cluster.stop_grace_s,
             gpus=self._gpus[spec.name],
         )

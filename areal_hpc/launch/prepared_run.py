@@ -15,6 +15,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 
@@ -65,24 +66,35 @@ def lock_prepared_run(
         refuse_live_jobs(paths)
     if fresh and (kept := archive_run(paths)) is not None:
         say(f"moved    the earlier run to {kept}")
-    with hold_lock(paths.lock):
-        # Asked again: another launcher may have submitted some since.
-        live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
-        setup.check_recipe_changes(recipe, paths, say)
-        if not is_finished(recipe, paths):
-            paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
-        paths.cancelled_marker.unlink(missing_ok=True)
-        facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
-        # Jobs that run write to the folder of the present attempt.
-        attempt = (
-            max(paths.list_attempts(), default=0)
-            if live_jobs
-            else setup.create_attempt_log_dir(paths)
-        )
-        setup.record_provenance(recipe, paths, attempt)
-        stages = plan_run(recipe, paths, facts)
-        left = tuple(stage for stage in stages if not stage.done_marker.exists())
-        yield PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
+    with restrict_new_files(recipe.cluster.readable_by):
+        secure_run_dir(paths.root, recipe.cluster.readable_by)
+        with hold_lock(paths.lock):
+            # Asked again: another launcher may have submitted some since.
+            live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
+            yield _prepare(recipe, paths, pythons, folders, say, live_jobs)
+
+
+def _prepare(
+    recipe: Recipe,
+    paths: RunPaths,
+    pythons: dict[str, str],
+    folders: tuple[str, ...],
+    say: Callable[[str], None],
+    live_jobs: Sequence[LiveJob],
+) -> PreparedRun:
+    """Set up what is missing."""
+    setup.check_recipe_changes(recipe, paths, say)
+    if not is_finished(recipe, paths):
+        paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+    paths.cancelled_marker.unlink(missing_ok=True)
+    facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
+    # Jobs that run write to the folder of the present attempt.
+    newest = max(paths.list_attempts(), default=0)
+    attempt = newest if live_jobs else setup.create_attempt_log_dir(paths)
+    setup.record_provenance(recipe, paths, attempt)
+    stages = plan_run(recipe, paths, facts)
+    left = tuple(stage for stage in stages if not stage.done_marker.exists())
+    return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
 
 
 def find_live_jobs(paths: RunPaths) -> list[LiveJob]:

@@ -22,6 +22,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import MARKER_FILE, list_checkpoints, list_leftovers
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
 from areal_hpc.rundir.quarantine import read_quarantines, write_quarantine
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
@@ -94,6 +95,12 @@ class ReplayRun:
             JobFailedError: The trainer failed.
             RunInterruptedError: `stop` was set; the same replay can be continued.
         """
+        readers = self.recipe.cluster.readable_by
+        with restrict_new_files(readers):
+            secure_run_dir(self._out.root, readers)
+            self._carry_out(reporter, stop)
+
+    def _carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
         start, first = self.start, self._first_step
         reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._prepare_output_dir()

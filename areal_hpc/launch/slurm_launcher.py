@@ -43,6 +43,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.queue import filter_live_jobs
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
@@ -209,6 +210,7 @@ def build_launch_file(
         events=str(paths.events),
         pythons=ready.pythons,
         variables=build_role_variables(recipe, network.build_variables()),
+        umask=UMASKS[cluster.readable_by],
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
             submissions=str(paths.submissions),

@@ -76,7 +76,7 @@ async def _serve_standalone(
         config.tool_call_parser,
         config.reasoning_parser,
     )
-    admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
+    admin_key = rendezvous.ensure_admin_key(config.admin_key_file)
     vocab_size = model.encoder.vocab_size
     recorder: JournaledRecorder = MemoryRecorder(vocab_size)
     if config.journal is not None:
@@ -108,7 +108,7 @@ def _render_welcome(config: StandaloneProxyConfig, port: int) -> str:
     return f"""\
 areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}
 open a session:
-  curl -s {url}/rl/start_session -H "authorization: Bearer $(cat {config.admin_key_file})" \
+  sed 's/^/authorization: Bearer /' {config.admin_key_file} | curl -s {url}/rl/start_session -H @- \
 -d '{{"task_id": "try"}}'
 its api_key, and base_url {url}/v1, are all that an agent needs; \
 {"the journal is in " + str(config.journal) if config.journal else "sessions are lost on exit"}"""

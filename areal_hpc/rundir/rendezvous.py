@@ -3,19 +3,21 @@
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.atomic import fsync_path, write_atomic_private, write_temporary
 
 LEDGER_SERVICE = "ledger"
 """The service that every driver, proxy and trainer asks."""
 RANK_STORE_SERVICE = "trainer-store"
 """The store through which the ranks of a trainer find one another."""
+MIN_ADMIN_KEY_CHARS, MAX_ADMIN_KEY_CHARS = 32, 1024
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""
 EVALUATION_CELL = "evaluation"
@@ -101,7 +103,51 @@ def remove_endpoint(directory: Path, name: str) -> None:
 
 
 def ensure_admin_key(path: Path) -> str:
-    """The run's secret for control routes, made on first use."""
+    """The secret for control routes in a file, made on first use.
+
+    Raises:
+        RecipeError: The key is too short, or others may read it.
+    """
     if not path.exists():
-        write_atomic_private(path, secrets.token_urlsafe(32).encode())
-    return path.read_text()
+        _create_admin_key(path)
+    return _read_admin_key(path)
+
+
+def _create_admin_key(path: Path) -> None:
+    """Make the key. Of processes that do so at the same time one succeeds, and all read its key."""
+    own_name = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    made = write_temporary(own_name, secrets.token_urlsafe(32).encode(), mode=0o600)
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        pass
+    finally:
+        made.unlink()
+    fsync_path(path.parent)
+
+
+def _read_admin_key(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor) as stream:
+        status = os.fstat(descriptor)
+        problem, hint = "", f"chmod 600 {path}"
+        if not stat.S_ISREG(status.st_mode):
+            problem, hint = "expected a regular file, got something else", "name another file"
+        elif status.st_uid != os.getuid():
+            problem = f"expected a file of user {os.getuid()}, got one of user {status.st_uid}"
+            hint = "copy the key to a file of your own"
+        elif stat.S_IMODE(status.st_mode) & 0o077:
+            problem = (
+                f"expected mode 0600, got {stat.S_IMODE(status.st_mode):04o}: others may read it"
+            )
+        if problem:
+            raise RecipeError(f"the admin key is not safe: {problem}", key=str(path), hint=hint)
+        key = stream.read(MAX_ADMIN_KEY_CHARS + 1).strip()
+    if not MIN_ADMIN_KEY_CHARS <= len(key) <= MAX_ADMIN_KEY_CHARS or not key.isascii():
+        raise RecipeError(
+            f"expected an admin key of {MIN_ADMIN_KEY_CHARS} to {MAX_ADMIN_KEY_CHARS} ASCII "
+            f"characters, got {len(key)}",
+            key=str(path),
+            hint="remove the file: a key is made when it is missing",
+        )
+    return key

@@ -20,6 +20,7 @@ from areal_hpc.errors import (
     SlurmNotFoundError,
     SlurmTimeoutError,
 )
+from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
@@ -98,7 +99,8 @@ def _write_launch(launch: LaunchFile) -> Path:
     ):
         stale.unlink(missing_ok=True)
     shutil.rmtree(paths.rank_restarts_dir, ignore_errors=True)
-    paths.launch.write_bytes(msgspec.json.encode(launch))
+    # Variables and agent arguments may hold keys of other services.
+    write_atomic_private(paths.launch, msgspec.json.encode(launch))
     return paths.launch
 
 

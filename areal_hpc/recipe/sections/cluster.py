@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.rundir.privacy import Readers
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -174,6 +175,8 @@ class ClusterConfig(BaseConfig):
     """The proxy's and the agent's environment."""
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
+    readable_by: Readers = "owner"
+    """Who may read the run directory, whose mode is 0700 or 0750. Files with keys are 0600."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0

@@ -35,7 +35,7 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 
-KEY = "stand-in-admin-key"
+KEY = "stand-in-admin-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
 """(key of the caller, the request) to the reply."""
 

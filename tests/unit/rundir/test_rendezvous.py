@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.topology import detect_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
@@ -37,6 +37,32 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "admin.key").stat().st_mode) == 0o600
     assert len(key) >= 32
     assert rendezvous.ensure_admin_key(tmp_path / "admin.key") == key
+
+
+def test_roles_that_start_at_once_share_one_key(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(rendezvous.ensure_admin_key, [tmp_path / "admin.key"] * 8))
+    assert len(keys) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["admin.key"]
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "complaint"),
+    [
+        ("", 0o600, "expected an admin key of 32 to 1024 ASCII characters, got 0"),
+        ("a", 0o600, "got 1"),
+        ("k" * 40, 0o644, "expected mode 0600, got 0644"),
+        ("k" * 40, 0o660, "expected mode 0600, got 0660"),
+    ],
+)
+def test_an_admin_key_that_protects_nothing_is_refused(
+    tmp_path: Path, key: str, mode: int, complaint: str
+) -> None:
+    path = tmp_path / "admin.key"
+    path.write_text(key)
+    path.chmod(mode)
+    with pytest.raises(RecipeError, match=complaint):
+        rendezvous.ensure_admin_key(path)
 
 
 def test_trainers_that_start_at_once_take_different_generations(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Nobody but its owner writes in a run directory, and keys are the owner's alone."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.launch.slurm_launcher import write_scripts
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.privacy import secure_run_dir
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import SIZES
+
+SECRET = "SECRET456"
+OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
+
+
+def write_run(fileroot: Path, readable_by: str) -> RunPaths:
+    """A run that is put in place and not submitted, by somebody whose umask forbids nothing."""
+    overrides = (
+        f"cluster.fileroot={fileroot}",
+        f"cluster.readable_by={readable_by}",
+        f"cluster.agents.variables={{WANDB_API_KEY: {SECRET}}}",
+    )
+    recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
+    before = os.umask(0)
+    try:
+        write_scripts(recipe, say=lambda line: None)
+        assert os.umask(0) == 0, "the caller's own is what it was"
+    finally:
+        os.umask(before)
+    return RunPaths(recipe.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("readable_by", "forbidden"), [("owner", OTHERS_MAY_NOTHING), ("group", GROUP_MAY_READ)]
+)
+def test_no_file_of_a_run_allows_more_than_was_asked(
+    tmp_path: Path, readable_by: str, forbidden: int
+) -> None:
+    paths = write_run(tmp_path, readable_by)
+    files = [path for path in (paths.root, *paths.root.rglob("*")) if not path.is_symlink()]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in files}
+    assert paths.job("trainer").script in modes
+    assert not {str(path): oct(mode) for path, mode in modes.items() if mode & forbidden}
+    assert modes[paths.root] == 0o777 & ~forbidden
+    secret = [path for path in files if path.is_file() and SECRET in path.read_text("latin-1")]
+    assert secret
+    assert {modes[path] for path in (*secret, paths.admin_key)} == {0o600}
+
+
+def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o2777)
+    secure_run_dir(run, "group")
+    assert stat.S_IMODE(run.stat().st_mode) == 0o2750
+    secure_run_dir(run, "owner")
+    assert stat.S_IMODE(run.stat().st_mode) & 0o777 == 0o700
