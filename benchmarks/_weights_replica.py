@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import torch
 
 from areal_hpc.inference.config import resolve_device
@@ -25,6 +26,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0
@@ -57,8 +59,8 @@ class Update:
 class Streams:
     """Clients that always have a generation running, and when they got pieces of it."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, server: ReplicaView) -> None:
+        self._server = server
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._heard: list[float] = []
@@ -77,7 +79,12 @@ class Streams:
             ids = [3 + (number * 37 + begins + at) % 200 for at in range(PROMPT_TOKENS)]
             body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
             with httpx.stream(
-                "POST", f"{self._url}/generate", json=body, timeout=300, trust_env=False
+                "POST",
+                f"{self._server.url}/generate",
+                json=body,
+                headers={"authorization": f"Bearer {self._server.keys.api}"},
+                timeout=300,
+                trust_env=False,
             ) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
@@ -137,8 +144,8 @@ class Replica:
         self._step += 1
         return self._publishers[transport], WeightVersion(1, self._step)
 
-    def warm_up(self) -> str:
-        """Wait until it is there, update it in every way; its address."""
+    def warm_up(self) -> ReplicaView:
+        """Wait until it is there, update it in every way; the server."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while not self._publishers["disk"].discover_outdated(WeightVersion(1, 0)):
             assert time.monotonic() < give_up_at, "the replica does not get ready"
@@ -154,8 +161,7 @@ class Replica:
         answer = httpx.get(
             f"{relay.url}/replicas", headers={"authorization": f"Bearer {key}"}, trust_env=False
         )
-        url: str = answer.json()["replicas"][0]["url"]
-        return url
+        return msgspec.json.decode(answer.content, type=ReplicaList).replicas[0]
 
     def update(self, transport: str, streams: Streams) -> Update:
         """One update under load."""

@@ -230,8 +230,8 @@ def _make_asgi_transport(
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal app
         if app is None:
-            router, upstream = SingleServerRouter(engine.url), engine.get_client()
-            limits = ProxyConfig(request_timeout_s=request_timeout_s)
+            router, upstream = SingleServerRouter(engine), engine.get_client()
+            limits = ProxyConfig(request_timeout_s=request_timeout_s, max_sessions=1)
             parsers = get_shared_parsers(
                 model.tool_call_parser, model.reasoning_parser, serve_python
             )
@@ -241,7 +241,7 @@ def _make_asgi_transport(
                 model=model,
                 store=recorder.store,
                 completions=CompletionService(model, router, upstream, recorder, limits, parsers),
-                driver_api=DriverApi(recorder, router, None, max_sessions=1),
+                driver_api=DriverApi(recorder, router, None, limits),
             )
         await app(scope, receive, send)
 

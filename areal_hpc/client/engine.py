@@ -11,7 +11,7 @@ from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.proxy import EngineAddress
-from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.replicas import ReplicaView, ServerKeys
 
 
 class EngineEndpoint:
@@ -22,7 +22,7 @@ class EngineEndpoint:
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
         self.url = url.rstrip("/")
-        self._api_key = api_key
+        self.api_key = api_key
         self._upstream: SGLangClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -39,7 +39,7 @@ class EngineEndpoint:
         """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._upstream is None or self._loop is not loop:
-            self._upstream, self._loop = SGLangClient(self._api_key), loop
+            self._upstream, self._loop = SGLangClient(), loop
         return self._upstream
 
     async def close(self) -> None:
@@ -52,9 +52,10 @@ class EngineEndpoint:
 class SingleServerRouter(Router):
     """Always the same server: there is no other to go to."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(StaticReplicaSource([url]))
-        self._serving = {0: ReplicaView(0, 1, "serving", url)}
+    def __init__(self, engine: EngineEndpoint) -> None:
+        super().__init__(StaticReplicaSource([engine.url]))
+        keys = ServerKeys(engine.api_key, engine.api_key)
+        self._serving = {0: ReplicaView(0, 1, "serving", engine.url, keys=keys)}
 
     def on_replica_lost(self, replica: ReplicaView) -> None:
         """Stay: the call is repeated until its time is up."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.wire.replicas import NO_KEYS, ServerKeys
 
 Device = Literal["cpu", "cuda"]
 
@@ -66,6 +67,8 @@ class ServerCommand:
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the environment of the job."""
+    keys: ServerKeys = NO_KEYS
+    """What the server asks of its callers; without any it answers everybody on its node."""
 
 
 def build_replica_command(
@@ -80,11 +83,12 @@ def build_replica_command(
     part: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
-    launcher = "areal_hpc.inference.cpu.sglang_cpu" if device == "cpu" else "sglang.launch_server"
+    module = "cpu.sglang_cpu" if device == "cpu" else "sglang_main"
+    launcher = f"areal_hpc.inference.{module}"
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
     options: dict[str, object] = {
         "--model-path": model_path,
-        "--host": LOOPBACK_ADDRESS,  # nothing else may reach control routes that have no passwords
+        "--host": LOOPBACK_ADDRESS,  # the rest of the network has no business there
         "--port": ports.http,
         "--nccl-port": ports.rendezvous,
         "--device": device,

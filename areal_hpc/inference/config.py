@@ -21,6 +21,7 @@ from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, parse_visible_de
 from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.replicas import generate_server_keys
 
 WORKER_NODE_ENTRY = "areal_hpc.inference.worker_node:run"
 """Parses the same configuration on the further nodes of a cell."""
@@ -67,7 +68,11 @@ def build_command(
         random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
         part=part,
     )
-    return replace(command, environment=command.environment | job.serve_variables)
+    return replace(
+        command,
+        environment=command.environment | job.serve_variables,
+        keys=generate_server_keys(),
+    )
 
 
 def get_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:

@@ -1,7 +1,8 @@
 """Authenticated control proxy in front of a cell's SGLang servers.
 
-SGLang listens on loopback without passwords. It listens on the advertised host, wants
-the run's admin key, and lets through the routes of `wire.replicas` and no others.
+SGLang listens on loopback and asks for keys that are new with each start; who has the run's admin
+key is told them with the list of replicas. The control proxy listens on the advertised host, wants
+that admin key, and lets through the routes of `wire.replicas` and no others.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from starlette.requests import Request
 
 from areal_hpc.errors import ControlCallError
 from areal_hpc.inference.replica import ControlCaller, Replica
+from areal_hpc.inference.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, is_authorized, read_body
 from areal_hpc.wire.replicas import (
@@ -38,7 +40,7 @@ RequestT = TypeVar("RequestT")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _READ_ONLY_ROUTES = ("model_info",)
-"""Routes that are read with GET."""
+"""Routes that are read with GET; SGLang opens them to the API key, all others to the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
@@ -125,11 +127,11 @@ class ControlProxyApp(JsonApp):
         self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
         caller = _read_caller(request)
-        url = replica.begin_control_call(caller, route)
+        server = replica.begin_control_call(caller, route)
         asked_at = time.time()
         accepted: bool | None = False
         try:
-            status, content = await self._ask_sglang(url, route, body, caller, request)
+            status, content = await self._ask_sglang(server, route, body, caller, request)
             accepted = status < 400
         except TimeoutError:
             accepted = None
@@ -139,16 +141,22 @@ class ControlProxyApp(JsonApp):
         finally:
             replica.finish_control_call(caller, route, accepted)
         if accepted:
-            self._pauses[replica.index].on_call_accepted(route, body, url, asked_at)
+            self._pauses[replica.index].on_call_accepted(route, body, server, asked_at)
         return status, content
 
-    async def _fetch_server_load(self, url: str) -> bytes:
-        async with self._get_http_session().get(f"{url}/v1/loads?include=core") as answer:
+    async def _fetch_server_load(self, server: SGLangServer) -> bytes:
+        url, headers = f"{server.url}/v1/loads?include=core", _build_headers(server.keys.api)
+        async with self._get_http_session().get(url, headers=headers) as answer:
             answer.raise_for_status()
             return await answer.read()
 
     async def _ask_sglang(
-        self, url: str, route: str, body: bytes, caller: ControlCaller, request: Request
+        self,
+        server: SGLangServer,
+        route: str,
+        body: bytes,
+        caller: ControlCaller,
+        request: Request,
     ) -> tuple[int, bytes]:
         """SGLang's answer.
 
@@ -159,10 +167,11 @@ class ControlProxyApp(JsonApp):
         """
 
         async def ask() -> tuple[int, bytes]:
-            headers = {"content-type": "application/json"}
-            method, data = ("GET", None) if route in _READ_ONLY_ROUTES else ("POST", body)
+            is_read = route in _READ_ONLY_ROUTES
+            headers = _build_headers(server.keys.api if is_read else server.keys.admin)
+            method, data = ("GET", None) if is_read else ("POST", body)
             call = self._get_http_session().request(
-                method, f"{url}/{route}", data=data, headers=headers
+                method, f"{server.url}/{route}", data=data, headers=headers
             )
             async with call as answer:
                 return answer.status, await answer.read()
@@ -191,6 +200,11 @@ class ControlProxyApp(JsonApp):
         """Close connections to SGLang."""
         if self._upstream is not None:
             await self._upstream.close()
+
+
+def _build_headers(key: str) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    return headers | {"authorization": f"Bearer {key}"} if key else headers
 
 
 def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:

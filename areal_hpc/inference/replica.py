@@ -26,6 +26,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
+    NO_KEYS,
     FenceRequest,
     ReplicaState,
     ReplicaView,
@@ -103,6 +104,7 @@ class Replica:
                 version,
                 self._config.tp,
                 self._update_pause,
+                self._server.keys if self._server else NO_KEYS,
             )
 
     def _read_last_incarnation(self) -> int:
@@ -259,13 +261,13 @@ class Replica:
             self._update_state.mark_serving(request.version)
             return self.build_view()
 
-    def begin_control_call(self, caller: ControlCaller, route: str) -> str:
-        """A control call for SGLang came in; the server's address, if it may be forwarded."""
+    def begin_control_call(self, caller: ControlCaller, route: str) -> SGLangServer:
+        """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
             self._check_caller(caller)
             self._update_state.on_call_started(route, self.clock.now(), caller.deadline_s)
             assert self._server is not None
-            return self._server.url
+            return self._server
 
     def finish_control_call(self, caller: ControlCaller, route: str, accepted: bool | None) -> None:
         """A call that `begin_control_call` let through is over; None: SGLang never answered."""

@@ -1,5 +1,6 @@
 """One SGLang server process: ports, readiness, liveness, death, log tail."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -16,9 +17,17 @@ import psutil
 
 from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.inference.server_keys import KEYS_FILE_VARIABLE, write_keys_file
+from areal_hpc.inference.shared_memory import (
+    list_server_files,
+    remove_stale_files,
+    remove_unused_files,
+)
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.wire.http import responds_ok
+
+log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
@@ -71,10 +80,14 @@ class SGLangServer:
         self, command: ServerCommand, ports: ServerPorts, log_path: Path, *, started_at: float
     ) -> None:
         self.url = f"http://{LOOPBACK_ADDRESS}:{ports.http}"
+        self.keys = command.keys
         self.log_path = log_path
         self.started_at = started_at
         """By the caller's clock."""
         self._http_port = ports.http
+        if stale := remove_stale_files():
+            log.info("removed %d files of shared memory that dead servers left", len(stale))
+        self._shared_files: set[Path] = set()
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
         # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
@@ -85,6 +98,9 @@ class SGLangServer:
         # changed, as torch changes this one, and SGLang's processes are known by their titles.
         cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_dir)}
         environment = os.environ | {"TMPDIR": self._scratch_dir} | cache | command.environment
+        if self.keys.admin:
+            keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
+            environment |= {KEYS_FILE_VARIABLE: str(keys_file)}
         wrapper = "areal_hpc.jobs.die_with_parent"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
@@ -110,11 +126,13 @@ class SGLangServer:
             if not _is_listening(self.pid, self._http_port):
                 return False  # it was another process that said yes
             self._members = _find_engine_processes(self.pid)
+            self._shared_files |= list_server_files(self.pid)
         return True
 
     def continue_generation(self) -> bool:
         """End a pause; false when SGLang does not answer."""
-        return responds_ok("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
+        url = f"{self.url}/continue_generation"
+        return responds_ok("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
 
     def describe_exit(self) -> str:
         """Why the server is dead, in words; empty while it lives.
@@ -165,9 +183,11 @@ class SGLangServer:
         """End all its processes: by force after `grace_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
+        self._shared_files |= list_server_files(self.pid)  # a server that ends by force leaves them
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from areal_hpc.inference.replica import Replica
+from areal_hpc.inference.sglang_server import SGLangServer
 from areal_hpc.inference.update_state import WEIGHT_CHANGING_ROUTES
 from areal_hpc.wire.replicas import UpdatePauseStats
 
@@ -37,8 +38,8 @@ class _SchedulerLoads(msgspec.Struct):
     loads: list[_SchedulerLoad]
 
 
-ReadRoute = Callable[[str], Awaitable[bytes]]
-"""The body of SGLang's answer about its load, by the server's address."""
+ReadRoute = Callable[[SGLangServer], Awaitable[bytes]]
+"""The body of SGLang's answer about its load."""
 
 
 class UpdatePauseTimer:
@@ -52,17 +53,19 @@ class UpdatePauseTimer:
         self._before: _SchedulerLoad | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def on_call_accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
+    def on_call_accepted(
+        self, route: str, body: bytes, server: SGLangServer, asked_at: float
+    ) -> None:
         """SGLang accepted a control call that was made at `asked_at` (`time.time`)."""
         if route == "pause_generation":
             self._mode = str(msgspec.json.decode(body, type=dict[str, object]).get("mode"))
             self._paused_at, self._before = asked_at, None
         elif route in WEIGHT_CHANGING_ROUTES and self._paused_at:
             # It takes its orders one after the other: now it is paused.
-            self._start_task(self._read_load_before(url))
+            self._start_task(self._read_load_before(server))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
-            self._start_task(self._measure_pause(url, self._before, paused_s, asked_at))
+            self._start_task(self._measure_pause(server, self._before, paused_s, asked_at))
             self._before, self._paused_at = None, 0.0
 
     def _start_task(self, look: Awaitable[None]) -> None:
@@ -77,17 +80,17 @@ class UpdatePauseTimer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _read_load_before(self, url: str) -> None:
-        self._before = await self._read_newest_load(url)
+    async def _read_load_before(self, server: SGLangServer) -> None:
+        self._before = await self._read_newest_load(server)
 
     async def _measure_pause(
-        self, url: str, before: _SchedulerLoad, paused_s: float, continued_at: float
+        self, server: SGLangServer, before: _SchedulerLoad, paused_s: float, continued_at: float
     ) -> None:
         token_at = continued_at
         if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
             give_up_at = continued_at + FIRST_TOKEN_TIMEOUT_S
             while (
-                load := await self._read_newest_load(url)
+                load := await self._read_newest_load(server)
             ) is None or load.timestamp < continued_at:
                 if time.time() > give_up_at:
                     return
@@ -108,7 +111,7 @@ class UpdatePauseTimer:
             )
         )
 
-    async def _read_newest_load(self, url: str) -> _SchedulerLoad | None:
+    async def _read_newest_load(self, server: SGLangServer) -> _SchedulerLoad | None:
         """The newest that was published."""
-        loads = msgspec.json.decode(await self._read(url), type=_SchedulerLoads).loads
+        loads = msgspec.json.decode(await self._read(server), type=_SchedulerLoads).loads
         return max(loads, key=lambda load: load.timestamp, default=None)

@@ -28,7 +28,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.http_server import GuardedServer, count_free_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class ProxyService:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        # A call takes two descriptors: of its client's connection, and of one to SGLang.
+        most_calls = min(limits.max_concurrent_calls, count_free_descriptors() // 2)
+        limits = limits.model_copy(update={"max_concurrent_calls": most_calls})
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)
@@ -69,23 +72,18 @@ class ProxyService:
                 serve_python, model.tool_call_parser, model.reasoning_parser
             )
         self._parsers = parsers
+        completions = CompletionService(
+            model, self._router, self._upstream, recorder, limits, parsers
+        )
         self._app = ProxyApp(
             admin_key=admin_key,
             max_request_bytes=limits.max_request_bytes,
             model=model,
             store=recorder.store,
-            completions=CompletionService(
-                model, self._router, self._upstream, recorder, limits, parsers
-            ),
-            driver_api=DriverApi(
-                recorder, self._router, sealer, limits.max_sessions, online=online
-            ),
+            completions=completions,
+            driver_api=DriverApi(recorder, self._router, sealer, limits, online=online),
             passthrough=GeneratePassthrough(
-                self._router,
-                self._upstream,
-                model.encoder.vocab_size,
-                model.context_tokens,
-                limits.request_timeout_s,
+                self._router, self._upstream, completions.quota, limits.request_timeout_s
             ),
         )
 
@@ -99,21 +97,14 @@ class ProxyService:
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: "WebSocket library" not in str(record.msg)
         )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                self._app,
-                loop="none",
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=drain_timeout_s,
-            )
+        server = GuardedServer(
+            self._app,
+            count_free_descriptors() - self._limits.max_concurrent_calls,
+            loop="none",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=drain_timeout_s,
         )
         services = [
             server.serve(sockets=[listener]),

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
-import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.http_server import GuardedServer, count_free_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -75,23 +74,11 @@ class JsonApp(ABC):
         await Response(content, status, media_type="application/json")(scope, receive, send)
 
 
-class ServiceServer(uvicorn.Server):
+class ServiceServer(GuardedServer):
     """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
 
     def __init__(self, app: ASGIApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                # Longer than clients keep a connection: one closed just as it is used again
-                # would lose a call, such as one of an update of weights.
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        super().__init__(app, count_free_descriptors(), timeout_graceful_shutdown=1)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -19,14 +19,14 @@ BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the tries of a call."""
 
 
-def responds_ok(method: str, url: str, timeout_s: float) -> bool:
+def responds_ok(method: str, url: str, timeout_s: float, *, key: str = "") -> bool:
     """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
     try:
         with httpx.stream(
             method,
             url,
             content=b"{}" if method == "POST" else None,
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"} | _build_key_header(key),
             timeout=timeout_s,
             trust_env=False,
             verify=False,  # no certificate is asked for, and reading those of the system takes long
@@ -34,6 +34,10 @@ def responds_ok(method: str, url: str, timeout_s: float) -> bool:
             return answer.status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
+
+
+def _build_key_header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class WireClient:

@@ -21,6 +21,7 @@ When a sender has vanished, a replica whose weights it had not begun to change g
 any other is restarted, and waits for a full resend.
 """
 
+import secrets
 from typing import Literal
 
 from msgspec import Struct
@@ -64,6 +65,27 @@ class UpdatePauseStats(Struct, frozen=True):
     """Tokens whose keys and values had to be computed again."""
 
 
+class ServerKeys(Struct, frozen=True):
+    """Keys of one incarnation of a server; empty where it asks for none."""
+
+    api: str = ""
+    """Opens the routes that generate and those that tell about the server."""
+    admin: str = ""
+    """Opens the routes that control it, `abort_request` among them."""
+
+    def __repr__(self) -> str:
+        """Without the keys: views are logged."""
+        return "ServerKeys(...)" if self.admin or self.api else "ServerKeys()"
+
+
+NO_KEYS = ServerKeys()
+
+
+def generate_server_keys() -> ServerKeys:
+    """Two keys of 256 random bits."""
+    return ServerKeys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+
+
 class ReplicaView(Struct, frozen=True):
     """One SGLang server as its cell sees it."""
 
@@ -79,6 +101,8 @@ class ReplicaView(Struct, frozen=True):
     """Tensor-parallel ranks: members it brings into an update group."""
     pause: UpdatePauseStats | None = None
     """That of its last update."""
+    keys: ServerKeys = NO_KEYS
+    """For those whom the control proxy tells: the proxy of the same node."""
 
 
 class ReplicaList(Struct, frozen=True):

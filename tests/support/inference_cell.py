@@ -151,8 +151,14 @@ class Cell:
         self, input_ids: list[int], index: int, sampling: dict[str, Any], **more: bool
     ) -> dict[str, Any]:
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        url = f"{self.replica(index).url}/generate"
-        return {"url": url, "json": body | more, "timeout": CALL_TIMEOUT_S, "trust_env": False}
+        view = self.replica(index)
+        return {
+            "url": f"{view.url}/generate",
+            "json": body | more,
+            "headers": {"authorization": f"Bearer {view.keys.api}"},
+            "timeout": CALL_TIMEOUT_S,
+            "trust_env": False,
+        }
 
     def engines(self) -> list[psutil.Process]:
         """The first process of each server."""

@@ -35,11 +35,20 @@ def is_scheduler(process: psutil.Process) -> bool:
     return " ".join(command_of(process)).startswith("sglang::scheduler")
 
 
-def start_job_process(entry: str, config_path: Path, log: Path) -> subprocess.Popen[bytes]:
-    """A process of a job, which takes this one for its supervisor; what it prints is logged."""
+def start_job_process(
+    entry: str, config_path: Path, log: Path, *, max_open_files: int = 0
+) -> subprocess.Popen[bytes]:
+    """A process of a job, which takes this one for its supervisor; what it prints is logged.
+
+    Its administrator allows so many open files, if a number is given.
+    """
+    limit = f"ulimit -n {max_open_files}; " if max_open_files else ""
     with log.open("ab") as log_file:
         return subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.jobs.process_main", entry, str(config_path)],
+            [
+                *("sh", "-c", f'{limit}exec "$@"', "sh", sys.executable),
+                *("-m", "areal_hpc.jobs.process_main", entry, str(config_path)),
+            ],
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
             stdout=log_file,
             stderr=subprocess.STDOUT,

@@ -61,8 +61,10 @@ class Stage:
         *,
         model_dir: Path | None = None,
         context_tokens: int = 2048,
+        max_open_files: int = 0,
         **config: Any,
     ) -> None:
+        self._max_open_files = max_open_files
         self.paths = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
         self.model_dir = model_dir or write_model_dir(root / "model")
@@ -117,7 +119,9 @@ class Stage:
     def start_proxy(self) -> None:
         """Start it and wait until it answers and routes."""
         entry = "areal_hpc.proxy.job:run"
-        process = start_job_process(entry, self._config_path, self._log_path)
+        process = start_job_process(
+            entry, self._config_path, self._log_path, max_open_files=self._max_open_files
+        )
         self._process = process
 
         def is_up() -> bool:

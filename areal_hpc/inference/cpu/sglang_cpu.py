@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
+from areal_hpc.inference.server_keys import take_key_arguments
 from areal_hpc.jobs.die_with_parent import die_with_parent
 
 
@@ -170,7 +171,7 @@ def main() -> None:
 
     _patch_sglang_to_fork()
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args([*sys.argv[1:], *take_key_arguments()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

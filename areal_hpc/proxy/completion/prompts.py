@@ -22,6 +22,9 @@ from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import Interaction, OpenTurn, ids_to_json, pack_ids, pack_logprobs
 
+MAX_CHARS_PER_TOKEN = 32
+"""On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
@@ -161,10 +164,10 @@ class PromptBuilder:
         encoder, key = self._model.encoder, call.prompt_key
         if call.prompt is None:
             turn = self._render_turn(session, call)
-            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.text))
+            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.text, key))
         elif isinstance(call.prompt, str):
             turn = match_text_prompt(session.tree, call.prompt, encoder)
-            new_ids = await self.encode(turn.text, add_special_tokens=turn.parent is None)
+            new_ids = await self.encode(turn.text, key, add_special_tokens=turn.parent is None)
         else:
             turn, new_ids = match_ids_prompt(session.tree, call.prompt, encoder)
         if turn.parent is None and not new_ids:
@@ -190,8 +193,15 @@ class PromptBuilder:
             problem = f"the chat template rejects these messages: {error}"
             raise RequestError(400, problem, key=call.prompt_key) from error
 
-    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; those of a long one without stalling the loop."""
+    async def encode(self, text: str, key: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; those of a long one without stalling the loop.
+
+        Raises:
+            PromptTooLongError: Its length alone tells that no context holds it.
+        """
+        least_tokens = len(text) // MAX_CHARS_PER_TOKEN
+        if least_tokens > self._model.context_tokens:
+            raise PromptTooLongError(least_tokens, self._model.context_tokens, key)
         encoder = self._model.encoder
         encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(encode) if encoder.takes_long(text) else encode()

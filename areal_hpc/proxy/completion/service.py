@@ -10,6 +10,7 @@ from typing import Any
 from areal_hpc.errors import RequestError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import EngineLostError, Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
@@ -48,9 +49,7 @@ class CompletionService:
         self.metrics = ProxyMetrics()
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
-        self._limits = limits
-        self._calls = 0
-        """In flight."""
+        self.quota = CallQuota(limits)
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -67,7 +66,7 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._admit_call(session, call.n)
+        self.quota.admit(session, call.n)
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
             generations = await _gather_or_cancel(
@@ -79,7 +78,7 @@ class CompletionService:
                 for choice, generation in enumerate(generations)
             ]
         finally:
-            self._count_call_end(session, call.n)
+            self.quota.release(session, call.n)
 
     async def _generate_choice(self, prompt: Prompt, choice: int) -> Generation:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
@@ -94,7 +93,7 @@ class CompletionService:
             nonlocal failover
             request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
-            generation = await self._upstream.generate(replica.url, request, timeout_s)
+            generation = await self._upstream.generate(replica, request, timeout_s)
             if generation.finish_reason == ABORT_FINISH_REASON:
                 failover.on_aborted(generation, request)
                 if not failover.is_possible:  # nobody has seen any of it
@@ -118,11 +117,11 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._admit_call(session, call.n)  # each reply ends by itself
+        self.quota.admit(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
-            self._count_call_end(session, call.n)
+            self.quota.release(session, call.n)
             raise
         live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -145,17 +144,17 @@ class CompletionService:
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
-            url, request = replica.url, failover.build_next_request(whole)
+            request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.register_stop(choice, partial(self._upstream.abort, url, request.rid))
+            live.register_stop(choice, partial(self._upstream.abort, replica, request.rid))
             try:
-                generation = await self._upstream.stream(url, request, timeout_s, take)
+                generation = await self._upstream.stream(replica, request, timeout_s, take)
             except EngineLostError as lost:
                 failover.on_replica_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
                 failover.on_aborted(generation, request)
-                raise EngineLostError(f"{url} aborted the generation")
+                raise EngineLostError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
         try:
@@ -174,7 +173,7 @@ class CompletionService:
             live.put(error)
         finally:
             live.unregister_stop(choice)
-            self._count_call_end(prompt.session, 1)
+            self.quota.release(prompt.session, 1)
 
     async def _generate_with_failover(
         self,
@@ -202,19 +201,6 @@ class CompletionService:
             finally:
                 self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
-
-    def _admit_call(self, session: Session, replies: int) -> None:
-        """A session is not idle while the model answers it."""
-        most = self._limits.max_concurrent_calls
-        if self._calls >= most:
-            raise RequestError(429, f"too many model calls in flight (limit {most})")
-        self._calls += 1
-        session.in_flight += replies
-
-    def _count_call_end(self, session: Session, replies: int) -> None:
-        self._calls -= 1
-        session.in_flight -= replies
-        session.touch()
 
     def _record_reply(
         self, prompt: Prompt, choice: int, generation: Generation, said: ReplyDelta

@@ -53,7 +53,7 @@ async def tokenize(
         raise RequestError(400, f"{key} go with messages", key=key)
     if request.prompt is not None:
         with_special = request.add_special_tokens is not False
-        ids = await prompts.encode(request.prompt, add_special_tokens=with_special)
+        ids = await prompts.encode(request.prompt, "prompt", add_special_tokens=with_special)
         ids_json, count = ids_to_json(ids), len(ids)
     else:
         call = ModelCall(
@@ -74,6 +74,9 @@ def detokenize(model: ServedModel, session: Session, request: DetokenizeRequest)
     Raises:
         RequestError: 400, naming the parameter that is wrong.
     """
+    if len(request.tokens) > model.context_tokens:
+        problem = f"expected at most {model.context_tokens} tokens, got {len(request.tokens)}"
+        raise RequestError(400, problem, key="tokens")
     check_token_ids(model, "tokens", request.tokens)
     skip = request.skip_special_tokens
     return msgspec.json.encode(

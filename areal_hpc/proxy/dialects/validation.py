@@ -15,6 +15,8 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
 
+MAX_TOP_LOGPROBS = 20
+"""Alternatives per token that may be asked for: OpenAI's bound. Millions end SGLang's scheduler."""
 PositiveParam = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

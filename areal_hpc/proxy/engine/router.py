@@ -61,6 +61,9 @@ class Router:
         except ClusterError as error:
             log.debug("the control proxy does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
+        except OSError as error:  # too many open files, or storage that stalls: that tells nothing
+            log.warning("cannot look for replicas: %s", error)
+            return
         serving = {one.index: one for one in replicas if one.state == "serving"}
         if serving.keys() != self._serving.keys():
             log.info("replicas serving: %s", sorted(serving) or "none")

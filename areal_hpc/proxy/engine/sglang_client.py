@@ -1,6 +1,7 @@
 """Client of SGLang's `/generate`: token ids in, token ids out."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from areal_hpc.proxy.engine.generation import (
 from areal_hpc.proxy.engine.http_client import ConnectionPool
 from areal_hpc.proxy.engine.http_connection import Connection
 from areal_hpc.wire.fault_points import fault_point
+from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +64,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class SGLangClient:
-    """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
+    """Calls SGLang servers, each over a pool of kept connections. Make it inside the event loop."""
 
-    def __init__(self, api_key: str = "") -> None:
-        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._headers = f"content-type: application/json\r\n{key}"
-        self._servers: dict[str, ConnectionPool] = {}
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, str], ConnectionPool] = {}
+        """By address and key: SGLang wants one key to generate and another one to abort."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, base_url: str, request: GenerateRequest, timeout_s: float
+        self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> Generation:
         """Generate and wait for the whole reply, or what there is of it when the server breaks off.
 
@@ -79,14 +80,11 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        answer = await self.forward(
-            base_url, request.rid, request.encode_body(stream=False), timeout_s
-        )
-        return decode_generation(base_url, answer)
+        return decode_generation(replica.url, await self.forward(replica, request, timeout_s))
 
     async def stream(
         self,
-        base_url: str,
+        replica: ReplicaView,
         request: GenerateRequest,
         timeout_s: float,
         take: Callable[[TokenChunk], Awaitable[None]],
@@ -99,86 +97,98 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        reader = ChunkReader(base_url, request.sampling.stop or ())
+        reader = ChunkReader(replica.url, request.sampling.stop or ())
 
         async def read() -> Generation:
-            server, body = self._get_pool(base_url), request.encode_body(stream=True)
-            async with asyncio.timeout(timeout_s), server.stream_post("/generate", body) as answer:
+            pool, body = self._get_generate_pool(replica), request.encode_body(stream=True)
+            async with asyncio.timeout(timeout_s), pool.stream_post("/generate", body) as answer:
                 if answer.status != 200:
-                    _check_status(base_url, answer.status, await answer.read_body())
+                    _check_status(replica.url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
                     piece, whole = reader.read_event(data)
                     if piece.output_ids or piece.text:
                         await take(piece)
                     if whole is not None:
                         return whole
-            raise EngineLostError(f"{base_url} ended the stream early")
+            raise EngineLostError(f"{replica.url} ended the stream early")
 
         try:
-            return await self._await_or_abort(base_url, request.rid, timeout_s, read())
+            return await self._await_or_abort(replica, request.rid, timeout_s, read())
         except EngineLostError as lost:
             lost.partial = reader.build_partial_generation()
             raise
 
-    async def forward(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
-        """The server's whole answer to a request that somebody else made.
+    async def forward(
+        self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
+    ) -> bytes:
+        """Generate; the server's whole answer, unread.
 
         Raises:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        call = self._get_pool(base_url).post("/generate", body, timeout_s)
-        status, answer = await self._await_or_abort(base_url, rid, timeout_s, call)
-        _check_status(base_url, status, answer)
+        body = request.encode_body(stream=False)
+        call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
+        status, answer = await self._await_or_abort(replica, request.rid, timeout_s, call)
+        _check_status(replica.url, status, answer)
         return answer
 
     async def _await_or_abort(
-        self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
+        self, replica: ReplicaView, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
         fault_point("proxy.generate")
         try:
             return await call
         except TimeoutError:
-            self.abort(base_url, rid)
+            self.abort(replica, rid)
             raise RequestError(504, f"no reply from the model within {timeout_s:.0f} s") from None
         except asyncio.CancelledError:
-            self.abort(base_url, rid)
+            self.abort(replica, rid)
             raise
         except OSError as error:
-            raise EngineLostError(f"{base_url}: {type(error).__name__}: {error}") from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
+                raise RequestError(503, "too many open files") from error
+            raise EngineLostError(f"{replica.url}: {type(error).__name__}: {error}") from error
 
-    def _get_pool(self, base_url: str) -> ConnectionPool:
-        server = self._servers.get(base_url)
-        if server is None:
-            server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
+    def _get_generate_pool(self, replica: ReplicaView) -> ConnectionPool:
+        return self._get_pool(replica.url, replica.keys.api)
+
+    def _get_pool(self, url: str, key: str) -> ConnectionPool:
+        pool = self._pools.get((url, key))
+        if pool is None:
+            header = f"authorization: Bearer {key}\r\n" if key else ""
+            headers = f"content-type: application/json\r\n{header}"
+            pool = ConnectionPool(url, headers, CONNECT_TIMEOUT_S)
             # A replica that starts anew has another address: the old one is not called again.
-            for url, other in [*self._servers.items()]:
-                if server.used_at - other.used_at > IDLE_POOL_LIFETIME_S:
+            for place, other in [*self._pools.items()]:
+                if pool.used_at - other.used_at > IDLE_POOL_LIFETIME_S:
                     other.close()
-                    del self._servers[url]
-            self._servers[base_url] = server
-        return server
+                    del self._pools[place]
+            self._pools[url, key] = pool
+        return pool
 
-    def abort(self, base_url: str, rid: str) -> None:
+    def abort(self, replica: ReplicaView, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
-        task = asyncio.ensure_future(self._send_abort(base_url, rid))
+        task = asyncio.ensure_future(self._send_abort(replica, rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _send_abort(self, base_url: str, rid: str) -> None:
+    async def _send_abort(self, replica: ReplicaView, rid: str) -> None:
         try:
             body = msgspec.json.encode({"rid": rid})
-            await self._get_pool(base_url).post("/abort_request", body, ABORT_TIMEOUT_S)
+            await self._get_pool(replica.url, replica.keys.admin).post(
+                "/abort_request", body, ABORT_TIMEOUT_S
+            )
         except OSError as error:
-            log.info("abort of %s did not reach %s: %s", rid, base_url, error)
+            log.info("abort of %s did not reach %s: %s", rid, replica.url, error)
 
     async def close(self) -> None:
         """Send what aborts are still under way and close pooled connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=1.0)
-        for server in self._servers.values():
-            server.close()
+        for pool in self._pools.values():
+            pool.close()
 
 
 def _check_status(base_url: str, status: int, answer: bytes) -> None:

@@ -19,6 +19,7 @@ from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic import request as anthropic_request
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, FormatError
+from areal_hpc.proxy.dialects.generate import GenerateBody, build_generate_request
 from areal_hpc.proxy.dialects.openai import format as openai_format
 from areal_hpc.proxy.dialects.openai.chat import CHAT_DIALECT
 from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS_DIALECT
@@ -30,11 +31,15 @@ from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.routes import Route, RouteResult, Routes, render_openapi
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
+from areal_hpc.wire.http_server import ByteBudget
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429) may be repeated."""
+
+MAX_BODIES_AT_ONCE, MAX_BODIES_OF_SESSION = 8, 2
+"""Requests of the largest size that are received at a time; of small ones there may be more."""
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -68,6 +73,7 @@ class ProxyApp:
     ) -> None:
         self._admin_key = admin_key.encode()
         self._max_request_bytes = max_request_bytes
+        self._body_budget = ByteBudget(MAX_BODIES_AT_ONCE * max_request_bytes)
         self._model = model
         self._store = store
         self._completions = completions
@@ -76,7 +82,7 @@ class ProxyApp:
         self._routes = Routes(
             (
                 *_list_driver_routes(driver_api),
-                Route("POST", "/generate", "session", self._forward_generate, bytes),
+                Route("POST", "/generate", "session", self._forward_generate, GenerateBody),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
                     for route in self._list_agent_routes()
@@ -129,7 +135,7 @@ class ProxyApp:
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
             session = self._authenticate_session(route, key)  # without a key no memory for a body
-            body = await self._read_body(receive)
+            body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
             result = route.answer(*self._list_arguments(route, session, named, body, scope))
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
@@ -159,18 +165,33 @@ class ProxyApp:
     def _build_too_large_error(self) -> RequestError:
         return RequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnectedError
-            part: bytes = message.get("body", b"")
-            body += part
-            if len(body) > self._max_request_bytes:
-                raise self._build_too_large_error()
-            if not message.get("more_body"):
-                return body
+    async def _read_body(self, receive: Receive, session: Session | None) -> bytes:
+        """The request's body; what has come of it counts until all has."""
+        parts: list[bytes] = []
+        count = 0
+        most = MAX_BODIES_OF_SESSION * self._max_request_bytes
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnectedError
+                part: bytes = message.get("body", b"")
+                if count + len(part) > self._max_request_bytes:
+                    raise self._build_too_large_error()
+                if session is not None and session.receiving_bytes + len(part) > most:
+                    raise RequestError(429, f"this session sends more than {most} bytes at a time")
+                if not self._body_budget.take(len(part)):
+                    raise RequestError(429, "the proxy is receiving too many requests")
+                parts.append(part)
+                count += len(part)
+                if session is not None:
+                    session.receiving_bytes += len(part)
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            self._body_budget.give_back(count)
+            if session is not None:
+                session.receiving_bytes -= count
 
     def _authenticate_session(self, route: Route, key: str) -> Session | None:
         """The session that a key opens, if the route is one of sessions."""
@@ -201,17 +222,16 @@ class ProxyApp:
             raise RequestError(400, "this route takes no parameters", key=parameter)
         if named:
             yield named
-        elif route.request is bytes:
-            yield body
         elif route.request is not None:
             yield decode_json(body, route.request)
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _forward_generate(self, session: Session, body: bytes) -> bytes:
+    async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
         if self._passthrough is None:
             raise RequestError(404, "there is no route /generate")
-        return await self._passthrough.generate(session, body)
+        request = build_generate_request(body, self._model)
+        return await self._passthrough.generate(session, request)
 
     def _list_models(self, session: Session) -> bytes:
         return openai_format.format_models(self._model.name, self._model.context_tokens)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, RequestError, UntrainableCallError
+from areal_hpc.proxy.engine.call_quota import check_recorded_bytes
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
+from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
@@ -52,7 +54,7 @@ class DriverApi:
         recorder: JournaledRecorder,
         router: Router,
         sealer: TicketSealer | None,
-        max_sessions: int,
+        limits: ProxyConfig,
         *,
         online: bool = False,
     ) -> None:
@@ -60,7 +62,8 @@ class DriverApi:
         self._recorder = recorder
         self._router = router
         self._sealer = sealer
-        self._most_sessions = max_sessions
+        self._limits = limits
+        self._most_sessions = limits.max_sessions
         self._online = online
         self._free_slots: set[_OfferedEpisode] = set()
 
@@ -166,6 +169,7 @@ class DriverApi:
                 one = msgspec.json.decode(raw, type=Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RequestError(400, str(error)) from error
+            check_recorded_bytes(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
             self._refuse_unknown_version(one)

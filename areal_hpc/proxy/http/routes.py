@@ -28,8 +28,8 @@ class Route:
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name that the path ends with, or
     the request, if there is one."""
-    request: type[msgspec.Struct] | type[bytes] | None = None
-    """What the body holds; `bytes`: it is taken as it is; None: it is not read."""
+    request: type[msgspec.Struct] | None = None
+    """What the body holds; None: it is not read."""
     refused: FormatError = openai_format.format_error
     """The body of an error."""
     form: str = "application/json"
@@ -100,7 +100,7 @@ _ERROR_SCHEMA = {
 
 def render_openapi(routes: Routes) -> bytes:
     """The routes as an OpenAPI document, JSON."""
-    structs = {one.request for one in routes if one.request} - {bytes}
+    structs = {one.request for one in routes if one.request}
     ordered = sorted(structs, key=lambda one: one.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REF_TEMPLATE)
     bodies = dict(zip(ordered, schemas, strict=True))

@@ -85,7 +85,9 @@ class JournaledRecorder:
         began = time.monotonic()
         count = 0
         for record in read_journal(path):
-            self._replay_event(decode_event(record.payload))
+            event = decode_event(record.payload)
+            self._replay_event(event)
+            self._count_bytes(event, len(record.payload))
             count += 1
         if count:
             log.info(
@@ -106,13 +108,25 @@ class JournaledRecorder:
         """
         if isinstance(event, events.InteractionAdded) and (defect := self._find_defect(event)):
             raise UntrainableCallError(defect)
+        size_bytes = 0
         if self._must_journal(event):
+            payload = encode_event(event)
+            size_bytes = len(payload)
             try:
-                self._journal.append(EVENT_RECORD_KIND, encode_event(event))
+                self._journal.append(EVENT_RECORD_KIND, payload)
             except ClusterError as error:
                 self.failure = error
                 raise
         self._apply_event(event)
+        self._count_bytes(event, size_bytes)
+
+    def _count_bytes(self, event: Event, size_bytes: int) -> None:
+        """Count what a session has recorded; of one kept in memory, the arrays of its calls."""
+        if isinstance(event, events.InteractionAdded):
+            one = event.interaction
+            arrays = (one.context, one.new_ids, one.output_ids, one.logprobs)
+            session = self.store.sessions[event.session_id]
+            session.recorded_bytes += size_bytes or sum(map(len, arrays))
 
     def has_session(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""

@@ -95,7 +95,7 @@ class TicketSealer:
                     await self._seal_finished()
                 await self._settle_sealed()
                 pauses = iter(BACKOFF)
-            except ClusterError as error:
+            except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
                 log.warning("sealing or settling failed, next try in %.1f s: %s", pause_s, error)
                 self._not_before = time.monotonic() + pause_s

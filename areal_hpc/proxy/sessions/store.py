@@ -47,6 +47,10 @@ class Session:
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
         """Of every reply so far."""
+        self.recorded_bytes = 0
+        """Of all its events, about."""
+        self.receiving_bytes = 0
+        """Of bodies of its requests that are on their way."""
         self.defect = ""
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 

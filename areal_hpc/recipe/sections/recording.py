@@ -31,7 +31,11 @@ class ProxyConfig(BaseConfig):
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
     max_concurrent_calls: Annotated[int, Field(ge=1)] = 8192
-    """Model calls answered at once; further ones are refused with status 429 and Retry-After."""
+    """Replies generated at once, two open files each; further calls get status 429, Retry-After."""
+    max_calls_per_session: Annotated[int, Field(ge=1)] = 256
+    """Model calls of one session answered at once; further ones are refused with status 429."""
+    max_session_bytes: Annotated[int, Field(ge=1024)] = 128 * 1024 * 1024
+    """Bytes that one session may record; its further calls are refused with status 400."""
     max_messages: Annotated[int, Field(ge=1)] = 4096
     """Messages in one request; longer conversations are refused with status 400."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024

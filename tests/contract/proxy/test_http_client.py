@@ -9,10 +9,13 @@ from typing import Any, Self
 import pytest
 
 from areal_hpc.proxy.engine import sglang_client
+from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.http_client import ConnectionPool
-from areal_hpc.proxy.engine.sglang_client import SGLangClient
+from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
+from areal_hpc.wire.replicas import ReplicaView
 
 pytestmark = pytest.mark.asyncio
+REQUEST = GenerateRequest("rid", b"5", SamplingParams(1.0, 1))
 PATIENCE_S = 30.0
 """What does not happen in such a time never will."""
 
@@ -212,7 +215,8 @@ async def test_a_server_no_longer_called_is_forgotten(monkeypatch: pytest.Monkey
     calls = SGLangClient()
 
     async def forward(server: ScriptedServer) -> None:
-        assert await calls.forward(server.url, "rid", b"{}", PATIENCE_S) == b"two"
+        replica = ReplicaView(0, 1, "serving", server.url)
+        assert await calls.forward(replica, REQUEST, PATIENCE_S) == b"two"
 
     async with ScriptedServer(TWO) as old, ScriptedServer(TWO, TWO) as new:
         await forward(old)

@@ -111,3 +111,39 @@ def assert_leaves_none(cell: Cell, stop: signal.Signals) -> None:
         assert (code, alive(engine)) == (0, [])
     else:
         wait_for(lambda: not alive(engine))
+
+
+CLOSED_ROUTES = {
+    "configure_logging": {"log_requests": True, "dump_requests_folder": "/tmp/dumped"},
+    "update_weight_version": {"new_version": "9.9"},
+    "pause_generation": {"mode": "retract"},
+    "abort_request": {"abort_all": True},
+    "generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
+}
+"""What a stranger on the node could ask of a server without keys."""
+
+
+def test_strangers_on_the_node_get_nothing_of_a_server(cell: Cell, before: ReplicaView) -> None:
+    def ask(route: str, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        body = CLOSED_ROUTES[route]
+        url = f"{before.url}/{route}"
+        return httpx.post(url, json=body, headers=headers, trust_env=False).status_code
+
+    assert {ask(route, "") for route in CLOSED_ROUTES} == {401}
+    assert {ask(route, before.keys.api) for route in CLOSED_ROUTES if route != "generate"} == {401}
+    assert ask("abort_request", before.keys.admin) == ask("generate", before.keys.api) == 200
+
+
+def test_keys_of_a_server_are_in_no_command_line_environment_or_log(
+    cell: Cell, before: ReplicaView
+) -> None:
+    keys = (before.keys.api, before.keys.admin)
+    assert min(map(len, keys)) >= 32
+    shown = [
+        *(" ".join(one.cmdline()) for one in cell.engine_processes()),
+        *(str(one.environ()) for one in cell.engine_processes()),
+        *(path.read_text(errors="replace") for path in cell.paths.root.rglob("*.log")),
+    ]
+    assert any("(hidden)" in text for text in shown), "SGLang logs its arguments"
+    assert not [text for text in shown for key in keys if key in text]

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,3 +231,38 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
     events = read_lines(tmp_path / "events.jsonl")
     (noted,) = [event for event in events if event["event"] == "replica_resumed"]
     assert noted["reprefill_s"] == pause.reprefill_s
+
+
+SHARED = """
+import os, pathlib
+made = [pathlib.Path("/dev/shm") / f"{kind}_test_{os.getpid()}_0" for kind in ("sgl_shm", "psm")]
+kept = [path.open("w+b") for path in made]
+pathlib.Path(NOTES).write_text(" ".join(map(str, made)))
+"""
+
+
+def test_shared_memory_of_a_killed_server_goes_with_it(make: Make, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    replica = make(server(f"NOTES = {str(notes)!r}\n{SHARED}"))
+    tick_until(replica, is_ready)
+    made = [Path(name) for name in notes.read_text().split()]
+    assert [path.exists() for path in made] == [True, True]
+    replica.kill()
+    assert [path.exists() for path in made] == [False, False]
+
+
+def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> None:
+    """What a server left that ended with its whole job; files in use, or of others, stay."""
+    names = ("sglang_loads_left", "sglang_loads_used", "sglang_loads_young", "of_somebody")
+    paths = [Path(f"/dev/shm/{name}_{os.getpid()}") for name in names]
+    for path in paths:
+        path.touch()
+        if "young" not in path.name:
+            os.utime(path, (1.0, 1.0))
+    try:
+        with paths[1].open("rb"):
+            make(server()).maintain_server()
+        assert [path.exists() for path in paths] == [False, True, True, True]
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)

@@ -32,9 +32,15 @@ def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def stage(
     model_dir: Path, sglang_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stage]:
-    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
+    python = get_interpreter("serve", "auto")
     folder = tmp_path_factory.mktemp("stage")
-    stage = Stage(folder, model_dir=model_dir, context_tokens=1024, **formats)
+    stage = Stage(
+        folder,
+        model_dir=model_dir,
+        context_tokens=1024,
+        tool_call_parser="qwen25",
+        serve_python=python,
+    )
     stage.route_to(sglang_url)
     yield stage
     stage.close()

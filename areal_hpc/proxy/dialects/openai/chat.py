@@ -17,6 +17,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     check_consistency,
 )
 from areal_hpc.proxy.dialects.validation import (
+    MAX_TOP_LOGPROBS,
     PositiveParam,
     ToolName,
     build_effort_variables,
@@ -86,7 +87,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: PositiveParam | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

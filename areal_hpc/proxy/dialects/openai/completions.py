@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     build_sampling_params,
     check_consistency,
 )
-from areal_hpc.proxy.dialects.validation import check_token_ids
+from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.sessions.store import Session
@@ -30,7 +30,7 @@ class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_o
     """The body of POST /v1/completions, as far as this proxy can honor it."""
 
     prompt: str | list[Any]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None

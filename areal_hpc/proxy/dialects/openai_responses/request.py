@@ -19,6 +19,7 @@ from areal_hpc.proxy.dialects.openai_responses.input_items import (
     qualify_tool_name,
 )
 from areal_hpc.proxy.dialects.validation import (
+    MAX_TOP_LOGPROBS,
     PositiveParam,
     Probability,
     Temperature,
@@ -108,7 +109,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     max_output_tokens: PositiveParam | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None

@@ -1,0 +1,27 @@
+"""SGLang's own server, with keys that no command line shows.
+
+This module runs in SGLang's environment and imports nothing that is missing there.
+"""
+
+import os
+import sys
+
+from areal_hpc.inference.server_keys import take_key_arguments
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], *take_key_arguments()]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""SGLang's `/generate`, for clients that record their own calls.
+
+What SGLang reads is written by the proxy, from the fields and within the bounds below. SGLang
+itself knows many more: some end its scheduler, and a request's name reaches into those of others.
+"""
+
+import os
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.dialects.validation import (
+    MAX_TOP_LOGPROBS,
+    Bias,
+    Penalty,
+    PositiveParam,
+    Probability,
+    Seed,
+    Temperature,
+    TopK,
+    check_token_ids,
+)
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.engine.sglang_client import GenerateRequest
+from areal_hpc.session.tree import ids_to_json
+
+
+class GenerateSampling(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """SGLang's `sampling_params`, as far as a client may set them."""
+
+    temperature: Temperature = 1.0
+    max_new_tokens: PositiveParam = 128
+    top_p: Probability = 1.0
+    top_k: TopK = -1
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    sampling_seed: Seed | None = None
+    logit_bias: dict[str, Bias] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    skip_special_tokens: bool = True
+
+
+class GenerateBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /generate."""
+
+    input_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+    sampling_params: GenerateSampling = GenerateSampling()
+    return_logprob: bool = True
+    """Accepted without effect: log-probabilities are always reported."""
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    require_reasoning: bool = False
+    rid: str = ""
+    """Accepted without effect: SGLang aborts all requests whose names begin with the one given."""
+    stream: bool = False
+
+
+def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRequest:
+    """The request as the proxy makes it, its reply bounded by what the context has left.
+
+    Raises:
+        RequestError: 400, naming the parameter that the model or this route cannot serve.
+    """
+    if body.stream:
+        raise RequestError(400, "streaming is not supported on /generate", key="stream")
+    vocab_size = model.encoder.vocab_size
+    if max(body.input_ids) >= vocab_size:  # SGLang dies of an id outside its vocabulary
+        problem = f"expected ids below {vocab_size}, got {max(body.input_ids)}"
+        raise RequestError(400, problem, key="input_ids")
+    room = model.context_tokens - len(body.input_ids)
+    if room < 1:
+        problem = (
+            f"the prompt's {len(body.input_ids)} tokens leave no room in the model's context of "
+            f"{model.context_tokens} tokens"
+        )
+        raise RequestError(400, problem, key="input_ids")
+    asked = body.sampling_params
+    check_token_ids(model, "sampling_params.stop_token_ids", asked.stop_token_ids)
+    check_token_ids(model, "sampling_params.logit_bias", asked.logit_bias)
+    fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
+    fields["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+    # A client in a driver knows its tokenizer, and not how long a context the replicas have.
+    fields["max_new_tokens"] = min(asked.max_new_tokens, room)
+    sampling = SamplingParams(**fields)
+    if len(sampling.active_grammar_names) > 1:
+        names = " and ".join(sampling.active_grammar_names)
+        raise RequestError(400, f"{names} cannot be combined", key="sampling_params")
+    return GenerateRequest(
+        rid=os.urandom(16).hex(),
+        prompt_json=ids_to_json(body.input_ids),
+        sampling=sampling,
+        top_logprobs=body.top_logprobs_num,
+        reasons_first=body.require_reasoning,
+    )

@@ -1,0 +1,173 @@
+"""HTTP server of the run's services: uvicorn, with limits for clients that hold on to it.
+
+uvicorn waits for the rest of a request as long as its client likes, takes heads of any length, and
+accepts connections until the process has no descriptor left for anything else.
+"""
+
+import asyncio
+import resource
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from areal_hpc.wire.http import KEEP_ALIVE_S
+
+HEAD_TIMEOUT_S = 20.0
+"""From the first byte of a request, or from the connection, to the end of the headers."""
+BODY_TIMEOUT_S = 120.0
+"""From the end of the headers to that of the body."""
+MAX_HEAD_BYTES = 64 * 1024
+CHECK_EVERY_TICKS = 10
+"""uvicorn's ticks are 0.1 s apart."""
+RESERVED_DESCRIPTORS = 128
+"""For everything but connections: files, pipes, the event loop."""
+MIN_CONNECTIONS = 16
+
+
+def count_free_descriptors() -> int:
+    """Descriptors that this process may use for connections."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        soft = 1 << 20
+    return max(soft - RESERVED_DESCRIPTORS, 2 * MIN_CONNECTIONS)
+
+
+class _Config(uvicorn.Config):
+    def __init__(self, app: Any, max_connections: int, **options: Any) -> None:
+        super().__init__(app, http=GuardedProtocol, **options)
+        self.max_connections = max_connections
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One client's connection."""
+
+    _awaits = "head"
+    """Part of a request that has begun: `head`, `body`, or nothing."""
+    _awaits_since = 0.0
+    _head_bytes = 0
+    _has_asked = False
+    _is_overdue = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._await_part("head")
+        most = cast(_Config, self.config).max_connections
+        if len(self.connections) > most and not self._drop_silent_connection():
+            self.refuse(503, "too many connections")
+
+    def _drop_silent_connection(self) -> bool:
+        """Close the oldest connection that has never asked for anything, if there is one."""
+        silent = [
+            one
+            for one in self.connections
+            if isinstance(one, GuardedProtocol) and not one._has_asked and one is not self
+        ]
+        if not silent:
+            return False
+        oldest = min(silent, key=lambda one: one._awaits_since)
+        self.connections.discard(oldest)  # uvicorn does so too, a moment later
+        oldest.transport.abort()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        if not self._awaits:
+            self._await_part("head")
+        super().data_received(data)
+        if self._awaits == "head":
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.refuse(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._await_part("head")
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The headers have come."""
+        self._await_part("body")
+        super().on_headers_complete()
+        self._has_asked = True
+
+    def on_message_complete(self) -> None:
+        """All of the request has come."""
+        self._await_part("")
+        super().on_message_complete()
+
+    def _await_part(self, part: str) -> None:
+        self._awaits, self._awaits_since, self._head_bytes = part, self.loop.time(), 0
+        self._is_overdue = False
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request has come that is not answered yet. Before the first there is no cycle."""
+        return self._has_asked and not self.cycle.response_complete
+
+    def check_deadline(self, now: float) -> None:
+        """Hang up if the client has been late at two looks: a stalled server reads late itself."""
+        if not self._awaits:
+            return
+        if self._awaits == "head" and self._is_answering:
+            return  # it waits for an answer, and has begun to ask for the next
+        limit_s = HEAD_TIMEOUT_S if self._awaits == "head" else BODY_TIMEOUT_S
+        if now - self._awaits_since < limit_s:
+            return
+        if self._is_overdue and not self.transport.is_closing():
+            self.refuse(408, f"the request's {self._awaits} did not come within {limit_s:.0f} s")
+        self._is_overdue = True
+
+    def refuse(self, status: int, message: str) -> None:
+        """Say why, and hang up."""
+        if not (self._is_answering and self.cycle.response_started):
+            head = f"HTTP/1.1 {status} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"
+            head += f"content-length: {len(message)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + message.encode())
+        self.transport.close()
+
+
+class GuardedServer(uvicorn.Server):
+    """uvicorn with deadlines, and no more connections than there are descriptors for."""
+
+    def __init__(self, app: Any, max_connections: int, **options: Any) -> None:
+        options = {
+            "ws": "none",
+            "lifespan": "off",
+            "log_config": None,
+            "access_log": False,
+            # Longer than clients keep a connection: one closed just as it is used again would lose
+            # a call, such as one of an update of weights.
+            "timeout_keep_alive": KEEP_ALIVE_S,
+            "backlog": 2048,
+        } | options
+        super().__init__(_Config(app, max_connections, **options))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the connections now and then."""
+        if counter % CHECK_EVERY_TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in [*self.server_state.connections]:
+                if isinstance(connection, GuardedProtocol):
+                    connection.check_deadline(now)
+        return await super().on_tick(counter)
+
+
+class ByteBudget:
+    """Bytes that may be held at a time."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+
+    def take(self, count: int) -> bool:
+        """Hold more bytes; false if there are too many, and then no more are held."""
+        if self._held_bytes + count > self._max_bytes:
+            return False
+        self._held_bytes += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Hold so many bytes less."""
+        self._held_bytes -= count
