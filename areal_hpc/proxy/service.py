@@ -83,7 +83,11 @@ class ProxyService:
             completions=completions,
             driver_api=DriverApi(recorder, self._router, sealer, limits, online=online),
             passthrough=GeneratePassthrough(
-                self._router, self._upstream, completions.quota, limits.request_timeout_s
+                self._router,
+                self._upstream,
+                completions.quota,
+                completions.grammars,
+                limits.request_timeout_s,
             ),
         )
 

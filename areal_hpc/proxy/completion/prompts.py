@@ -12,6 +12,7 @@ import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, RequestError
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams
+from areal_hpc.proxy.engine.grammar_limits import check_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -119,6 +120,7 @@ class PromptBuilder:
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_grammar(call, turn, sampling)
+        check_sampling(sampling)
         session.calls += 1
         new_json = ids_to_json(new_ids)
         return Prompt(

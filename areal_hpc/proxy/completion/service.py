@@ -13,6 +13,7 @@ from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, Repl
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import EngineLostError, Generation, TokenChunk
+from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.router import Router
@@ -50,6 +51,7 @@ class CompletionService:
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
         self.quota = CallQuota(limits)
+        self.grammars = GrammarQuota()
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -183,6 +185,12 @@ class CompletionService:
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> Generation:
         """Generate on the session's replica; on another one if that is lost."""
+        with self.grammars.hold(prompt.session, prompt.sampling):
+            return await self._try_replicas(prompt, choice, attempt, may_repeat)
+
+    async def _try_replicas(
+        self, prompt: Prompt, choice: int, attempt: GenerateAttempt, may_repeat: Callable[[], bool]
+    ) -> Generation:
         lost: set[int] = set()
         while True:
             replica = await self._router.pick_replica(

@@ -8,6 +8,7 @@ import msgspec
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.generation import EngineLostError
+from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
 from areal_hpc.proxy.engine.router import Router, parse_packed_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.sessions.store import Session
@@ -31,11 +32,17 @@ class GeneratePassthrough:
     """Sends requests of sessions to the replica that each session sticks to."""
 
     def __init__(
-        self, router: Router, upstream: SGLangClient, quota: CallQuota, timeout_s: float
+        self,
+        router: Router,
+        upstream: SGLangClient,
+        quota: CallQuota,
+        grammars: GrammarQuota,
+        timeout_s: float,
     ) -> None:
         self._router = router
         self._upstream = upstream
         self._quota = quota
+        self._grammars = grammars
         self._timeout_s = timeout_s
 
     async def generate(self, session: Session, request: GenerateRequest) -> bytes:
@@ -45,7 +52,8 @@ class GeneratePassthrough:
             RequestError: The replica refuses the request; (429) there are too many; or (502) it was
                 lost, and another will answer when the request is repeated.
         """
-        with self._quota.hold(session, 1):
+        grammar = self._grammars.hold(session, request.sampling)
+        with self._quota.hold(session, 1), grammar:
             give_up_at = time.monotonic() + self._timeout_s
             replica = await self._router.pick_replica(session.session_id, give_up_at)
             left_s = max(1.0, give_up_at - time.monotonic())

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 import time
+from collections import Counter
 
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event
@@ -51,6 +52,8 @@ class Session:
         """Of all its events, about."""
         self.receiving_bytes = 0
         """Of bodies of its requests that are on their way."""
+        self.new_grammars: Counter[tuple[str, int]] = Counter()
+        """Of calls under way; each was never used before."""
         self.defect = ""
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 
