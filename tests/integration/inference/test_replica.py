@@ -1,13 +1,16 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
+import contextlib
 import http.server
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -266,3 +269,19 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> No
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def test_idle_connections_leave_room_for_the_trainer(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_hpc.wire.asgi.count_free_descriptors", lambda: 8)
+    replica = make(server())
+    tick_until(replica, is_ready)
+    with control_proxy(replica, tmp_path) as proxy, contextlib.ExitStack() as held:
+        parts = urlsplit(proxy.url)
+        address = (str(parts.hostname), parts.port or 0)
+        silent = [
+            held.enter_context(socket.create_connection(address, timeout=60)) for _ in range(30)
+        ]
+        assert call(proxy, "replicas/0/flush_cache").status_code == 200
+        assert silent[0].recv(1) == b"", "the oldest was hung up on"

@@ -1,8 +1,11 @@
 """The ledger's HTTP face: waiting, refusing, stopping."""
 
+import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -241,3 +244,16 @@ def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> No
     cpu_s = after.user + after.system - before.user - before.system
     print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
     assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
+
+
+def test_idle_connections_beyond_the_open_files_are_dropped(tmp_path: Path) -> None:
+    with (
+        LedgerProcess(tmp_path, max_open_files=200) as ledger,
+        contextlib.ExitStack() as held,
+    ):
+        parts = urlsplit(ledger.url)
+        address = (str(parts.hostname), parts.port or 0)
+        for _ in range(300):
+            held.enter_context(socket.create_connection(address, timeout=60))
+        assert post(ledger, "/status", b"{}").status_code == 200
+        assert psutil.Process(ledger.process.pid).num_fds() < 200
