@@ -34,14 +34,15 @@ import msgspec
 from areal_hpc.jobs.die_with_parent import die_with_parent
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.gpus import DEVICES_DIR
-from areal_hpc.jobs.process_main import PARENT_VARIABLE, run_entry
+from areal_hpc.jobs.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
 from areal_hpc.jobs.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
+FORK_SERVER_MAIN = "areal_hpc.jobs.fork_server"
+"""This module, for `python -m`."""
 START_REQUEST = b"start"
 PRELOAD_OPTION = "--preload="
-PROCESS_MAIN = "areal_hpc.jobs.process_main"
 _NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it `torch.cuda.is_available` asks NVML, which initializes nothing."""
 _CUDA_DEVICE_FILE = "nvidia-uvm"

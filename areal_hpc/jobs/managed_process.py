@@ -13,13 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.jobs.fork_server import PRELOAD_OPTION, START_REQUEST, ForkReply
-from areal_hpc.jobs.process_main import PARENT_VARIABLE
+from areal_hpc.jobs.fork_server import (
+    FORK_SERVER_MAIN,
+    PRELOAD_OPTION,
+    START_REQUEST,
+    ForkReply,
+)
+from areal_hpc.jobs.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.rundir.jobs import ProcessSpec
 from areal_hpc.rundir.paths import get_process_error_path
 
-PROCESS_MAIN = "areal_hpc.jobs.process_main"
-FORK_SERVER_MAIN = "areal_hpc.jobs.fork_server"
 _MAX_REPLY_BYTES = 4096
 _POLL_S = 0.05
 _KILL_TIMEOUT_S = 30.0
@@ -114,7 +117,7 @@ class ForkServer:
 
 
 class ExecutedProcess:
-    """A process that was started as a program of its own."""
+    """A process that was started as a program of its own; the same part of `Popen`."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class SlurmTask:
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
-        self._is_superseded = self._is_preempted = False
+        self._is_superseded = self._is_preempted = self._ends_cancelled = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     def prepare_start(self) -> TaskExit | None:
@@ -273,6 +273,8 @@ class SlurmTask:
             with _log_write_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 left.touch()
+            if self._ends_cancelled:
+                cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code:
             _wait_until(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
@@ -310,8 +312,7 @@ class SlurmTask:
             f"job_{requeue_result.replace(' ', '_')}", job_id=self._job_id, node=self._node,
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
-        if requeue_result == "cancelled":
-            cancel_own_job(self._job_id)
+        self._ends_cancelled = requeue_result == "cancelled"
         if requeue_result == "not requeued" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.

@@ -1,6 +1,6 @@
 """Shards of a run that are read and checked against their index lines at the same time."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +13,7 @@ from areal_hpc.shards.disk_io import open_regular_file, read_to_end
 from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
-from areal_hpc.shards.verify import find_file_fault
+from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
 from areal_hpc.wire.trajectory import Trajectory
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
@@ -54,13 +54,14 @@ class CheckedShards:
         """
         self._checked &= set(names)
         lines = [self._find_line(name) for name in names if name not in self._checked]
-        # Reading and CRC release the interpreter lock: on a core of its own the check is free.
-        with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(self._check_lines, lines)
+        # Reading and CRC release the interpreter lock: on cores of its own the check is free.
+        with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
+            checks = [pool.submit(self._check_line, line) for line in lines]
             try:
                 yield
             finally:
-                checking.result()
+                for check in checks:
+                    check.result()
 
     def read_rows(self, name: str, rows: Sequence[int]) -> list[Trajectory]:
         """The trajectories at these rows of a shard, in that order, without metadata.
@@ -74,12 +75,11 @@ class CheckedShards:
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
 
-    def _check_lines(self, lines: Iterable[_DigestLine]) -> None:
-        for line in lines:
-            path = self._shards_dir / line.file
-            if fault := find_file_fault(path, line.bytes, line.digest):
-                raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
-            self._checked.add(line.file)
+    def _check_line(self, line: _DigestLine) -> None:
+        path = self._shards_dir / line.file
+        if fault := find_file_fault(path, line.bytes, line.digest):
+            raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
+        self._checked.add(line.file)
 
     def _find_line(self, name: str) -> _DigestLine:
         if name not in self._lines:

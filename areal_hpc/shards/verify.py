@@ -21,8 +21,8 @@ from areal_hpc.shards.writer import format_digest
 log = logging.getLogger(__name__)
 
 _MAX_BLOCK_BYTES = 1 << 24
-"""Large: beside other threads each block has to wait for the interpreter lock."""
-_MAX_PARALLEL_READS = 4
+"""Large: each call of the system waits for the interpreter lock while other threads are at work."""
+MAX_PARALLEL_READS = 4
 """Shards checked at a time: shared storage gives one reader a part of its speed alone."""
 
 ProgressCallback = Callable[[int, int], None]
@@ -50,7 +50,7 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
     report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
     shard_paths = [paths.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
-    with ThreadPoolExecutor(_MAX_PARALLEL_READS) as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
         # Reading and CRC release the interpreter lock.
         checked = pool.map(check_shard, shard_paths, shards)
         for path, shard, complaints in zip(shard_paths, shards, checked, strict=True):
@@ -111,10 +111,12 @@ def digest_file(path: Path) -> tuple[int, str]:
     """
     size_bytes = crc = 0
     with open_regular_file(path) as descriptor:
-        block_bytes = min(_MAX_BLOCK_BYTES, os.fstat(descriptor).st_size + 1)
+        expected_bytes = os.fstat(descriptor).st_size
+        block_bytes = min(_MAX_BLOCK_BYTES, expected_bytes)
         block = memoryview(np.empty(block_bytes, np.uint8))  # type: ignore[arg-type]
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while count := os.readv(descriptor, [block]):
+        if expected_bytes > block_bytes:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while size_bytes < expected_bytes and (count := os.readv(descriptor, [block])):
             crc = zlib.crc32(block[:count], crc)
             size_bytes += count
     return size_bytes, format_digest(crc)

@@ -78,7 +78,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
     if evidence.run.lost_jobs:
-        return _diagnose_lost_jobs(evidence, state, chain)
+        return _diagnose_lost_jobs(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
         return waiting
@@ -95,7 +95,10 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
 
 
 def _diagnose_lost_jobs(
-    evidence: RunInspection, state: str, chain: tuple[FailureEvent, ...]
+    evidence: RunInspection,
+    state: str,
+    chain: tuple[FailureEvent, ...],
+    cause: FailureEvent | None,
 ) -> Diagnosis:
     """Jobs that are gone for good, or until a caretaker submits them again."""
     lost = [
@@ -107,7 +110,9 @@ def _diagnose_lost_jobs(
         "areal-hpc resume RUN submits what is missing; "
         "the run does so itself within some minutes unless a person ended the job or it gave up"
     )
-    return Diagnosis(f"the run is {state}: {'; '.join(lost)}", chain, hint)
+    why = f", after this: {cause.text}" if cause else ""
+    first = f"{cause.hint}; then " if cause and cause.hint else ""
+    return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", chain, first + hint)
 
 
 def _diagnose_no_progress(

@@ -178,7 +178,7 @@ def test_commands_work_without_accounting_and_torn_lines(bare: Devcluster, tmp_p
     status = run.command("status")
     assert "PENDING (BeginTime)" in status
     assert "FAILED" in status or "OUT_OF_MEMORY" in status
-    assert "ran out of memory" in run.command("why")
+    assert "after this: cell-0 ran out of memory" in run.command("why", code=1)
     assert "quickstart/one  running" in run.command("list")
     assert "SIGTERM to 1 job" in run.command("cancel")
     assert bare.slurm("squeue", "-h") == ""

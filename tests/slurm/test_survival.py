@@ -96,7 +96,7 @@ def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(jobs: Jobs) -
     job.awaits_words(1)
     job.run.cancelled_marker.touch()
     job.cluster.slurm("scancel", "--signal=USR2", job.job_id)
-    job.awaits_state("FAILED")
+    job.awaits_state("CANCELLED")
     assert job.words[1] == "saved 0"
     assert job.outcome().reason == "stopped by a signal (cancelled)"
     assert job.starts() == 1
