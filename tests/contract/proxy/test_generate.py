@@ -1,6 +1,7 @@
 """`/generate`: SGLang reads what the proxy wrote, under a name that the proxy made."""
 
 import re
+import threading
 from typing import Any
 
 import httpx
@@ -57,7 +58,8 @@ def test_sglang_gets_the_allowed_fields_under_a_name_of_the_proxys(stage: Stage,
 
 
 def test_a_hang_up_aborts_that_request_alone(stage: Stage, key: str) -> None:
-    stage.sglang.script = lambda request: Script(delay_s=2.0)
+    gate = threading.Event()
+    stage.sglang.script = lambda request: Script(gate=gate)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{stage.url}/generate",
@@ -67,7 +69,9 @@ def test_a_hang_up_aborts_that_request_alone(stage: Stage, key: str) -> None:
             trust_env=False,
         )
     wait_for(lambda: len(stage.sglang.aborted) == 1)
+    gate.set()
     assert stage.sglang.aborted == [request["rid"] for request in stage.sglang.requests]
+    assert stage.sglang.aborted != ["a"], "that would begin the names of others, too"
 
 
 def test_a_body_that_is_no_text_costs_no_replica(stage: Stage, key: str) -> None:

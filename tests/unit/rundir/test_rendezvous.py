@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,10 +41,17 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_roles_that_start_at_once_share_one_key(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        keys = set(pool.map(rendezvous.ensure_admin_key, [tmp_path / "admin.key"] * 8))
-    assert len(keys) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["admin.key"]
+    start = threading.Barrier(4)
+
+    def ensure(path: Path) -> str:
+        start.wait(60)
+        return rendezvous.ensure_admin_key(path)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(25):
+            path = tmp_path / f"run-{number}" / "admin.key"
+            assert len({*pool.map(ensure, [path] * 4)}) == 1
+            assert [one.name for one in path.parent.iterdir()] == ["admin.key"]
 
 
 @pytest.mark.parametrize(
