@@ -2,9 +2,12 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
+
+OWN_KEY_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-num")
+"""SGLang's options for keys, and for several tokenizers, which ask for none (sglang 0.5.23)."""
 
 
 class InferenceConfig(BaseConfig):
@@ -42,6 +45,16 @@ class InferenceConfig(BaseConfig):
     """Restart a replica that is unresponsive for this long (updates excluded)."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
     """Crashes of one replica before its cell fails; reset after ten minutes without a crash."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _refuse_key_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
+        for option in (one.partition("=")[0] for one in extra_args):
+            if option in OWN_KEY_OPTIONS:
+                raise ValueError(
+                    f"{option} cannot be given: every server has keys of its own; leave it out"
+                )
+        return extra_args
 
     @model_validator(mode="after")
     def _check_ranks_fill_nodes(self) -> Self:

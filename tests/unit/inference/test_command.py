@@ -91,6 +91,12 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(wrong: dict[str, int]) -
         InferenceConfig.model_validate({"nodes_per_replica": 2, **wrong})
 
 
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key=x", "--tokenizer-worker-num"])
+def test_keys_on_a_command_line_are_refused(option: str) -> None:
+    with pytest.raises(ValidationError, match="every server has keys of its own"):
+        InferenceConfig(extra_args=(option, "2"))
+
+
 def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> None:
     facts = list(itertools.product((0, 1), ("cell-0", "cell-1"), (0, 1), (1, 2)))
     seeds = [compute_replica_seed(*fact) for fact in facts]
