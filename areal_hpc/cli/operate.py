@@ -79,12 +79,12 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
+    from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_name
-    from areal_hpc.slurm.commands import has_slurm
-    from areal_hpc.slurm.run_jobs import list_job_ids, list_live_jobs
+    from areal_hpc.slurm.run_jobs import list_job_ids
 
     paths = parse_run_dir(path)
-    if not list_job_ids(paths) and not (has_slurm() and list_live_jobs(paths)):
+    if not list_job_ids(paths) and not find_live_jobs(paths):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "

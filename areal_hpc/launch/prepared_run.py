@@ -1,5 +1,6 @@
 """A run directory that is checked, set up and locked for this launcher."""
 
+import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,15 @@ def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
     """The run's jobs that wait or run; none where there is no Slurm and never was.
 
     Raises:
-        ClusterError: slurmctld does not answer.
+        ClusterError: slurmctld does not answer, and the run went to Slurm.
     """
-    return list_live_jobs(paths) if paths.submissions.exists() or has_slurm() else []
+    if paths.submissions.exists():
+        return list_live_jobs(paths)
+    try:
+        return list_live_jobs(paths) if has_slurm() else []
+    except ClusterError as error:  # its commands are here, and no cluster that answers
+        log.debug("Slurm is not asked about the run: %s", error)
+        return []
 
 
 def refuse_live_jobs(paths: RunPaths) -> list[LiveJob]:

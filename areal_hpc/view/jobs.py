@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import SlurmTimeoutError
+from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
@@ -114,7 +114,7 @@ def read_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     answer = queue.poll(list_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
-        with contextlib.suppress(SlurmTimeoutError):
+        with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
             unrecorded = list_unrecorded_jobs(paths)
     return build_run_jobs(paths, answer, unrecorded)
 

@@ -180,7 +180,6 @@ class ClusterConfig(BaseConfig):
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
-    """Under Slurm: time after which a cell without a trainer, or a trainer without cells, gives its
-    nodes back. It starts again when the others are there."""
+    """Under Slurm: time alone after which a cell, or the trainer, gives its nodes back."""
     slurm: SlurmConfig = SlurmConfig()
     """Submission of jobs; `areal-hpc run` ignores it."""

@@ -1,21 +1,30 @@
-"""When a process may be forked, and under which command line it is seen."""
+"""When a process may be forked."""
 
-import threading
+import sys
 from pathlib import Path
 
+from tests.support.commands import run_program, said_by
+
+LOOK = """
+import sys, threading
+from pathlib import Path
 from areal_hpc.jobs.fork_server import is_fork_safe
+dev = Path(sys.argv[1])
+found = [is_fork_safe(dev)]
+with (dev / "nvidia-uvm").open():
+    found.append(is_fork_safe(dev))
+go_on = threading.Event()
+thread = threading.Thread(target=go_on.wait)
+thread.start()
+found.append(is_fork_safe(dev))
+go_on.set()
+thread.join()
+print([*found, is_fork_safe(dev)])
+"""
+"""In a process of its own: this one may have threads of the test runner."""
 
 
 def test_neither_a_thread_nor_an_open_gpu_may_be_copied(tmp_path: Path) -> None:
-    device = tmp_path / "nvidia-uvm"
-    device.touch()
-    assert is_fork_safe(tmp_path)
-    with device.open():
-        assert not is_fork_safe(tmp_path), "CUDA was initialized"
-    go_on = threading.Event()
-    thread = threading.Thread(target=go_on.wait)
-    thread.start()
-    assert not is_fork_safe(tmp_path)
-    go_on.set()
-    thread.join()
-    assert is_fork_safe(tmp_path)
+    (tmp_path / "nvidia-uvm").touch()
+    said = said_by(run_program(sys.executable, "-c", LOOK, tmp_path))
+    assert said == "[True, False, False, True]\n"
