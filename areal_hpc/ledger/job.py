@@ -96,9 +96,11 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
 async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
-        released = await asyncio.to_thread(release_held_jobs, paths.jobs_dir)
-        if released:
-            log.info("released held jobs: %s", ", ".join(released))
+        try:
+            if released := await asyncio.to_thread(release_held_jobs, paths.jobs_dir):
+                log.info("released held jobs: %s", ", ".join(released))
+        except OSError as error:  # too many open files, or storage that stalls: look again
+            log.warning("cannot look for held jobs now: %s", error)
         await asyncio.sleep(HELD_JOB_RELEASE_PERIOD_S)
 
 

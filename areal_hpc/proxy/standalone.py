@@ -1,5 +1,6 @@
 """Standalone proxy in front of given SGLang servers, without a run."""
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.privacy import UMASKS
 
 
 class StandaloneProxyConfig(BaseConfig):
@@ -61,6 +63,7 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
         RecipeError: The model directory lacks a tokenizer or a chat template.
         ClusterError: The address is taken, or the journal failed.
     """
+    os.umask(UMASKS["owner"])
     raise_file_limit()
     stop = StopRequest.install()
     run_event_loop(_serve_standalone(config, stop, say))

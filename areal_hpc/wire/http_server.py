@@ -15,8 +15,8 @@ from areal_hpc.wire.http import KEEP_ALIVE_S
 
 HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request, or from the connection, to the end of the headers."""
-BODY_TIMEOUT_S = 120.0
-"""From the end of the headers to that of the body."""
+REQUEST_TIMEOUT_S = 120.0
+"""From the same to the end of the body."""
 MAX_HEAD_BYTES = 64 * 1024
 CHECK_EVERY_TICKS = 10
 """uvicorn's ticks are 0.1 s apart."""
@@ -83,18 +83,19 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._await_part("head")
+        if self._awaits != "head":  # several may come at once
+            self._await_part("head")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The headers have come."""
-        self._await_part("body")
+        self._awaits = "body"
         super().on_headers_complete()
         self._has_asked = True
 
     def on_message_complete(self) -> None:
         """All of the request has come."""
-        self._await_part("")
+        self._awaits = ""
         super().on_message_complete()
 
     def _await_part(self, part: str) -> None:
@@ -112,7 +113,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._awaits == "head" and self._is_answering:
             return  # it waits for an answer, and has begun to ask for the next
-        limit_s = HEAD_TIMEOUT_S if self._awaits == "head" else BODY_TIMEOUT_S
+        limit_s = HEAD_TIMEOUT_S if self._awaits == "head" else REQUEST_TIMEOUT_S
         if now - self._awaits_since < limit_s:
             return
         if self._is_overdue and not self.transport.is_closing():

@@ -65,7 +65,7 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_server, "CHECK_EVERY_TICKS", 1)
     monkeypatch.setattr("areal_hpc.wire.asgi.count_free_descriptors", lambda: 4)
     served = Served(Echo())

@@ -185,6 +185,8 @@ class CompletionService:
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> Generation:
         """Generate on the session's replica; on another one if that is lost."""
+        if not prompt.sampling.active_grammar_names:
+            return await self._try_replicas(prompt, choice, attempt, may_repeat)
         with self.grammars.hold(prompt.session, prompt.sampling):
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
 

@@ -45,6 +45,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     Raises:
         RequestError: 400, naming the parameter.
     """
+    names = sampling.active_grammar_names
+    if not (names or sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
+        return
     stops = sampling.stop or ()
     for key, count, most in (
         ("stop", len(stops), MAX_STOPS),
@@ -54,7 +57,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     ):
         if count > most:
             raise RequestError(400, f"{key} is too large: {count} (limit {most})", key=key)
-    for name in sampling.active_grammar_names:
+    for name in names:
         if problem := _find_grammar_problem(name, getattr(sampling, name)):
             key = _REQUEST_KEYS.get(name, name)
             raise RequestError(400, f"the grammar takes too long to compile: {problem}", key=key)

@@ -124,9 +124,10 @@ class JournaledRecorder:
         """Count what a session has recorded; of one kept in memory, the arrays of its calls."""
         if isinstance(event, events.InteractionAdded):
             one = event.interaction
-            arrays = (one.context, one.new_ids, one.output_ids, one.logprobs)
             session = self.store.sessions[event.session_id]
-            session.recorded_bytes += size_bytes or sum(map(len, arrays))
+            session.recorded_bytes += size_bytes or (
+                len(one.context) + len(one.new_ids) + len(one.output_ids) + len(one.logprobs)
+            )
 
     def has_session(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
