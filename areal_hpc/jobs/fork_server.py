@@ -7,8 +7,8 @@ that is forked from one that has imported them begins in milliseconds and shares
 a driver knows of this process's devices. Neither is there: importing starts no thread of ours, and
 CUDA is first used by the entry. PyTorch's notes on multiprocessing ("Poison fork in
 multiprocessing", "CUDA in multiprocessing") forbid `fork` only after the runtime of an accelerator
-was initialized, which `torch.cuda.is_available` also does unless it is told to ask NVML. Threads of
-OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
+was initialized, which `torch.cuda.is_available` also does unless it is told to ask NVML. Nothing is
+computed before a fork, so that autograd and OpenMP have started no threads either; those of OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
 start a thread or open the GPU's driver all the same, `is_fork_safe` sees it, and the process is
 started anew by `exec`: slower, never wrong.
 
