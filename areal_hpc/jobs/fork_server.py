@@ -8,9 +8,10 @@ a driver knows of this process's devices. Neither is there: importing starts no 
 CUDA is first used by the entry. PyTorch's notes on multiprocessing ("Poison fork in
 multiprocessing", "CUDA in multiprocessing") forbid `fork` only after the runtime of an accelerator
 was initialized, which `torch.cuda.is_available` also does unless it is told to ask NVML. Nothing is
-computed before a fork, so that autograd and OpenMP have started no threads either; those of OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
-start a thread or open the GPU's driver all the same, `is_fork_safe` sees it, and the process is
-started anew by `exec`: slower, never wrong.
+computed before a fork, so that autograd and OpenMP have started no threads either; those of
+OpenBLAS, which numpy may start, are ended before every fork by its own handler. Should an import
+start a Python thread or open the GPU's driver all the same, `is_fork_safe` sees it, and the process
+is started anew by `exec`: slower, never wrong.
 
 The server ignores stop signals, which are meant for the process, and dies with its supervisor; the
 process gets SIGTERM when its server dies.
