@@ -288,6 +288,7 @@ def test_a_replay_sets_aside_what_its_run_did(ranks: RankServer, tmp_path: Path)
     run = record_run(tmp_path / "run", STEPS)
     write_recipe(run, {**TRAINER, "total_steps": STEPS})
     flip_a_bit(run, 3)
+    assert quarantine(run, 4) == 0
     assert train(ranks, run).codes == [0]
     recorded = sorted(one.name for one in run.quarantine_dir.iterdir())
     again = areal_hpc("replay", run.root, "--steps", "3..5", "--out", tmp_path / "again")
