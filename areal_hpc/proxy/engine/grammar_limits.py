@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -68,7 +68,7 @@ def _find_grammar_problem(name: str, text: str) -> str:
     """Why a grammar is refused; empty if it is not."""
     if len(text) > MAX_CHARS[name]:
         return f"{len(text)} characters (limit {MAX_CHARS[name]})"
-    if name == "regex" or name == "ebnf":
+    if name in ("regex", "ebnf"):
         return _find_repeat_problem(text, name)
     try:
         schema = msgspec.json.decode(text)
@@ -79,9 +79,7 @@ def _find_grammar_problem(name: str, text: str) -> str:
     return measure.problem
 
 
-def _find_repeat_problem(
-    text: str, syntax: Literal["regex", "ebnf"], max_nested_repeats: int = MAX_REPEATS
-) -> str:
+def _find_repeat_problem(text: str, syntax: str, max_nested_repeats: int = MAX_REPEATS) -> str:
     """Why the repeats of a regular expression or an EBNF grammar are refused."""
     quantifiers, at = 0, 0
     last, last_is_group = 1, False  # repeats within the term just read
@@ -117,7 +115,7 @@ def _find_repeat_problem(
     return ""
 
 
-def _find_term_end(text: str, start: int, syntax: Literal["regex", "ebnf"]) -> int:
+def _find_term_end(text: str, start: int, syntax: str) -> int:
     """The place behind the character, class or quoted text that begins at `start`."""
     closing = (
         {"[": "]", '"': '"'}.get(text[start]) if text[start] == "[" or syntax == "ebnf" else ""
@@ -159,9 +157,7 @@ class _SchemaMeasure:
         else:
             below = value if isinstance(value, list) else []
         for one in below:
-            if self.problem:
-                return
-            self.add(one, depth + 1)
+            self.add(one, depth + 1)  # nothing once there is a problem
 
     def _count_strings(self, value: Mapping[str, Any]) -> None:
         is_counted = any(isinstance(value.get(key), int | str) for key in _LENGTH_KEYS)
