@@ -255,7 +255,7 @@ def test_a_member_killed_in_a_broadcast_costs_its_group_once(cell: Cell, tmp_pat
         assert cell.replica(0).state == "ready", "its group failed, and it was fenced"
         report = send(cell, publisher, 1, model)
         assert ("cell-0", 0) in {key.cell_and_index for key in report.ok}, "alone it is well"
-        cell.await_replica(lambda view: view.state == "ready", 1)
+        cell.await_replica(lambda view: view.state == "ready" and view.incarnation > before[1], 1)
         update(cell, publisher, 1, model)
     (survivor, restarted) = incarnations(cell)
     assert survivor == before[0]

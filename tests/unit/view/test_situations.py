@@ -36,8 +36,8 @@ def event(name: str, role: str, at: float = NOW, **facts: Any) -> dict[str, Any]
 
 KILLED = event("process_exited", "trainer", NOW - 1, process="trainer", exit_code=137)
 GLOO = LogTraceback(NOW, log_file("trainer", "trainer-1"), ("Traceback", "RuntimeError: gloo"))
-SLOW = StepPace(20.0, time.time() - MIN_SILENCE_S - 1)
-QUICK = StepPace(20.0, time.time() - 90)
+SLOW, QUICK = StepPace(20.0, -MIN_SILENCE_S - 1), StepPace(20.0, -90)
+"""The time of the last step is from now: the table is made long before its tests run."""
 LOST_CELL = "cell-1 (job 9) "
 
 SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
@@ -125,6 +125,9 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_status_and_why_say_what_is(name: str) -> None:
     found, word, cause, code = SITUATIONS[name]
+    if found.pace is not None:
+        pace = dataclasses.replace(found.pace, last_at=time.time() + found.pace.last_at)
+        found = dataclasses.replace(found, pace=pace)
     diagnosis = diagnose(found)
     assert get_run_state(found.run) == word
     assert cause in diagnosis.headline
