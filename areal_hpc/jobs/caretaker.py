@@ -35,9 +35,9 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_alive
 from areal_hpc.slurm.resubmit import submit_again
-from areal_hpc.slurm.run_jobs import list_live_jobs
+from areal_hpc.slurm.run_jobs import get_run_label, list_unrecorded_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
 
 log = logging.getLogger(__name__)
@@ -165,14 +165,17 @@ class Caretaker:
 
     def _read_jobs(self) -> dict[str, JobStatus]:
         newest = get_latest_submissions(read_submissions(self._paths.submissions))
-        alive = {job.submission.job for job in list_live_jobs(self._paths)}
         ids = [one.job_id for one in newest.values()]
-        snapshot = self._queue.poll(ids)
+        snapshot = self._queue.poll(ids).filter_jobs(ids, get_run_label(self._paths))
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
+        names = (self._config.leader, *self._config.others)
+        alive = {name for name, one in newest.items() if is_alive(snapshot.get_state(one.job_id))}
+        if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
+            alive |= {job.submission.job for job in list_unrecorded_jobs(self._paths)}
         return {
             name: self._build_status(name, newest.get(name), snapshot.jobs, name in alive)
-            for name in (self._config.leader, *self._config.others)
+            for name in names
         }
 
     def _build_status(
