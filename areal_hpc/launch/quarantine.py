@@ -70,7 +70,8 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
     state = _read_newest_state(paths)
     trained_step = _ask_trained_step(paths, state.step)
     if read_quarantine(paths, step) is None and step not in state.consumed:
-        raise RecipeError(f"batch {step} is not quarantined", key="BATCH")
+        hint = "areal-hpc audit lists the batches that are"
+        raise RecipeError(f"batch {step} is not quarantined", key="BATCH", hint=hint)
     if step in state.consumed:
         raise RecipeError(
             f"batch {step} is behind the checkpoint of step {state.step}: too late to undo",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import TicketCounts, TicketRef
+from areal_hpc.wire.ledger import IrregularCounts, TicketRef
 
 MAX_FAILED_STREAK_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
@@ -70,7 +70,7 @@ class DropStats:
         """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
-    def record_batch(self, counts: TicketCounts) -> None:
+    def record_batch(self, counts: IrregularCounts) -> None:
         """A batch was formed, and its manifest says this."""
         self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
         self._reported.update(
@@ -84,10 +84,10 @@ class DropStats:
         """Only what fails from here on is trouble."""
         self._in_a_row.clear()
 
-    def build_batch_counts(self, stale_trained: int) -> TicketCounts:
+    def build_batch_counts(self, stale_trained: int) -> IrregularCounts:
         """Counts for the next batch's manifest, of tickets that are not in it."""
         since = self._total - self._reported
-        return TicketCounts(
+        return IrregularCounts(
             stale_trained=stale_trained,
             stale_dropped=since["stale"],
             stale_requeued=since["requeued"],

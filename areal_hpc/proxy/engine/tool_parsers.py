@@ -144,9 +144,9 @@ class ParserProcessClient:
             raise RequestError(400, reply.error, key=key)
         return reply
 
-    def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyParser:
+    def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> RemoteReplyParser:
         """A reader for one reply to a prompt that ends with `prompt`."""
-        return ReplyParser(self, ReplyParseContext([*tools], prompt[-PROMPT_END_CHARS:]))
+        return RemoteReplyParser(self, ReplyParseContext([*tools], prompt[-PROMPT_END_CHARS:]))
 
     async def close(self) -> None:
         """End the process."""
@@ -157,7 +157,7 @@ class ParserProcessClient:
             await self._process.wait()
 
 
-class ReplyParser:
+class RemoteReplyParser:
     """Takes the text of one reply, gives what can be shown of it."""
 
     def __init__(self, parsers: ParserProcessClient, opening: ReplyParseContext) -> None:

@@ -8,7 +8,7 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import StaleGroups, TicketCounts, TicketRef
+from areal_hpc.wire.ledger import IrregularCounts, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
@@ -27,7 +27,7 @@ def train(tickets: TicketTable, steps: int) -> None:
     """Batches of fresh tickets, while one ticket (the first leased) is under way."""
     for _ in range(steps):
         manifest = fill_batch(tickets)
-        assert manifest.counts == TicketCounts()
+        assert manifest.counts == IrregularCounts()
         tickets.set_version_step(manifest.step)
 
 
@@ -43,14 +43,18 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 @pytest.mark.parametrize(
     ("policy", "steps", "state", "trained_attempt", "counts"),
     [
-        ("drop", 1, "settled", 1, TicketCounts()),
-        ("train_with_correction", 2, "settled", 1, TicketCounts(stale_trained=1)),
-        ("drop", 2, "dropped", None, TicketCounts(stale_dropped=1)),
-        ("requeue", 2, "waiting", 2, TicketCounts(stale_requeued=1)),
+        ("drop", 1, "settled", 1, IrregularCounts()),
+        ("train_with_correction", 2, "settled", 1, IrregularCounts(stale_trained=1)),
+        ("drop", 2, "dropped", None, IrregularCounts(stale_dropped=1)),
+        ("requeue", 2, "waiting", 2, IrregularCounts(stale_requeued=1)),
     ],
 )
 def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
-    policy: StaleGroups, steps: int, state: str, trained_attempt: int | None, counts: TicketCounts
+    policy: StaleGroups,
+    steps: int,
+    state: str,
+    trained_attempt: int | None,
+    counts: IrregularCounts,
 ) -> None:
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
