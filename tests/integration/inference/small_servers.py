@@ -26,7 +26,7 @@ import http.server, json, subprocess, sys, time
 subprocess.Popen(
     ["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable
 )
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(BYSTANDER_S)"])
+subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({BYSTANDER_S})"])
 go_on_at = 0.0
 class Server(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -265,7 +265,7 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> No
     try:
         with paths[1].open("rb"):
             make(server()).maintain_server()
-        assert [path.exists() for path in paths] == [False, True, True, True]
+            assert [path.exists() for path in paths] == [False, True, True, True]
     finally:
         for path in paths:
             path.unlink(missing_ok=True)

@@ -88,11 +88,14 @@ def test_both_nodes_run_the_same_incarnation_until_either_loses_its_part(pair: P
     assert part.meeting_point.startswith("127.0.0.1:")
     assert (pair.folder / "replica-0.1-node-1.log").exists()
     pair.running()[0].kill()
-    pair.tick_until(lambda: pair.is_ready(2) and len(pair.parts) == 2)
+    pair.tick_until(lambda: pair.is_ready(2) and len(pair.running()) == 1)
+    assert len(pair.parts) == 2
     assert "lost its process on node 1" in (pair.folder / "events.jsonl").read_text()
     (old,) = pair.running()
     psutil.Process(pair.head._server.pid).kill()  # type: ignore[union-attr]
-    pair.tick_until(lambda: pair.is_ready(3) and len(pair.parts) == 3)
+    pair.tick_until(
+        lambda: pair.is_ready(3) and len(pair.running()) == 1 and old not in pair.running()
+    )
     assert [incarnation for incarnation, _ in pair.parts] == [1, 2, 3]
     (new,) = pair.running()
     assert new != old
