@@ -69,7 +69,7 @@ def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
         [
             sys.executable,
             "-m",
-            "areal_hpc.jobs.process_main",
+            "areal_hpc.jobs.processes.process_main",
             "areal_hpc.ledger.job:run",
             str(file),
         ],

@@ -212,7 +212,7 @@ def running_replica(
     entry = ("areal_hpc.inference.job:run", str(run_dir / "cell.json"))
     with (run_dir / "cell.log").open("wb") as log_file:
         job = subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.jobs.process_main", *entry],
+            [sys.executable, "-m", "areal_hpc.jobs.processes.process_main", *entry],
             stdout=log_file,
             stderr=log_file,
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},

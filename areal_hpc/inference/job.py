@@ -9,8 +9,8 @@ from areal_hpc.inference.config import InferenceJobConfig, build_command, get_lo
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.sglang_server import STOP_GRACE_S
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import RestartPolicy
-from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import BackgroundEventLog

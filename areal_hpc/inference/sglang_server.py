@@ -101,7 +101,7 @@ class SGLangServer:
         if self.keys.admin:
             keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
             environment |= {KEYS_FILE_VARIABLE: str(keys_file)}
-        wrapper = "areal_hpc.jobs.die_with_parent"
+        wrapper = "areal_hpc.jobs.processes.die_with_parent"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
             self._process = subprocess.Popen(

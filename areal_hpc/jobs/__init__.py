@@ -1,1 +1,1 @@
-"""Processes of a job: supervisor, starts, restart policy, signals, time limit, topology."""
+"""Jobs of a run: the supervisor of each task, starts, restarts, the caretaker, time limit."""

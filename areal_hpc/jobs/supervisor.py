@@ -17,12 +17,12 @@ import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
 from areal_hpc.jobs import gpus
-from areal_hpc.jobs.die_with_parent import die_with_parent
 from areal_hpc.jobs.environment import set_up_logging
-from areal_hpc.jobs.managed_process import ManagedProcess
-from areal_hpc.jobs.rank_restarts import RankRestart, RankRestartNotes
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.managed_process import ManagedProcess
+from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import RestartPolicy
-from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.rundir.atomic import write_atomic_private

@@ -10,8 +10,8 @@ from typing import Any
 import uvloop
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.requeue import release_held_jobs
-from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig

@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough

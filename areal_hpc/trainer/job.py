@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.starts import read_own_stop_notice
 from areal_hpc.jobs.topology import get_job_start_number
 from areal_hpc.metrics.writer import MetricsWriter

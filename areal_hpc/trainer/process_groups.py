@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.gpus import find_visible_gpus
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.topology import TaskPosition, get_advertised_host, get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous

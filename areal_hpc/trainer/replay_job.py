@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.manifests import read_manifest

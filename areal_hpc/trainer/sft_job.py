@@ -9,7 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths

@@ -133,7 +133,7 @@ class Soak(KilledRun):
 
 
 ROLES = {
-    "jobs.fork_server": "fork server",
+    "jobs.processes.fork_server": "fork server",
     **{f"{name}.job": name for name in ("trainer", "ledger", "proxy", "rollout", "inference")},
     "sglang::scheduler": "scheduler",
     "sglang::detokenizer": "detokenizer",

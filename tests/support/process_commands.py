@@ -47,7 +47,7 @@ def start_job_process(
         return subprocess.Popen(
             [
                 *("sh", "-c", f'{limit}exec "$@"', "sh", sys.executable),
-                *("-m", "areal_hpc.jobs.process_main", entry, str(config_path)),
+                *("-m", "areal_hpc.jobs.processes.process_main", entry, str(config_path)),
             ],
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
             stdout=log_file,

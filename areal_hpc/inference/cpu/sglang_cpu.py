@@ -31,7 +31,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from areal_hpc.inference.server_keys import take_key_arguments
-from areal_hpc.jobs.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 
 class _StubObject:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_hpc.errors import AgentError, WorkerLostError
-from areal_hpc.jobs.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 _SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
 

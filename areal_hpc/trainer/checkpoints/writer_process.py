@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.jobs.die_with_parent import die_with_parent
-from areal_hpc.jobs.signals import STOP_SIGNALS
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.signals import STOP_SIGNALS
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.wire.fault_points import fault_point
 

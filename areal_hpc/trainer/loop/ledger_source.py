@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from areal_hpc.errors import AgentError
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog

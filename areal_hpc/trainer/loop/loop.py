@@ -43,7 +43,7 @@ from areal_hpc.errors import (
     ShardError,
     SupersededTrainerError,
 )
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.trainer.collectives import any_true, broadcast_object

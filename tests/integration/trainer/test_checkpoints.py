@@ -20,7 +20,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.errors import ClusterError, ShardError, SupersededTrainerError
-from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
     MARKER_FILE,

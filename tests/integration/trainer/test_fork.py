@@ -8,7 +8,7 @@ IMPORT = """
 import os
 import areal_hpc.trainer.job
 import torch
-from areal_hpc.jobs.fork_server import is_fork_safe
+from areal_hpc.jobs.processes.fork_server import is_fork_safe
 
 assert is_fork_safe()
 assert not torch.cuda.is_initialized()

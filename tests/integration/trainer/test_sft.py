@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from areal_hpc.jobs.processes.process_main import PROCESS_MAIN
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_lines
@@ -40,8 +41,7 @@ def start(paths: RunPaths) -> subprocess.Popen[bytes]:
     )  # fmt: skip
     config.write_text(json.dumps(settings))
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_hpc.jobs.process_main", "areal_hpc.trainer.sft_job:run",
-         config],
+        [sys.executable, "-m", PROCESS_MAIN, "areal_hpc.trainer.sft_job:run", config],
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from tests.support.commands import run_program, said_by
 LOOK = """
 import sys, threading
 from pathlib import Path
-from areal_hpc.jobs.fork_server import is_fork_safe
+from areal_hpc.jobs.processes.fork_server import is_fork_safe
 
 folder = Path(sys.argv[1])
 found = [is_fork_safe(folder)]

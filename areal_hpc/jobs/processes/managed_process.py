@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.jobs.fork_server import (
+from areal_hpc.jobs.processes.fork_server import (
     FORK_SERVER_MAIN,
     PRELOAD_OPTION,
     START_REQUEST,
     ForkReply,
 )
-from areal_hpc.jobs.process_main import PARENT_VARIABLE, PROCESS_MAIN
+from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.rundir.jobs import ProcessSpec
 from areal_hpc.rundir.paths import get_process_error_path
 

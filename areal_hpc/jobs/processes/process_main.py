@@ -15,11 +15,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from areal_hpc.errors import ArealError, LostPeerError, RecipeError
-from areal_hpc.jobs.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.paths import get_process_error_path
 
-PROCESS_MAIN = "areal_hpc.jobs.process_main"
+PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
 """This module, for `python -m`."""
 PARENT_VARIABLE = "AREAL_HPC_SUPERVISOR_PID"
 """The process that started this one, and that it does not outlive."""

@@ -175,8 +175,8 @@ def test_a_stop_reaches_the_process_and_nothing_is_left(jobs: Jobs) -> None:
     ((_, pid, server, _),) = job.await_starts(1)
     processes = [psutil.Process(pid), psutil.Process(server)]
     own, servers = map(command_of, processes)
-    assert own[1:4] == ["-m", "areal_hpc.jobs.process_main", "entries:wait"]
-    assert "areal_hpc.jobs.fork_server" in servers
+    assert own[1:4] == ["-m", "areal_hpc.jobs.processes.process_main", "entries:wait"]
+    assert "areal_hpc.jobs.processes.fork_server" in servers
     os.kill(server, signal.SIGTERM)  # as Slurm tells every process of a step: not for the server
     stop_jobs([job.handle], 10.0)
     assert job.words()[1:] == [f"stopped {pid}"]

@@ -32,15 +32,15 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.jobs.die_with_parent import die_with_parent
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.gpus import DEVICES_DIR
-from areal_hpc.jobs.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
-from areal_hpc.jobs.signals import STOP_SIGNALS
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
+from areal_hpc.jobs.processes.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
-FORK_SERVER_MAIN = "areal_hpc.jobs.fork_server"
+FORK_SERVER_MAIN = "areal_hpc.jobs.processes.fork_server"
 """This module, for `python -m`."""
 START_REQUEST = b"start"
 PRELOAD_OPTION = "--preload="

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from areal_hpc.jobs.rank_restarts import RankRestart, RankRestartNotes
+from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 
 
 def test_of_many_that_died_one_is_the_cause_and_all_follow_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
     assert hard > LOW
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"out": str(tmp_path / "limit")}))
-    entry = ("areal_hpc.jobs.process_main", f"{__name__}:write_limit", str(config))
+    entry = ("areal_hpc.jobs.processes.process_main", f"{__name__}:write_limit", str(config))
     limited = ("bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry)
     environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
     said_by(run_program(*limited, environ=environ))
@@ -39,7 +39,7 @@ def lose_peer(config: dict[str, Any]) -> None:
 def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
-    entry = ("areal_hpc.jobs.process_main", f"{__name__}:lose_peer", str(config))
+    entry = ("areal_hpc.jobs.processes.process_main", f"{__name__}:lose_peer", str(config))
     environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
     ended = run_program(sys.executable, "-m", *entry, environ=environ)
     assert ended.returncode == LOST_PEER_EXIT_CODE

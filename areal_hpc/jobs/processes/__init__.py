@@ -1,0 +1,1 @@
+"""Starting, supervising and ending the processes of one task: the fork server, signals, orphans."""
