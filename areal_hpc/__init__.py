@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 else:
-    _HOMES = {
+    _LAZY_IMPORTS = {
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
         "ArealOpenAI": ("areal_hpc.client.areal_openai", "ArealOpenAI"),
         "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
@@ -44,13 +44,13 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _LAZY_IMPORTS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, attribute = _HOMES[name]
+        module, attribute = _LAZY_IMPORTS[name]
         return getattr(importlib.import_module(module), attribute)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+        return sorted({*globals(), *_LAZY_IMPORTS})
 
 
 __all__ = [

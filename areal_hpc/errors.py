@@ -162,7 +162,7 @@ class LedgerRequestError(ArealError):
         self.status = status
 
 
-class RequestError(ArealError):
+class ProxyRequestError(ArealError):
     """The proxy refuses a request, by its fault (4xx) or the moment's (5xx).
 
     `key` names the parameter at fault.
@@ -187,7 +187,7 @@ class RequestError(ArealError):
         return self.problems[0].key or None
 
 
-class PromptTooLongError(RequestError):
+class PromptTooLongError(ProxyRequestError):
     """A prompt that leaves no room for a reply, in the words by which OpenAI's clients know it.
 
     They begin to compact their history then, or end the episode as one that ran out of context.
@@ -207,7 +207,7 @@ class PromptTooLongError(RequestError):
         self.context_tokens = context_tokens
 
 
-class ControlCallError(ArealError):
+class ControlCallRefusedError(ArealError):
     """The caller may not control this replica now."""
 
 

@@ -13,7 +13,7 @@ import transformers
 from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOR
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
@@ -109,9 +109,9 @@ def make_row(
         generator.integers(0, vocab, length).astype(np.int32),
         mask_T,
         {
-            ADVANTAGE: np.full(length, generator.normal(), dtype=np.float32),
+            ADVANTAGE_CHANNEL: np.full(length, generator.normal(), dtype=np.float32),
             # About what a random model says, so that no weight is capped.
-            BEHAVIOR: np.full(length, -np.log(vocab), dtype=np.float32),
+            BEHAVIOR_LOGPROBS_CHANNEL: np.full(length, -np.log(vocab), dtype=np.float32),
         },
     )
 
@@ -129,7 +129,9 @@ class Trainee:
         self.max_tokens = max_tokens
 
     def pack(
-        self, rows: Sequence[TrainingRow], channels: Sequence[str] = (ADVANTAGE, BEHAVIOR)
+        self,
+        rows: Sequence[TrainingRow],
+        channels: Sequence[str] = (ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL),
     ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
         return make_micro_batches(self.policy, rows, channels, self.max_tokens)
@@ -153,8 +155,8 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
     total, sums, weight_max = compute_policy_loss(
         logprobs_N,
         held_N,
-        batch.channels_N[BEHAVIOR],
-        batch.channels_N[ADVANTAGE],
+        batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+        batch.channels_N[ADVANTAGE_CHANNEL],
         batch.rows,
         ObjectiveConfig(),
     )

@@ -41,7 +41,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
     WeightsPublishedRequest,
 )
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 ROW_TOKENS = 64
 LONGEST_OVER_MEDIAN = 8.0
@@ -144,10 +144,10 @@ class Storehouse:
         ]
 
 
-def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajectory]:
+def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[TrajectoryRow]:
     """The rows of a ticket: short ones, since bytes are not what is measured here."""
     for episode, reward in enumerate(rewards):
-        yield Trajectory(
+        yield TrajectoryRow(
             ticket_id=ref.ticket_id,
             attempt=ref.attempt,
             episode=episode,

@@ -6,7 +6,7 @@ import string
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 LONGEST_TOKENS = 32_000
 N_SAMPLES = 8
@@ -15,7 +15,7 @@ CHARACTERS_PER_TOKEN = 4
 FIRST_VERSION = 1 << 32
 
 
-def make_trajectories(count: int, shortest_tokens: int, seed: int = 0) -> list[Trajectory]:
+def make_trajectories(count: int, shortest_tokens: int, seed: int = 0) -> list[TrajectoryRow]:
     """Prompts and replies of random length in turn; versions grow along the way."""
     generator = np.random.default_rng(seed)
     # Quantiles rather than samples: any seed gives the same lengths, in another order.
@@ -28,7 +28,9 @@ def make_trajectories(count: int, shortest_tokens: int, seed: int = 0) -> list[T
     ]
 
 
-def _trajectory(number: int, length: int, prose: str, generator: np.random.Generator) -> Trajectory:
+def _trajectory(
+    number: int, length: int, prose: str, generator: np.random.Generator
+) -> TrajectoryRow:
     mask_T = np.zeros(length, np.uint8)
     versions_T = np.full(length, -1, np.int64)
     version = FIRST_VERSION + int(generator.integers(0, 4))
@@ -43,7 +45,7 @@ def _trajectory(number: int, length: int, prose: str, generator: np.random.Gener
         messages.append({"role": "assistant", "content": _text(prose, begin, end)})
         at = end
     logprobs_T = (-generator.exponential(0.4, length) * mask_T).astype(np.float32)
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=number // N_SAMPLES,
         attempt=1,
         episode=number % N_SAMPLES,

@@ -48,7 +48,7 @@ def receive(
     """Every bucket, as a replica takes it in."""
     for bucket in buckets:
         held = buffers.open_bucket(bucket)
-        messages = held.messages if packed else held.tensors.values()
+        messages = held.tensors_to_send if packed else held.tensors.values()
         works = [dist.broadcast(one, src=0, group=group, async_op=True) for one in messages]
         for work in works:
             work.wait()
@@ -70,7 +70,7 @@ def main() -> None:
             receive(group, buckets, buffers, packed=config["packed"])
         else:
             for bucket in buckets:
-                dist.broadcast(buffers.open_bucket(bucket).messages[0], src=0, group=group)
+                dist.broadcast(buffers.open_bucket(bucket).tensors_to_send[0], src=0, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.broadcast(done, src=1, group=group)

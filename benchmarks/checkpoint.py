@@ -33,7 +33,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 
 # isort: split
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
-from areal_hpc.rundir.checkpoints import MARKER_FILE, STATE_FILE, TrainerState, find_latest
+from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, STATE_FILE, TrainerState, find_latest
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints import megatron_format
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
@@ -79,7 +79,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     assert (partial / name).exists()
     state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
-    (partial / MARKER_FILE).touch()
+    (partial / COMPLETE_MARKER_FILE).touch()
     fsync_tree(partial)
     partial.rename(folder / partial.name.removeprefix("."))
     fsync_path(folder)

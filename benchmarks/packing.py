@@ -34,15 +34,15 @@ from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.trainer.batch.packing import (
     Pack,
-    PackSplit,
+    PackParallelism,
     TrainingRow,
     build_pack,
     compute_padded_length,
     plan_packs,
 )
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE, build_rows, read_tickets
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, build_rows, read_rows_by_ticket
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from benchmarks._pairs import (
     Side,
@@ -61,11 +61,11 @@ CURRENT = WeightVersion.unpack(FIRST_VERSION + 2)
 OBJECTIVE = ObjectiveConfig()
 PAGE_TOKENS = 256
 LAYOUTS = (
-    PackSplit(),
-    PackSplit(tp=2),
-    PackSplit(cp=2),
-    PackSplit(tp=2, cp=2),
-    PackSplit(tp=8, cp=4),
+    PackParallelism(),
+    PackParallelism(tp=2),
+    PackParallelism(cp=2),
+    PackParallelism(tp=2, cp=2),
+    PackParallelism(tp=8, cp=4),
 )
 """Padding is counted under each."""
 
@@ -75,7 +75,7 @@ Tensors = Mapping[str, torch.Tensor]
 class Ours:
     """The product's way, from shards on disk."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], folder: Path) -> None:
+    def __init__(self, trajectories: Sequence[TrajectoryRow], folder: Path) -> None:
         shard = write_sealed_shard(trajectories, folder, folder / "index", "bench")
         tickets = [
             SealedTicket(
@@ -91,11 +91,11 @@ class Ours:
         self.folder = folder
         self.batch = self.read()
 
-    def read(self) -> list[Trajectory]:
+    def read(self) -> list[TrajectoryRow]:
         # A store of its own each time, as every batch is read for the first time.
         shards = CheckedShards(self.folder, self.folder / "index")
-        with shards.check_digests({ticket.shard for ticket in self.manifest.tickets}):
-            return [row for ticket in read_tickets(self.manifest, shards) for row in ticket]
+        with shards.check_digests_in_background({ticket.shard for ticket in self.manifest.tickets}):
+            return [row for ticket in read_rows_by_ticket(self.manifest, shards) for row in ticket]
 
     def rows(self) -> list[TrainingRow]:
         return build_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
@@ -103,12 +103,15 @@ class Ours:
     def pack(self) -> list[Pack]:
         rows = build_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
-        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackSplit())
+        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackParallelism())
         channels = list(rows[0].channels)
-        return [build_pack([rows[index] for index in part], channels, PackSplit()) for part in plan]
+        return [
+            build_pack([rows[index] for index in part], channels, PackParallelism())
+            for part in plan
+        ]
 
 
-def padding_waste(lengths: Sequence[int], split: PackSplit) -> float:
+def padding_waste(lengths: Sequence[int], split: PackParallelism) -> float:
     """Share of all places that hold no token."""
     (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=split)
     sizes = [sum(compute_padded_length(lengths[index], split) for index in part) for part in plan]
@@ -119,7 +122,7 @@ def padding_waste(lengths: Sequence[int], split: PackSplit) -> float:
 class Padded:
     """The ancestor's way, from tensors in memory."""
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, trajectories: Sequence[TrajectoryRow]) -> None:
         self.rows = [_as_tensors(trajectory) for trajectory in trajectories]
         self.batch = self.pad()
         self.scores = self.advantages()
@@ -149,7 +152,7 @@ class Padded:
         return packs
 
 
-def _as_tensors(trajectory: Trajectory) -> dict[str, torch.Tensor]:
+def _as_tensors(trajectory: TrajectoryRow) -> dict[str, torch.Tensor]:
     """One row as the ancestor's client exports it: 64-bit integers, batch dimension 1."""
     wide = {
         "input_ids": trajectory.input_ids_T.astype(np.int64),
@@ -248,7 +251,7 @@ def check_same_advantages(ours: Sequence[TrainingRow], theirs: torch.Tensor) -> 
     """
     for row, padded_L in zip(ours, theirs, strict=True):
         sampled_T = np.flatnonzero(row.loss_mask_T[1:])
-        own = row.channels[ADVANTAGE][1:][sampled_T]
+        own = row.channels[ADVANTAGE_CHANNEL][1:][sampled_T]
         np.testing.assert_allclose(padded_L.numpy()[sampled_T], own, atol=1e-5)
 
 

@@ -32,7 +32,7 @@ from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from benchmarks._pairs import (
     Samples,
     Side,
@@ -52,7 +52,7 @@ COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 class Bench:
     """One set of trajectories and the folder they are written to and read from."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], folder: Path) -> None:
+    def __init__(self, trajectories: Sequence[TrajectoryRow], folder: Path) -> None:
         self.trajectories = trajectories
         self.folder = folder
         self.shard = folder / "shards" / self.seal()
@@ -77,7 +77,7 @@ class Bench:
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def read(self) -> list[Trajectory]:
+    def read(self) -> list[TrajectoryRow]:
         reader = ShardReader(self.shard)
         return reader.read_rows(range(reader.num_rows), with_meta=False)
 

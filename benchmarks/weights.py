@@ -30,7 +30,12 @@ from safetensors.torch import load_file
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
+from areal_hpc.weights.buckets.bucket import (
+    OpenBucket,
+    PackingBuffers,
+    WaitSent,
+    fill_and_send_buckets,
+)
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.transports.broadcast import sends_in_place
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
@@ -134,10 +139,12 @@ class Sender:
         """Fill buckets and send them, as a publisher does."""
 
         def ship(full: OpenBucket) -> WaitSent:
-            return self._pool.submit(self._group.broadcast, full.messages, no_refusal).result
+            return self._pool.submit(self._group.broadcast, full.tensors_to_send, no_refusal).result
 
         arrivals = iter(self._weights.items())
-        self._order("codec", lambda: send_buckets(self._buckets, arrivals, self._open_bucket, ship))
+        self._order(
+            "codec", lambda: fill_and_send_buckets(self._buckets, arrivals, self._open_bucket, ship)
+        )
 
     def _order(self, what: str, send: Callable[[], object]) -> None:
         assert self._peer.stdin is not None

@@ -14,7 +14,7 @@ from areal_hpc.errors import Problem, RecipeError
 ConfigT = TypeVar("ConfigT")
 
 
-def read_areal_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_areal_config_file(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A YAML file with overrides and interpolations carried out.
 
     Raises:

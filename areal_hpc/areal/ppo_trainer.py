@@ -132,19 +132,19 @@ class PPOTrainer:
         paths = RunPaths(_get_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _build_agent_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
+            rollout |= _build_agent_recipe_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = (
             kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
         )
         if other and not _is_same_agent(workflow, kwargs, other, others):
-            evaluation |= _build_agent_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
+            evaluation |= _build_agent_recipe_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
-        tree["cluster"] = _merge_cluster(self._config, tree.get("cluster", {}))
+        tree["cluster"] = _merge_cluster_section(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
             _write_task_set(lines, paths.dataset(split), recipe, f"{split}_dataset")
@@ -156,7 +156,7 @@ class PPOTrainer:
         ]
 
 
-def _merge_cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _merge_cluster_section(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
@@ -185,7 +185,7 @@ def _get_run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _build_agent_keys(
+def _build_agent_recipe_keys(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""

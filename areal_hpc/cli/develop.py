@@ -60,7 +60,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     help_ = "stop the cluster and remove all of its files"
     actions.add("down", _stop_devcluster, parents=[place], help=help_)
     help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
-    actions.add("env", _print_environment, parents=[place], help=help_)
+    actions.add("env", _print_slurm_conf_export, parents=[place], help=help_)
     help_ = "disconnect a node and kill its processes"
     kill = actions.add("kill-node", _kill_node, parents=[place, named], help=help_)
     help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
@@ -68,7 +68,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     parents = [place, named, patience]
     actions.add("restore-node", _restore_node, parents=parents, help="start a node anew")
     help_ = "show the health of every daemon and node"
-    actions.add("status", _print_health, parents=[place], help=help_)
+    actions.add("status", _print_devcluster_health, parents=[place], help=help_)
     # Absent when not given: a cluster that is up keeps the values it was started with.
     add = partial(up.add_argument, default=argparse.SUPPRESS)
     add("--nodes", type=int, metavar="N", help="4 when not given")
@@ -106,7 +106,7 @@ def _stop_devcluster(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_environment(arguments: argparse.Namespace) -> int:
+def _print_slurm_conf_export(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import read_plan
 
     slurm_conf = read_plan(_get_devcluster_paths(arguments)).paths.slurm_conf
@@ -131,7 +131,7 @@ def _restore_node(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_health(arguments: argparse.Namespace) -> int:
+def _print_devcluster_health(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
 
     made = read_plan(_get_devcluster_paths(arguments))

@@ -15,7 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 if TYPE_CHECKING:
     from areal_hpc.rundir.checkpoints import UntrainedRecord
 
-MAX_NAMED_TICKETS = 20
+MAX_LISTED_FAULTS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
 ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
@@ -84,11 +84,11 @@ def add_commands(commands: CommandGroup) -> None:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
-    from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
+    from areal_hpc.view.jobs import describe_jobs, fetch_run_jobs, get_run_state
     from areal_hpc.view.summary import format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
-    run, advance = read_jobs(paths, QueuePoller()), read_run_progress(paths)
+    run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
     lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
     lines += format_run_progress(advance)
     if not run.is_local:
@@ -179,7 +179,7 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     faulty = [
         one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
-    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
+    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_LISTED_FAULTS)
     lines = [f"ticket {one.ticket_id:>6}  {one.status:<11}  {one.why}" for one in listed]
     _print_first_lines(lines, most)
     for problem in audit.problems:
@@ -187,11 +187,11 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     _print_first_lines([_describe_untrained_batch(part) for part in audit.untrained], most)
     state = "finished" if audit.is_finished else "not finished"
     dropped, filtered = (
-        len(audit.with_status(TicketStatus.DROPPED)),
-        len(audit.with_status(TicketStatus.FILTERED)),
+        len(audit.list_tickets_with_status(TicketStatus.DROPPED)),
+        len(audit.list_tickets_with_status(TicketStatus.FILTERED)),
     )
     unsound, skipped, quarantined = (
-        len(audit.with_status(status))
+        len(audit.list_tickets_with_status(status))
         for status in (TicketStatus.UNSOUND, TicketStatus.SKIPPED, TicketStatus.QUARANTINED)
     )
     print(
@@ -224,13 +224,13 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 
 
 def _show_rows(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import find_ticket_rows, format_trajectory
+    from areal_hpc.view.shard_report import find_ticket_rows, format_trajectory_row
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
     rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
     tokenizer = _find_tokenizer_file(RunPaths(run_dir))
-    print("\n\n".join(format_trajectory(path, row, tokenizer) for row in rows))
+    print("\n\n".join(format_trajectory_row(path, row, tokenizer) for row in rows))
     return 0
 
 

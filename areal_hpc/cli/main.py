@@ -16,7 +16,7 @@ COMMAND_MODULES = {
     "develop": (develop,),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
-LIST_ARGUMENTS = ("overrides", "names")
+VARIADIC_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
 
@@ -39,7 +39,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    taking = next((name for name in LIST_ARGUMENTS if hasattr(arguments, name)), None)
+    taking = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if taking is not None:

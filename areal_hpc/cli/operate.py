@@ -81,10 +81,10 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_name
-    from areal_hpc.slurm.run_jobs import list_job_ids
+    from areal_hpc.slurm.run_jobs import list_recorded_job_ids
 
     paths = parse_run_dir(path)
-    if not list_job_ids(paths) and not find_live_jobs(paths):
+    if not list_recorded_job_ids(paths) and not find_live_jobs(paths):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
@@ -96,7 +96,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.slurm.run_jobs import get_run_label, list_job_ids, list_unrecorded_jobs
+    from areal_hpc.slurm.run_jobs import get_run_label, list_recorded_job_ids, list_unrecorded_jobs
     from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
@@ -107,7 +107,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
     def find_jobs() -> tuple[str, ...]:
         unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]
-        return (*list_job_ids(paths), *unrecorded)
+        return (*list_recorded_job_ids(paths), *unrecorded)
 
     ended = cancel_jobs(find_jobs, label=get_run_label(paths), grace_s=grace_s, say=say)
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")

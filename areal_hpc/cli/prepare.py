@@ -96,11 +96,11 @@ def _translate_config(arguments: argparse.Namespace) -> int:
     import yaml
 
     from areal_hpc.areal.config.translation import translate_to_recipe
-    from areal_hpc.areal.loading import read_areal_tree
+    from areal_hpc.areal.loading import read_areal_config_file
     from areal_hpc.recipe.loading import build_recipe
 
     translation = translate_to_recipe(
-        read_areal_tree(arguments.config, arguments.overrides), arguments.rows
+        read_areal_config_file(arguments.config, arguments.overrides), arguments.rows
     )
     text = yaml.safe_dump(translation.recipe, sort_keys=False)
     if arguments.out is None:

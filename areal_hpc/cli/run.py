@@ -61,7 +61,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.memory import render_memory_table
+    from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
     from areal_hpc.recipe.loading import load_recipe
 
@@ -73,13 +73,13 @@ def _print_plan(arguments: argparse.Namespace) -> int:
             for process in job.processes:
                 where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
-        for line in _describe_gpus_here(stage, recipe):
+        for line in _describe_gpu_assignment(stage, recipe):
             print(f"  {line}")
-    print("\n".join(["", *render_memory_table(recipe)]))
+    print("\n".join(["", *build_memory_report(recipe)]))
     return 0
 
 
-def _describe_gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
+def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.jobs.gpus import find_visible_gpus
     from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment

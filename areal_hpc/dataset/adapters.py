@@ -52,7 +52,7 @@ def convert_countdown(row: Mapping[str, Any]) -> Task:
         f"{row['target']}. {ANSWER_TAG_INSTRUCTION}"
     )
     return {
-        "messages": _build_user_message(question),
+        "messages": _build_messages(question),
         "target": int(row["target"]),
         "numbers": numbers,
     }
@@ -65,7 +65,7 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
     question = row["text"] if "text" in row else row["prompt"]
     shown = f"{question} It must pass this test: {asserts[0]}\n{CODE_BLOCK_INSTRUCTION}"
     return {
-        "messages": _build_user_message(shown),
+        "messages": _build_messages(shown),
         "tests": {"program": "\n".join([setup, *asserts])},
     }
 
@@ -74,7 +74,7 @@ def convert_humaneval(row: Mapping[str, Any]) -> Task:
     """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
     question = f"Complete this function.\n```python\n{row['prompt']}```\n{CODE_BLOCK_INSTRUCTION}"
     program = f"{row['test']}\ncheck({row['entry_point']})"
-    return {"messages": _build_user_message(question), "tests": {"program": program}}
+    return {"messages": _build_messages(question), "tests": {"program": program}}
 
 
 def convert_apps(row: Mapping[str, Any]) -> Task | None:
@@ -89,12 +89,12 @@ def convert_apps(row: Mapping[str, Any]) -> Task | None:
     channels = "Read standard input, print to standard output."
     question = f"{row['question']}\n{channels} {CODE_BLOCK_INSTRUCTION}"
     pairs = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-    return {"messages": _build_user_message(question), "tests": {"cases": pairs}}
+    return {"messages": _build_messages(question), "tests": {"cases": pairs}}
 
 
 def _build_math_task(question: str, answer: str) -> Task:
-    return {"messages": _build_user_message(f"{question}\n{BOXED_INSTRUCTION}"), "answer": answer}
+    return {"messages": _build_messages(f"{question}\n{BOXED_INSTRUCTION}"), "answer": answer}
 
 
-def _build_user_message(question: str) -> list[dict[str, str]]:
+def _build_messages(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]

@@ -11,7 +11,7 @@ from areal_hpc.wire.replicas import NO_KEYS, ServerKeys
 
 Device = Literal["cpu", "cuda"]
 
-UNSET_VERSION = "unset"
+UNSET_WEIGHT_VERSION = "unset"
 """Version that an SGLang server reports for weights that no trainer has vouched for."""
 CPU_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
@@ -96,7 +96,7 @@ def build_replica_command(
         "--tp": config.tp,
         "--max-running-requests": config.max_running_requests,
         "--random-seed": random_seed,
-        "--weight-version": UNSET_VERSION,
+        "--weight-version": UNSET_WEIGHT_VERSION,
         "--log-level-http": "warning",
         "--incremental-streaming-output": True,  # else each piece of a stream repeats all before
     }

@@ -16,7 +16,7 @@ from areal_hpc.inference.command import (
     compute_replica_seed,
 )
 from areal_hpc.inference.multi_node import get_rendezvous_address
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
 from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -27,7 +27,7 @@ WORKER_NODE_ENTRY = "areal_hpc.inference.worker_node:run"
 """Parses the same configuration on the further nodes of a cell."""
 
 
-class InferenceJobConfig(JobConfig):
+class InferenceJobConfig(ProcessConfig):
     """Configuration of the inference process of one cell."""
 
     ENTRY = "areal_hpc.inference.job:run"

@@ -19,16 +19,16 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from areal_hpc.errors import ControlCallError
+from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCaller, Replica
 from areal_hpc.inference.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, is_authorized, read_body
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
-    GENERATION_HEADER,
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
+    TRAINER_GENERATION_HEADER,
     FenceRequest,
     FollowerPollRequest,
     LoadWeightsRequest,
@@ -64,9 +64,9 @@ class ControlProxyApp(JsonApp):
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
-    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
-        if isinstance(error, ControlCallError):
+        if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
         return super().describe_error(request, error)
 
@@ -83,20 +83,26 @@ class ControlProxyApp(JsonApp):
                 part = await _decode_body(request, FollowerPollRequest)
                 try:
                     return _encode_reply(
-                        self._replicas[0].nodes.answer_node(part, self._replicas[0].clock.now())
+                        self._replicas[0].nodes.answer_node_poll(
+                            part, self._replicas[0].clock.now()
+                        )
                     )
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
                 fence = await _decode_body(request, FenceRequest)
-                return _encode_reply(self._find_replica(index).fence(_read_caller(request), fence))
+                return _encode_reply(
+                    self._find_replica(index).stop_serving(_read_caller(request), fence)
+                )
             case "POST", ["replicas", index, "serve"]:
                 serve = await _decode_body(request, ServeRequest)
                 return _encode_reply(
                     self._find_replica(index).start_serving(_read_caller(request), serve)
                 )
             case "POST", ["replicas", index, "load"]:
-                load = self._build_load_body(await _decode_body(request, LoadWeightsRequest))
+                load = self._build_load_weights_body(
+                    await _decode_body(request, LoadWeightsRequest)
+                )
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
@@ -109,7 +115,7 @@ class ControlProxyApp(JsonApp):
             raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
 
-    def _build_load_body(self, request: LoadWeightsRequest) -> bytes:
+    def _build_load_weights_body(self, request: LoadWeightsRequest) -> bytes:
         """SGLang would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / request.folder
         if not _WEIGHTS_FOLDER_PATTERN.fullmatch(request.folder) or not folder.is_dir():
@@ -214,7 +220,7 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
 def _read_caller(request: Request) -> ControlCaller:
     return ControlCaller(
         incarnation=int(_read_number_header(request, INCARNATION_HEADER)),
-        generation=int(_read_number_header(request, GENERATION_HEADER)),
+        generation=int(_read_number_header(request, TRAINER_GENERATION_HEADER)),
         deadline_s=_read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 

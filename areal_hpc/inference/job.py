@@ -16,7 +16,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import BackgroundEventLog
 from areal_hpc.rundir.paths import RunPaths
 
-POLL_S = 0.1
+REPLICA_POLL_S = 0.1
 
 
 def run(config: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def run(config: dict[str, Any]) -> None:
         while not stop.requested:
             for replica in replicas:
                 replica.maintain_server()
-            stop.wait(POLL_S)
+            stop.wait(REPLICA_POLL_S)
     finally:
         rendezvous.remove_endpoint(paths.rendezvous_dir, service)
         for replica in replicas:

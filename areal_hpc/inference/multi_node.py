@@ -35,7 +35,7 @@ class NodePartTracker:
         """Have no part run."""
         self.assign_incarnation(0, "")
 
-    def answer_node(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
+    def answer_node_poll(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
         """Hear a node; what it is to run.
 
         Raises:
@@ -50,7 +50,7 @@ class NodePartTracker:
                 self._loss = f"lost its process on node {request.node} of the cell"
             return FollowerPollReply(0, "") if self._loss else self._wanted
 
-    def describe_loss(self, now_s: float) -> str:
+    def find_loss_reason(self, now_s: float) -> str:
         """Why the present incarnation cannot go on, in words; empty while it can."""
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():

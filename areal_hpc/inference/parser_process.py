@@ -18,8 +18,8 @@ import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
 from areal_hpc.wire.parsers import (
+    ParseChunkRequest,
     ParsedToolCall,
-    ParseRequest,
     ParserReply,
     ReplyParseContext,
     ToolGrammarRequest,
@@ -170,7 +170,7 @@ class ReplyParser:
         """Line breaks that are part of the reasoning only if more of it follows."""
         self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
-    def stop_parsing(self, text: str) -> str:
+    def fall_back_to_raw_text(self, text: str) -> str:
         """Everything that has not been shown, as it is; from now on nothing is parsed."""
         self._calls = self._reasoning = None
         self._body += "" if self._body.endswith(text) else text
@@ -223,9 +223,9 @@ class ReplyParser:
             text = text[len(shown) :]
         elif shown.strip() == text.strip():  # SGLang strips what stands before a call
             text = ""
-        return text + self._find_malformed_calls(len(calls)), calls
+        return text + self._get_malformed_call_text(len(calls)), calls
 
-    def _find_malformed_calls(self, count: int) -> str:
+    def _get_malformed_call_text(self, count: int) -> str:
         """The calls among several that do not parse, as text."""
         marker = next((one for one in self._markers if self._body.count(one) > count), None)
         if marker is None:
@@ -273,7 +273,7 @@ class ParseRequestHandler:
         self._formats = formats
         self._replies: dict[int, ReplyParser] = {}
 
-    def answer(self, request: ParseRequest | ToolGrammarRequest) -> ParserReply:
+    def answer(self, request: ParseChunkRequest | ToolGrammarRequest) -> ParserReply:
         """The reply to a request. SGLang's failures become its `error`."""
         try:
             if isinstance(request, ToolGrammarRequest):
@@ -289,7 +289,7 @@ class ParseRequestHandler:
         reply.call = request.call
         return reply
 
-    def _parse_text(self, request: ParseRequest) -> ParserReply:
+    def _parse_text(self, request: ParseChunkRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
             while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left
@@ -304,7 +304,7 @@ class ParseRequestHandler:
         try:
             return reply.feed(request.text, request.last)
         except Exception as error:  # boundary: SGLang's code, run on whatever a model says
-            return ParserReply(text=reply.stop_parsing(request.text), error=repr(error))
+            return ParserReply(text=reply.fall_back_to_raw_text(request.text), error=repr(error))
 
 
 def main() -> None:
@@ -312,7 +312,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
     process = ParseRequestHandler(ReplyFormats(*sys.argv[1:3]))
-    decoder = msgspec.json.Decoder(ParseRequest | ToolGrammarRequest)
+    decoder = msgspec.json.Decoder(ParseChunkRequest | ToolGrammarRequest)
     out.write(msgspec.json.encode(ParserReply()) + b"\n")
     for line in sys.stdin.buffer:
         out.write(msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
+from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
 from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
@@ -35,7 +35,7 @@ from areal_hpc.wire.replicas import (
 )
 
 log = logging.getLogger(__name__)
-_BACKOFF = Backoff(0.5, 30.0)
+_RESTART_BACKOFF = Backoff(0.5, 30.0)
 _MAX_PORT_RACES = 5
 BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 """(incarnation, ports) to the command of that start."""
@@ -130,7 +130,7 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start_server()
-        elif death := self._server.describe_exit() or self.nodes.describe_loss(now):
+        elif death := self._server.describe_exit() or self.nodes.find_loss_reason(now):
             self._handle_failure(self._server, death)
         elif self._state == "starting":
             self._check_startup(self._server, now)
@@ -227,7 +227,9 @@ class Replica:
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
-        self._not_before = self.clock.now() + _BACKOFF.get_pause_s(self._failures_in_a_row - 1)
+        self._not_before = self.clock.now() + _RESTART_BACKOFF.get_pause_s(
+            self._failures_in_a_row - 1
+        )
 
     def request_stop(self) -> None:
         """Ask the server to end."""
@@ -244,14 +246,14 @@ class Replica:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
     # -- the control proxy's thread ------------------------------------
-    # Each method raises ControlCallError when the caller means another incarnation, when the
+    # Each method raises ControlCallRefusedError when the caller means another incarnation, when the
     # replica is not up, and when a newer generation of the trainer has been here.
 
-    def fence(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
+    def stop_serving(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._check_caller(caller)
-            self._update_state.fence(self.clock.now(), caller.deadline_s, stays=request.stays)
+            self._update_state.mark_fenced(self.clock.now(), caller.deadline_s, stays=request.stays)
             return self.build_view()
 
     def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
@@ -290,16 +292,16 @@ class Replica:
     def _check_caller(self, caller: ControlCaller) -> None:
         name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
-            raise ControlCallError(
+            raise ControlCallRefusedError(
                 f"{name}: the call is for restart {caller.incarnation}, the current restart is "
                 f"{self._incarnation}"
             )
         if self._state != "ready":
-            raise ControlCallError(f"{name} is {self._state}")
+            raise ControlCallRefusedError(f"{name} is {self._state}")
         if self._update_state.is_closing:
-            raise ControlCallError(f"{name} is ending the update of a sender that vanished")
+            raise ControlCallRefusedError(f"{name} is ending the update of a sender that vanished")
         if caller.generation < self._generation:
-            raise ControlCallError(
+            raise ControlCallRefusedError(
                 f"{name}: generation {self._generation} of the trainer "
                 f"has taken over from {caller.generation}"
             )

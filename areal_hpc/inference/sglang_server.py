@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
-_READY_TIMEOUT_S = 0.5
+_READY_REQUEST_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
 _PROCESS_TITLE_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
@@ -120,7 +120,7 @@ class SGLangServer:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        if not responds_ok("GET", f"{self.url}/ready", _READY_TIMEOUT_S):
+        if not responds_ok("GET", f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S):
             return False
         if self._members is None:
             if not _is_listening(self.pid, self._http_port):

@@ -24,7 +24,10 @@ _MIN_AGE_S = 30.0
 def list_mapped_files(pids: Iterable[int]) -> set[Path]:
     """Shared memory that some processes map or hold open, as far as they may be asked."""
     return {
-        path for pid in pids for path in _list_files_of(pid) if path.parent == SHARED_MEMORY_DIR
+        path
+        for pid in pids
+        for path in _list_process_files(pid)
+        if path.parent == SHARED_MEMORY_DIR
     }
 
 
@@ -33,7 +36,7 @@ def remove_unused_files(paths: Iterable[Path], dead_session: int = 0) -> list[Pa
 
     Processes of the dead session do not count: they have been killed, and take a moment to end.
     """
-    used = list_mapped_files(_list_own_processes(without_session=dead_session))
+    used = list_mapped_files(_list_user_pids(without_session=dead_session))
     removed = []
     for path in paths:
         if path not in used:
@@ -60,11 +63,11 @@ def remove_stale_files() -> list[Path]:
 
 def list_server_files(session: int) -> set[Path]:
     """Files of a server's own kinds that the living processes of its session use."""
-    files = list_mapped_files(_list_own_processes(of_session=session))
+    files = list_mapped_files(_list_user_pids(of_session=session))
     return {path for path in files if path.name.startswith(_SERVER_PREFIXES)}
 
 
-def _list_own_processes(*, of_session: int = 0, without_session: int = 0) -> Iterator[int]:
+def _list_user_pids(*, of_session: int = 0, without_session: int = 0) -> Iterator[int]:
     """Processes that may use this user's files, those of the same user: all, or of one session."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -74,7 +77,7 @@ def _list_own_processes(*, of_session: int = 0, without_session: int = 0) -> Ite
                     yield int(entry.name)
 
 
-def _list_files_of(pid: int) -> set[Path]:
+def _list_process_files(pid: int) -> set[Path]:
     """Files that a process maps or holds open; nothing if it has ended."""
     found: set[Path] = set()
     with suppress(OSError):

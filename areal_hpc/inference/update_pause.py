@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 FIRST_TOKEN_POLL_S = 0.01
 FIRST_TOKEN_TIMEOUT_S = 120.0
-_SERVING_TIMEOUT_S = 5.0
+_RESUME_SERVING_TIMEOUT_S = 5.0
 
 
 class _SchedulerLoad(msgspec.Struct):
@@ -62,7 +62,7 @@ class UpdatePauseTimer:
             self._paused_at, self._before = asked_at, None
         elif route in WEIGHT_CHANGING_ROUTES and self._paused_at:
             # It takes its orders one after the other: now it is paused.
-            self._start_task(self._read_load_before(server))
+            self._start_task(self._record_load_before_pause(server))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
             self._start_task(self._measure_pause(server, self._before, paused_s, asked_at))
@@ -80,7 +80,7 @@ class UpdatePauseTimer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _read_load_before(self, server: SGLangServer) -> None:
+    async def _record_load_before_pause(self, server: SGLangServer) -> None:
         self._before = await self._read_newest_load(server)
 
     async def _measure_pause(
@@ -97,7 +97,7 @@ class UpdatePauseTimer:
                 await asyncio.sleep(FIRST_TOKEN_POLL_S)
             token_at = load.timestamp
         # The sender opens the replica right after it let generation go on.
-        give_up_at = time.time() + _SERVING_TIMEOUT_S
+        give_up_at = time.time() + _RESUME_SERVING_TIMEOUT_S
         while not (version := self._replica.build_view().version) and time.time() < give_up_at:
             await asyncio.sleep(FIRST_TOKEN_POLL_S)
         reprefill_s = token_at - continued_at

@@ -45,7 +45,7 @@ class WeightUpdateState:
         """The sender has vanished."""
         return now >= self._sender_until and not self._calls_in_flight
 
-    def fence(self, now: float, deadline_s: float, *, stays: bool) -> None:
+    def mark_fenced(self, now: float, deadline_s: float, *, stays: bool) -> None:
         """Take the replica out of service. A second fence does not put off the deadline."""
         self._is_fenced = True
         self._fence_stays = stays

@@ -20,7 +20,7 @@ import msgspec
 from pydantic import Field
 
 from areal_hpc.errors import ClusterError, SlurmNotFoundError
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.jobs.requeue import MAX_EXCLUDED_NODES, add_excluded_node, release_held_jobs
 from areal_hpc.jobs.topology import expand_node_list
 from areal_hpc.rundir.atomic import write_atomic
@@ -35,7 +35,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_alive
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
 from areal_hpc.slurm.resubmit import submit_again
 from areal_hpc.slurm.run_jobs import get_run_label, list_unrecorded_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
@@ -46,14 +46,14 @@ POLL_S = 60.0
 """Between two looks. What is missing at two of them is gone: it may be submitting itself."""
 MAX_SUBMISSIONS = 3
 """Of one job without progress of the run; the next one is held until a person releases it."""
-LAUNCH_S = 60.0
+NODE_FAULT_MAX_LIFETIME_S = 60.0
 """A job without a word of any task that lived this long has started; its node is not to blame."""
 SUBMIT_TIMEOUT_S = 600.0
 CLAIM_LIFETIME_S = 1800.0
 """A claim that is older was left by a caretaker that died."""
 
 
-class CaretakerConfig(JobConfig):
+class CaretakerConfig(ProcessConfig):
     """Configuration of the caretaker of one job."""
 
     ENTRY = "areal_hpc.jobs.caretaker:run"
@@ -110,10 +110,10 @@ class JobStatus:
         if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
             return ""
         lived_s = (queued.end or 0.0) - (queued.start or 0.0)
-        return expand_node_list(queued.nodes)[0] if lived_s < LAUNCH_S else ""
+        return expand_node_list(queued.nodes)[0] if lived_s < NODE_FAULT_MAX_LIFETIME_S else ""
 
 
-def select_charges(config: CaretakerConfig, jobs: Mapping[str, JobStatus]) -> tuple[str, ...]:
+def select_jobs_to_watch(config: CaretakerConfig, jobs: Mapping[str, JobStatus]) -> tuple[str, ...]:
     """Names of the jobs that the caretaker of `config.job` has to look after now."""
     if config.job == config.leader:
         return config.others
@@ -134,7 +134,7 @@ class Caretaker:
         self._missing: set[str] = set()
         """Jobs that were missing at the last look."""
 
-    def look_after_jobs(self) -> None:
+    def resubmit_missing_jobs(self) -> None:
         """Submit the jobs that were missing at the last look and are missing still.
 
         Raises:
@@ -143,8 +143,8 @@ class Caretaker:
         if self._paths.cancelled_marker.exists() or self._paths.finished_marker.exists():
             return
         try:
-            jobs = self._read_jobs()
-            charges = [jobs[name] for name in select_charges(self._config, jobs)]
+            jobs = self._read_job_statuses()
+            charges = [jobs[name] for name in select_jobs_to_watch(self._config, jobs)]
             missing = [job for job in charges if job.reason_to_submit]
             for job in missing:
                 if job.name in self._missing:
@@ -163,14 +163,16 @@ class Caretaker:
         if is_waiting and self._config.job != self._config.leader:
             release_held_jobs(self._paths.jobs_dir, only=self._config.leader)
 
-    def _read_jobs(self) -> dict[str, JobStatus]:
+    def _read_job_statuses(self) -> dict[str, JobStatus]:
         newest = get_latest_submissions(read_submissions(self._paths.submissions))
         ids = [one.job_id for one in newest.values()]
         snapshot = self._queue.poll(ids).filter_jobs(ids, get_run_label(self._paths))
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         names = (self._config.leader, *self._config.others)
-        alive = {name for name, one in newest.items() if is_alive(snapshot.get_state(one.job_id))}
+        alive = {
+            name for name, one in newest.items() if is_live_state(snapshot.get_state(one.job_id))
+        }
         if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
             alive |= {job.submission.job for job in list_unrecorded_jobs(self._paths)}
         return {
@@ -215,7 +217,7 @@ class Caretaker:
             submitted = submit_again(
                 launch.slurm,
                 job.name,
-                _list_options(files, Path(launch.slurm.excluded_nodes)),
+                _build_exclude_options(files, Path(launch.slurm.excluded_nodes)),
                 timeout_s=SUBMIT_TIMEOUT_S,
                 hold=count > MAX_SUBMISSIONS,
             )
@@ -268,7 +270,7 @@ def _count_submission(job: JobPaths, progress: str) -> int:
     return count
 
 
-def _list_options(job: JobPaths, excluded_nodes: Path) -> list[str]:
+def _build_exclude_options(job: JobPaths, excluded_nodes: Path) -> list[str]:
     """Options for sbatch: an option given there replaces that of the script."""
     own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
     nodes = dict.fromkeys([*own, *(row["node"] for row in read_lines(excluded_nodes))])
@@ -282,7 +284,7 @@ def run(config: dict[str, Any]) -> None:
     while True:
         time.sleep(told.poll_s)
         try:
-            caretaker.look_after_jobs()
+            caretaker.resubmit_missing_jobs()
         except SlurmNotFoundError as error:
             log.warning("nobody looks after the run's jobs from here: %s", error)
             return

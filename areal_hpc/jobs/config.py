@@ -7,7 +7,7 @@ from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.jobs import ProcessSpec
 
 
-class JobConfig(BaseConfig):
+class ProcessConfig(BaseConfig):
     """Configuration of one process, constructed by `launch` and parsed by the process."""
 
     ENTRY: ClassVar[str]

@@ -42,10 +42,10 @@ def probe_node(
     """
     local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     findings = [
-        *_judge_space(job_dir, least_free_bytes, is_shared=True),
-        *_judge_space(local_dir, least_free_bytes, is_shared=False),
-        *_judge_clock(job_dir),
-        *(_check_peer(first_address) if first_address else ()),
+        *_check_free_space(job_dir, least_free_bytes, is_shared=True),
+        *_check_free_space(local_dir, least_free_bytes, is_shared=False),
+        *_compare_clock_with_storage(job_dir),
+        *(_check_first_node_reachable(first_address) if first_address else ()),
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
@@ -91,7 +91,7 @@ def check_gpus(asked: list[str], seen: dict[str, int], complaint: str) -> list[N
     ]
 
 
-def _judge_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[NodeProblem]:
+def _check_free_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[NodeProblem]:
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
@@ -103,7 +103,7 @@ def _judge_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[Nod
     return [NodeProblem(reason, is_fault_of_node=not is_shared)]
 
 
-def _judge_clock(folder: Path) -> list[NodeProblem]:
+def _compare_clock_with_storage(folder: Path) -> list[NodeProblem]:
     """Compare this node's clock with the shared storage's."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -120,7 +120,7 @@ def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
 
 
-def _check_peer(address: str) -> list[NodeProblem]:
+def _check_first_node_reachable(address: str) -> list[NodeProblem]:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:

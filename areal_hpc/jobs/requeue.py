@@ -17,15 +17,15 @@ from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError
 from areal_hpc.jobs.restart_policy import (
     SLURM_POLICY,
     TIME_LIMIT_REASON,
+    FailureCounts,
     RestartDecision,
-    StartCounts,
 )
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import LaunchFile, SlurmLaunchInfo, TaskExit, list_held_jobs
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.resubmit import resubmit, update_dependents
+from areal_hpc.slurm.resubmit import resubmit_after_end, update_dependents
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class ProgressTracker:
         except OSError:
             return 0
 
-    def update_failure_count(self, outcomes: Sequence[TaskExit]) -> StartCounts:
+    def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailureCounts:
         """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
         has_grown = self._measure_progress() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
-        before = StartCounts()
+        before = FailureCounts()
         if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=StartCounts)
-        counts = StartCounts(
+            before = msgspec.json.decode(self._path.read_bytes(), type=FailureCounts)
+        counts = FailureCounts(
             SLURM_POLICY.count_failures(
                 before.failures,
                 made_progress=has_grown or lived_s >= SLURM_POLICY.healthy_s,
@@ -163,7 +163,7 @@ def _request_restart(
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
-        number = resubmit(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
+        number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
         _retry(lambda: update_dependents(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:

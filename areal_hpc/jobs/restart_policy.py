@@ -22,7 +22,7 @@ MAX_TIME_LIMIT_STOPS = 3
 """Starts in a row that reach the time limit without progress: the limit is too short."""
 
 
-class StartCounts(Struct, frozen=True):
+class FailureCounts(Struct, frozen=True):
     """Starts of a job in a row, the last one included, in which the run made no progress."""
 
     failures: int = 0
@@ -73,7 +73,7 @@ SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure
 """Of a job under Slurm. Progress: the run's metrics grew."""
 
 
-def decide_restart(outcomes: Sequence[TaskExit], counts: StartCounts) -> RestartDecision:
+def decide_restart(outcomes: Sequence[TaskExit], counts: FailureCounts) -> RestartDecision:
     """Decision about a job under Slurm, from the ends of its tasks."""
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:

@@ -45,7 +45,7 @@ from areal_hpc.slurm import scontrol
 
 log = logging.getLogger(__name__)
 
-POLL_S = 2.0
+STOP_POLL_S = 2.0
 """Between two looks at the shared storage."""
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
@@ -188,14 +188,14 @@ class SlurmTask:
         now = time.monotonic()
         if now < self._next_look_at or self._start is None:
             return None
-        self._next_look_at = now + POLL_S
+        self._next_look_at = now + STOP_POLL_S
         try:
-            return self._find_stop(self._start, now, is_leading=is_leading)
+            return self._check_stop_conditions(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _find_stop(
+    def _check_stop_conditions(
         self, start: starts.JobStart, now: float, *, is_leading: bool
     ) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
@@ -285,7 +285,7 @@ class SlurmTask:
         faulty: list[str] = []
         with _log_write_errors("the nodes that are not to be given again"):
             faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
-        counts = self._progress_tracker.update_failure_count(outcomes)
+        counts = self._progress_tracker.update_failure_counts(outcomes)
         decision = decide_restart(outcomes, counts)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)

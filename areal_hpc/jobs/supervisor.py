@@ -43,16 +43,16 @@ from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
-POLL_S = 0.1
-BACKOFF = Backoff(0.5, 10.0)
-LOCAL_NOTES_POLL_S = 0.1
-SHARED_NOTES_POLL_S = 2.0
+PROCESS_POLL_S = 0.1
+RESTART_BACKOFF = Backoff(0.5, 10.0)
+LOCAL_RANK_RESTART_POLL_S = 0.1
+SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""
 VICTIM_EXIT_CODES = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
 """Of a rank that left because another one failed."""
-VICTIM_TIMEOUT_S = 10.0
-ERROR_TIMEOUT_S = 1.0
-SIGNAL_EXIT_CODES = 128
+VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
+ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
+SIGNAL_EXIT_CODE_BASE = 128
 """Exit codes above this are those of signals."""
 FINAL_EXIT_CODES = (
     STOPPED_EXIT_CODE,
@@ -105,14 +105,14 @@ def get_incarnation(launch: LaunchFile) -> str:
     return f"{scontrol.get_own_job_id(os.environ)}.{get_slurm_restart_count(os.environ)}"
 
 
-def get_cause_timeout_s(exit_code: int) -> float:
+def get_restart_note_timeout_s(exit_code: int) -> float:
     """Time that a rank's supervisor waits for the note of a rank that died before it. Pure.
 
     Nothing but a signal needs no other rank's death to come about; some codes say that it did.
     """
     if exit_code in VICTIM_EXIT_CODES:
-        return VICTIM_TIMEOUT_S
-    return 0.0 if exit_code > SIGNAL_EXIT_CODES else ERROR_TIMEOUT_S
+        return VICTIM_RESTART_NOTE_TIMEOUT_S
+    return 0.0 if exit_code > SIGNAL_EXIT_CODE_BASE else ERROR_RESTART_NOTE_TIMEOUT_S
 
 
 class LocalTask:
@@ -169,7 +169,7 @@ class _Supervisor:
         self._incarnation = get_incarnation(launch)
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
-            LOCAL_NOTES_POLL_S if launch.slurm is None else SHARED_NOTES_POLL_S,
+            LOCAL_RANK_RESTART_POLL_S if launch.slurm is None else SLURM_RANK_RESTART_POLL_S,
         )
         self._children = [
             self._prepare_process(spec)
@@ -208,7 +208,7 @@ class _Supervisor:
         for child in self._children:
             self._start_process(child)
         while (outcome := self._poll_processes()) is None:
-            self._stop.wait(POLL_S)
+            self._stop.wait(PROCESS_POLL_S)
         return outcome
 
     def _start_process(self, child: ManagedProcess) -> None:
@@ -275,7 +275,7 @@ class _Supervisor:
             child.signal_session(signal.SIGKILL)
         child.is_doomed = child.process is not None
         child.crashes = note.failures
-        pause_s = BACKOFF.get_pause_s(note.failures - 2) if note.failures > 1 else 0.0
+        pause_s = RESTART_BACKOFF.get_pause_s(note.failures - 2) if note.failures > 1 else 0.0
         child.not_before = time.monotonic() + pause_s
 
     def _on_exit(self, child: ManagedProcess, code: int) -> TaskExit | None:
@@ -297,9 +297,9 @@ class _Supervisor:
         if code == IDLE_EXIT_CODE:
             return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
         if spec.is_rank and self._launch.job.tasks > 1:
-            if code in VICTIM_EXIT_CODES and self._has_fellow_ended():
+            if code in VICTIM_EXIT_CODES and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
-            if time.monotonic() - child.ended_at < get_cause_timeout_s(code):
+            if time.monotonic() - child.ended_at < get_restart_note_timeout_s(code):
                 return None  # another task may be about to say that its rank died before this one
         if code == LOST_PEER_EXIT_CODE:
             code = ClusterError.exit_code
@@ -312,7 +312,7 @@ class _Supervisor:
         made_progress = now - child.started_at >= policy.healthy_s or child.made_progress()
         failures = policy.count_failures(child.crashes, made_progress=made_progress)
         decision = policy.decide([code], failures)
-        if spec.is_rank and (code in FINAL_EXIT_CODES or self._has_fellow_ended()):
+        if spec.is_rank and (code in FINAL_EXIT_CODES or self._any_other_task_ended()):
             decision = "fail"
         if spec.is_rank and decision == "restart":
             try:
@@ -330,10 +330,10 @@ class _Supervisor:
             self._events.record("ranks_restarted", process=spec.name, failures=failures)
         else:
             child.crashes, child.process = failures, None
-            child.not_before = now + BACKOFF.get_pause_s(failures - 1)
+            child.not_before = now + RESTART_BACKOFF.get_pause_s(failures - 1)
         return None
 
-    def _has_fellow_ended(self) -> bool:
+    def _any_other_task_ended(self) -> bool:
         """True if another task of this start of the job has ended: its rank would be missing."""
         exits = read_task_exits(self._launch.paths)
         return any(
@@ -350,7 +350,7 @@ class _Supervisor:
         grace_s = self._task.decide_stop_grace_s(outcome)
         give_up_at = time.monotonic() + grace_s
         while any(child.is_running for child in self._children) and time.monotonic() < give_up_at:
-            time.sleep(POLL_S)
+            time.sleep(PROCESS_POLL_S)
         for child in self._children:
             child.signal_session(signal.SIGKILL)
             if child.process is not None:

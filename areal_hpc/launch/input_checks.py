@@ -25,12 +25,12 @@ _LOAD_USER_CODE_SCRIPT = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
+from areal_hpc.rollout.agent import EXTRA_KWARG_NAMES, load_agent
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
     for dotted, kwargs in request["agents"]:
-        load_agent(dotted, kwargs, EXTRA_KWARGS if request["mode"] == "inline" else ())
+        load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
 except ArealError as error:

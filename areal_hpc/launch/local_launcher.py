@@ -29,11 +29,11 @@ from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
-from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
+from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
-LOCAL_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
+LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `made_progress`."""
 
 
@@ -73,7 +73,7 @@ def run(
         for stage in ready.stages:
             if stop.is_set():
                 raise RunInterruptedError
-            LocalLauncher(recipe, ready, reporter, stop).run(stage)
+            LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
 
 
 def run_stage(
@@ -95,7 +95,7 @@ def run_stage(
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(paths, setup.create_attempt_log_dir(paths), pythons, (stage,))
-        LocalLauncher(recipe, ready, reporter, stop).run(stage)
+        LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
@@ -106,7 +106,7 @@ def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up
     is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
-    return steps_taken > 0 or (is_cell and lived_s >= LOCAL_POLICY.healthy_s)
+    return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
 
 
 def count_other_cells(job: str, jobs: Sequence[str]) -> int:
@@ -120,7 +120,7 @@ class _Job:
     """A submitted job, and what must be known to decide whether to submit it again."""
 
     spec: JobSpec
-    handle: JobHandle
+    handle: LocalJobHandle
     begun_at_step: int
     submitted_at: float
     failures: int = 0
@@ -147,7 +147,7 @@ class LocalLauncher:
         self._jobs: list[_Job] = []
         self._gpus: GpuAssignment = {}
 
-    def run(self, stage: JobStage) -> None:
+    def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
         self._gpus = assign_gpus(stage, find_visible_gpus(os.environ), self._recipe)
@@ -162,7 +162,7 @@ class LocalLauncher:
             grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
             stop_jobs([job.handle for job in self._jobs], grace_s)
 
-    def _submit_job(self, spec: JobSpec) -> JobHandle:
+    def _submit_job(self, spec: JobSpec) -> LocalJobHandle:
         cluster = self._recipe.cluster
         launch = LaunchFile(
             job=spec,
@@ -187,7 +187,7 @@ class LocalLauncher:
 
     def _watch_jobs(self, stage: JobStage) -> None:
         leader = self._jobs[0]
-        while not (leader.handle.done() and stage.done_marker.exists()):
+        while not (leader.handle.is_done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise RunInterruptedError
             self._reporter.show_progress(stage.name)
@@ -207,9 +207,11 @@ class LocalLauncher:
             steps_left=self._recipe.trainer.total_steps - step,
             lived_s=now - job.submitted_at,
         )
-        job.failures = LOCAL_POLICY.count_failures(job.failures, made_progress=progress)
+        job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
         others = count_other_cells(job.spec.name, [other.spec.name for other in self._jobs])
-        decision = LOCAL_POLICY.decide([failure.code], job.failures, is_dispensable=others > 0)
+        decision = LOCAL_RESTART_POLICY.decide(
+            [failure.code], job.failures, is_dispensable=others > 0
+        )
         if decision == "fail":
             raise failure
         what = failure.problems[0].message.splitlines()[0].rstrip(":")
@@ -224,7 +226,7 @@ class LocalLauncher:
     def _find_failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""
         handle = job.handle
-        is_done = handle.done()  # asked first: exits are written before a job is done
+        is_done = handle.is_done()  # asked first: exits are written before a job is done
         task_exits = handle.read_task_exits()
         if (crash := find_crash(handle.name, task_exits)) is not None or not is_done:
             return crash

@@ -66,7 +66,7 @@ class ServingMemory:
         return self.weights + self.kv_per_token * (self.kv_tokens or 0)
 
 
-def count_layer_parameters(arch: Architecture, tp: int) -> int:
+def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
     """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     qkv = (queries + 2 * keys) // tp
@@ -78,7 +78,7 @@ def count_layer_parameters(arch: Architecture, tp: int) -> int:
     return count + 3 * arch.ffn // tp * arch.hidden
 
 
-def count_expert_parameters(arch: Architecture, ep: int) -> int:
+def count_layer_expert_parameters(arch: Architecture, ep: int) -> int:
     """Parameters of one layer's experts on one expert-parallel rank; experts are not cut."""
     if arch.experts is None:
         return 0
@@ -95,14 +95,14 @@ def count_stage_parameters(
 ) -> tuple[int, int]:
     """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
     layers, last = arch.layers // parallel.pp, parallel.pp - 1
-    dense = layers * count_layer_parameters(arch, parallel.tp)
+    dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
     if stage == 0:
         dense += count_embedding_parameters(arch, parallel.tp)
     if stage == last:
         dense += arch.hidden
         if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
             dense += count_embedding_parameters(arch, parallel.tp)
-    return dense, layers * count_expert_parameters(arch, parallel.ep)
+    return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
 
 
 def count_model_parameters(arch: Architecture) -> int:
@@ -164,10 +164,10 @@ def estimate_serving_memory(
 ) -> ServingMemory:
     """Memory of each GPU of a replica: its part of the weights, and the KV cache."""
     element = BYTES_BY_DTYPE[config.dtype]
-    dense = arch.layers * count_layer_parameters(arch, config.tp) + arch.hidden
+    dense = arch.layers * count_layer_non_expert_parameters(arch, config.tp) + arch.hidden
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
     # SGLang cuts every expert over the tensor-parallel ranks.
-    experts = arch.layers * count_expert_parameters(arch, 1) // config.tp
+    experts = arch.layers * count_layer_expert_parameters(arch, 1) // config.tp
     weights = (dense + tables + experts) * element
     heads = max(1, arch.kv_heads // config.tp)  # with more ranks than heads, each is copied
     per_token = 2 * arch.layers * heads * arch.head_dim * element
@@ -209,7 +209,7 @@ def find_memory_problems(
         )
 
 
-def render_memory_table(recipe: Recipe) -> Iterator[str]:
+def build_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
     model = recipe.model
     try:

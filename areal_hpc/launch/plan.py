@@ -21,7 +21,7 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE, format_
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import TaskSplit
 
-MAX_PROCESS_RESTARTS = 20
+MAX_SERVICE_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
 MAX_TRAINER_RESTARTS = 2
 """Deaths of a rank in a row without progress that are answered within the job: all ranks start
@@ -146,7 +146,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         "trainer",
         recipe,
         [
-            ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_PROCESS_RESTARTS),
+            ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS),
             trainer.build_process_spec(
                 "trainer",
                 restarts=MAX_TRAINER_RESTARTS,
@@ -183,7 +183,7 @@ def _plan_cell_job(
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
-    ).build_process_spec("inference", tasks="first", restarts=MAX_PROCESS_RESTARTS, uses_gpus=True)
+    ).build_process_spec("inference", tasks="first", restarts=MAX_SERVICE_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=paths.root,
@@ -197,7 +197,7 @@ def _plan_cell_job(
         reasoning_parser=inference.reasoning_parser,
         serve_python=facts.serve_python,
         online=rollout.agent.mode == "online",
-    ).build_process_spec("proxy", tasks="first", restarts=MAX_PROCESS_RESTARTS)
+    ).build_process_spec("proxy", tasks="first", restarts=MAX_SERVICE_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=paths.root,
         cell=name,
@@ -209,7 +209,7 @@ def _plan_cell_job(
         splits=splits,
         sys_path=facts.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
-    ).build_process_spec("driver", tasks="first", restarts=MAX_PROCESS_RESTARTS, ends_job=True)
+    ).build_process_spec("driver", tasks="first", restarts=MAX_SERVICE_RESTARTS, ends_job=True)
     nodes = inference.nodes_per_replica
     gpus = inference.replicas_per_cell * inference.tp // nodes
     return JobSpec(

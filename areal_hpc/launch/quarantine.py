@@ -16,7 +16,9 @@ from areal_hpc.rundir.quarantine import (
 from areal_hpc.view.run_state import read_run_snapshot
 
 _REASON = "areal-hpc quarantine asked for it"
-_GO_BACK_HINT = "areal-hpc cancel RUN --now ends the run without another checkpoint; then try again"
+_CANCEL_NOW_HINT = (
+    "areal-hpc cancel RUN --now ends the run without another checkpoint; then try again"
+)
 
 
 def set_batch_aside(paths: RunPaths, step: int) -> str:
@@ -27,7 +29,7 @@ def set_batch_aside(paths: RunPaths, step: int) -> str:
         ShardError: A file of the run is damaged.
         OSError: The storage refused.
     """
-    state = _read_newest_state(paths)
+    state = _read_newest_trainer_state(paths)
     held = next((one for one in state.untrained if one.step == step and one.quarantine), None)
     if held is not None:
         return f"batch {step} is quarantined already, for good: {held.reason}"
@@ -53,7 +55,7 @@ def set_batch_aside(paths: RunPaths, step: int) -> str:
             f"batch {step} was trained already: the trainer at work has reached step "
             f"{trained_step}, and its next checkpoint will hold it",
             key="BATCH",
-            hint=_GO_BACK_HINT,
+            hint=_CANCEL_NOW_HINT,
         )
     write_quarantine(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
     return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
@@ -67,7 +69,7 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
         ShardError: A file of the run is damaged.
         OSError: The storage refused.
     """
-    state = _read_newest_state(paths)
+    state = _read_newest_trainer_state(paths)
     trained_step = _ask_trained_step(paths, state.step)
     if read_quarantine(paths, step) is None and step not in state.consumed:
         hint = "areal-hpc audit lists the batches that are"
@@ -82,14 +84,14 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
         raise RecipeError(
             f"the trainer at work has reached step {trained_step} without batch {step}",
             key="BATCH",
-            hint=_GO_BACK_HINT,
+            hint=_CANCEL_NOW_HINT,
         )
     delete_quarantine(paths, step)
     effect = _describe_effect(step, trained_step, "trains it")
     return f"batch {step} is no longer quarantined: {effect}"
 
 
-def _read_newest_state(paths: RunPaths) -> TrainerState:
+def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
     newest = find_latest(paths.checkpoints_dir)
     return newest.state if newest else TrainerState(seed=0)
 

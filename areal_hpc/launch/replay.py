@@ -19,11 +19,11 @@ from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_poli
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.checkpoints import MARKER_FILE, list_checkpoints, list_leftovers
+from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, list_checkpoints, list_leftovers
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
-from areal_hpc.rundir.quarantine import read_quarantines, write_quarantine
+from areal_hpc.rundir.quarantine import read_quarantined_batches, write_quarantine
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.trainer.config import ReplayJobConfig
@@ -85,8 +85,8 @@ class ReplayRun:
                          "overrides": list(overrides)}  # fmt: skip
         _check_output_dir(out, run, self._request)
         self.start = find_start(run, first_step)
-        self._quarantined = read_quarantines(run)
-        check_recorded(run, self.start.step + 1, last_step, self._quarantined)
+        self._quarantined = read_quarantined_batches(run)
+        check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
 
     def carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
         """Train the steps and say how they compare with the recorded ones.
@@ -98,9 +98,11 @@ class ReplayRun:
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
             secure_run_dir(self._out.root, readers)
-            self._carry_out(reporter, stop)
+            self._train_and_compare(reporter, stop)
 
-    def _carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
+    def _train_and_compare(
+        self, reporter: local_launcher.ProgressReporter, stop: threading.Event
+    ) -> None:
         start, first = self.start, self._first_step
         reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._prepare_output_dir()
@@ -155,7 +157,7 @@ class ReplayRun:
         )
         process = config.build_process_spec(name, ends_job=True, uses_gpus=True)
         job = build_training_job(name, recipe, [process])
-        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER_FILE
+        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(name, job, (), done_marker)
         local_launcher.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
@@ -211,7 +213,7 @@ def find_start(run: RunPaths, first_step: int) -> ReplayStart:
     return ReplayStart(0, None, forks)
 
 
-def check_recorded(
+def check_recorded_batches(
     run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
 ) -> None:
     """All manifests of these steps, and the shards of batches that were trained, are whole.

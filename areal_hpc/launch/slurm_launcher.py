@@ -25,12 +25,12 @@ from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.plan import MAX_PROCESS_RESTARTS, JobStage, plan_run
+from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
-    MARGIN_S,
+    REQUEUE_MARGIN_S,
     JobSpec,
     LaunchFile,
     SlurmLaunchInfo,
@@ -44,10 +44,10 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
-from areal_hpc.slurm.queue import filter_live_jobs
+from areal_hpc.slurm.queue import find_live_job_ids
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submission import cancel_held, release_jobs
+from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
 from areal_hpc.slurm.submit import SubmittedJob, submit_slurm, write_job_files
 from areal_hpc.wire.fault_points import fault_point
 
@@ -56,7 +56,7 @@ RUN_FILES_POLL_S = 0.5
 FIRST_QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
-START_UP_S = 60.0
+MIN_JOB_START_UP_S = 60.0
 """A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
 JOBS_END_TIMEOUT_S = 120.0
 """Time that jobs get to end after the run's last step."""
@@ -90,7 +90,7 @@ def submit(
             dependency = build_dependency(after)
             for stage in ready.stages:
                 ids = {name: job.submission.job_id for name, job in kept.items()}
-                for request, launch in _build_jobs(stage, recipe, ready):
+                for request, launch in _build_stage_requests(stage, recipe, ready):
                     if request.job in kept:
                         continue
                     asked = request.with_dependency(dependency) if dependency else request
@@ -118,7 +118,7 @@ def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str
         name, job_id = job.submission.job, job.submission.job_id
         if not job.is_recorded and name in kept:
             say(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
-            if (error := cancel_held([job_id])) is not None:
+            if (error := cancel_held_jobs([job_id])) is not None:
                 raise error
             continue
         if not job.is_recorded:
@@ -141,7 +141,7 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
         return [
             write_job_files(request, launch, run_task).script
             for stage in ready.stages
-            for request, launch in _build_jobs(stage, recipe, ready)
+            for request, launch in _build_stage_requests(stage, recipe, ready)
         ]
 
 
@@ -152,7 +152,7 @@ def cancel_all_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
     try:
         yield job_ids
     except BaseException:  # boundary: half a run would wait for its other half
-        if (error := cancel_held(job_ids)) is not None:
+        if (error := cancel_held_jobs(job_ids)) is not None:
             say(f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}")
         raise
 
@@ -173,7 +173,7 @@ def release_submitted(job_ids: Sequence[str], *runs: RunPaths) -> None:
         ) from error
 
 
-def _build_jobs(
+def _build_stage_requests(
     stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
     place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
@@ -234,7 +234,7 @@ def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
     config = CaretakerConfig(
         run_dir=paths.root, job=spec.name, leader=stage.leader.name, others=others
     )
-    caretaker = config.build_process_spec("caretaker", tasks="first", restarts=MAX_PROCESS_RESTARTS)
+    caretaker = config.build_process_spec("caretaker", tasks="first", restarts=MAX_SERVICE_RESTARTS)
     return msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
 
 
@@ -275,7 +275,7 @@ def build_requests(
     requests = {
         request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
     }
-    if problems := _find_short_limits(recipe, requests.values()):
+    if problems := _find_short_time_limits(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
     dependency = build_dependency(after)
     for stage in stages:
@@ -286,9 +286,9 @@ def build_requests(
     return list(requests.values())
 
 
-def _find_short_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
+def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
     """Time limits that leave no time between a job's start and the stop before its end."""
-    least_s = START_UP_S + recipe.cluster.stop_grace_s + MARGIN_S
+    least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
     return [
         Problem(
             f"the time limit of job {one.job} is {one.shape.time_limit_minutes} min; its start, "
@@ -339,7 +339,7 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
     newest = get_latest_submissions(read_submissions(paths.submissions))[job]
     try:
-        return not filter_live_jobs([newest.job_id])
+        return not find_live_job_ids([newest.job_id])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
@@ -365,7 +365,7 @@ def _wait_for_jobs_to_end(
     give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
-            live = filter_live_jobs(live)
+            live = find_live_job_ids(live)
         if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
             reporter.say(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

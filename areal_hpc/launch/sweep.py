@@ -81,11 +81,11 @@ def build_array_requests(
     sweep: Sweep, working_folder: Path, after: Sequence[str]
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
-    place = _build_context(sweep, working_folder)
+    place = _build_array_context(sweep, working_folder)
     return build_requests(sweep.runs[0], working_folder, after, place=place)
 
 
-def _build_context(sweep: Sweep, working_folder: Path) -> RunContext:
+def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:
     first = sweep.runs[0]
     place = build_run_context(first, sweep.array_paths, get_interpreters(first), working_folder)
     return replace(
@@ -148,7 +148,7 @@ def _submit_array(
 ) -> tuple[list[SubmittedJob], JobRequest]:
     """Submit the same job of every run, held; the jobs, and the request for all of them."""
     slurm = sweep.base.cluster.slurm
-    request = build_job_requests(specs[:1], slurm, _build_context(sweep, Path.cwd()))[0]
+    request = build_job_requests(specs[:1], slurm, _build_array_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from areal_hpc.recipe.recipe import TinyModelConfig
 
-PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
+PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
 ROLE_HEADERS = ("system\n", "user\n", "assistant\n")
 INITIALIZER_STD = 0.05
 VOCABULARY_MULTIPLE = 64
@@ -86,9 +86,9 @@ def make_tiny_model(
     tiny = TinyModelConfig.model_validate(sizes)
     tokenizer = train_tokenizer(texts, tiny.vocab)
     ids = {
-        "bos_token_id": tokenizer.token_to_id(PAD),
-        "eos_token_id": tokenizer.token_to_id(TURN_END),
-        "pad_token_id": tokenizer.token_to_id(PAD),
+        "bos_token_id": tokenizer.token_to_id(PAD_TOKEN),
+        "eos_token_id": tokenizer.token_to_id(TURN_END_TOKEN),
+        "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
     }
     config = {
         **build_tiny_config(tiny),
@@ -108,9 +108,9 @@ def make_tiny_model(
         "bos_token": None,
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
-        "eos_token": TURN_END,
+        "eos_token": TURN_END_TOKEN,
         "model_max_length": max_position_embeddings,
-        "pad_token": PAD,
+        "pad_token": PAD_TOKEN,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }

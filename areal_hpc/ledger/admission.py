@@ -23,7 +23,7 @@ class TicketCounts:
     formed_steps: int
 
     @property
-    def held(self) -> int:
+    def held_by_cells(self) -> int:
         """In the hands of cells."""
         return self.leased + self.finished
 
@@ -39,7 +39,7 @@ def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
       synchronous; one that takes longer keeps its place, which slows the others down;
     - need: what the remaining steps still lack.
     """
-    unbatched = counts.held + counts.settled
+    unbatched = counts.held_by_cells + counts.settled
     concurrency = policy.max_concurrent_tickets - counts.leased
     ahead = (policy.max_head_offpolicyness + 1) * policy.batch_size
     staleness = ahead - unbatched - counts.batched
@@ -59,6 +59,6 @@ class TicketPolicy:
     stale_groups: StaleGroups = "train_with_correction"
 
     @property
-    def report_within_s(self) -> float:
+    def max_report_interval_s(self) -> float:
         """A live cell reports at least this often; the rest of the timeout is slack."""
         return self.cell_timeout_s / 3

@@ -32,15 +32,18 @@ def form_next_batch(
     Changes nothing: the caller makes it durable and then calls `record_batch`.
     """
     policy, size = tickets.policy, tickets.policy.batch_size
-    if tickets.n_settled < size or tickets.n_formed >= policy.total_steps:
+    if tickets.n_settled < size or tickets.n_formed_batches >= policy.total_steps:
         return None
     taken = tickets.list_first_settled(size)
-    current = WeightVersion(generation, tickets.n_formed)
+    current = WeightVersion(generation, tickets.n_formed_batches)
     stale = sum(
         _compute_ticket_age(one, current, forks) > policy.max_head_offpolicyness for one in taken
     )
     return BatchManifest(
-        tickets.n_formed + 1, generation, taken, tickets.drop_stats.build_batch_counts(stale)
+        tickets.n_formed_batches + 1,
+        generation,
+        taken,
+        tickets.drop_stats.build_batch_counts(stale),
     )
 
 
@@ -62,7 +65,7 @@ class StalenessCheck:
 
         `forks` are all generations of the run.
         """
-        policy, current = tickets.policy, WeightVersion(generation, tickets.n_formed)
+        policy, current = tickets.policy, WeightVersion(generation, tickets.n_formed_batches)
         known_young = self._passed if current == self._version else 0
         if policy.stale_groups == "train_with_correction" or known_young == tickets.n_settled:
             return []

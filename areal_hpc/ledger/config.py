@@ -4,13 +4,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.wire.ledger import StaleGroups
 
 
-class LedgerJobConfig(JobConfig):
+class LedgerJobConfig(ProcessConfig):
     """Configuration of the ledger process."""
 
     ENTRY = "areal_hpc.ledger.job:run"
@@ -44,7 +44,7 @@ class LedgerJobConfig(JobConfig):
     """Folders from which it is imported."""
 
     @property
-    def policy(self) -> TicketPolicy:
+    def ticket_policy(self) -> TicketPolicy:
         """Admission in units of tickets."""
         return TicketPolicy(
             batch_size=self.batch_size,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import IrregularCounts, TicketRef
+from areal_hpc.wire.ledger import IrregularTicketCounts, TicketRef
 
 MAX_FAILED_STREAK_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
@@ -36,11 +36,11 @@ class DropStats:
         self._in_a_row: Counter[DropKind] = Counter()
         self._reasons: dict[DropKind, str] = {}
 
-    def count(self, *kinds: DropKind) -> int:
+    def count_drops(self, *kinds: DropKind) -> int:
         """Number of drops of these kinds so far."""
         return sum(self._total[kind] for kind in kinds)
 
-    def kind_of(self, ticket_id: int) -> DropKind | None:
+    def get_drop_kind(self, ticket_id: int) -> DropKind | None:
         """Why a ticket will not be trained; None if nothing is known against it."""
         return self._kind_of.get(ticket_id)
 
@@ -70,7 +70,7 @@ class DropStats:
         """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
-    def record_batch(self, counts: IrregularCounts) -> None:
+    def record_batch(self, counts: IrregularTicketCounts) -> None:
         """A batch was formed, and its manifest says this."""
         self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
         self._reported.update(
@@ -84,10 +84,10 @@ class DropStats:
         """Only what fails from here on is trouble."""
         self._in_a_row.clear()
 
-    def build_batch_counts(self, stale_trained: int) -> IrregularCounts:
+    def build_batch_counts(self, stale_trained: int) -> IrregularTicketCounts:
         """Counts for the next batch's manifest, of tickets that are not in it."""
         since = self._total - self._reported
-        return IrregularCounts(
+        return IrregularTicketCounts(
             stale_trained=stale_trained,
             stale_dropped=since["stale"],
             stale_requeued=since["requeued"],

@@ -7,7 +7,7 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
-GENERATION_STRIDE = 1_000_000
+ATTEMPTS_PER_GENERATION = 1_000_000
 """Attempts of generation k begin above k times this: a result tells whose weights it is of."""
 
 
@@ -29,7 +29,7 @@ class EvaluationState:
         self.failures: dict[int, str] = {}
         """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
         self._pending = OrderedDict.fromkeys(
-            range(n_tasks), generation * GENERATION_STRIDE + first_attempt
+            range(n_tasks), generation * ATTEMPTS_PER_GENERATION + first_attempt
         )
         self._leased = LeaseTable()
 
@@ -44,7 +44,7 @@ class EvaluationState:
         is_done = len(self.rewards) == self.n_tasks
         return sum(self.rewards.values()) / self.n_tasks if is_done else None
 
-    def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
+    def lease_tickets(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
         """Hand up to `count` pending tickets to `cell`."""
         refs: list[TicketRef] = []
         while self._pending and len(refs) < count:
@@ -53,7 +53,7 @@ class EvaluationState:
             refs.append(TicketRef(index, attempt, self.step))
         return refs
 
-    def reconcile_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
+    def reconcile_cell_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
         """Take a cell's word on what it runs; the rest of its leases here wait."""
         ours = [ref for ref in held if ref.eval_step == self.step]
         for ref in ours:
@@ -62,7 +62,7 @@ class EvaluationState:
 
     def record_reward(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
-        if (ref.eval_step, ref.attempt // GENERATION_STRIDE) != (self.step, self.generation):
+        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.generation):
             return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False

@@ -43,7 +43,7 @@ class LedgerApp(JsonApp):
             "/open_generation": (wire.OpenGenerationRequest, service.open_generation),
             "/batch": (wire.BatchRequest, service.get_batch),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
-            "/evaluate": (wire.EvaluateRequest, service.get_evaluation),
+            "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
             "/finish": (wire.FinishRunRequest, service.finish),
             "/status": (wire.Empty, service.status),
         }

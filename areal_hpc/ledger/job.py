@@ -53,7 +53,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     try:
         service = LedgerService(
             paths,
-            config.policy,
+            config.ticket_policy,
             TaskStream(
                 config.task_sources or (TaskSource(config.n_train_tasks),),
                 config.episodes_per_ticket,

@@ -77,7 +77,7 @@ class LeaseTable:
         return silent
 
 
-MIN_HEARTBEAT_S = 0.25
+MIN_HEARTBEAT_INTERVAL_S = 0.25
 MAX_HEARTBEATS_PER_S = 1000
 """Of all cells together, so that most of the ledger's core stays for tickets."""
 
@@ -93,9 +93,9 @@ class CellHeartbeats:
         return len(self._heard_at_s)
 
     @property
-    def pause_s(self) -> float:
+    def heartbeat_interval_s(self) -> float:
         """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
-        return max(MIN_HEARTBEAT_S, len(self) / MAX_HEARTBEATS_PER_S)
+        return max(MIN_HEARTBEAT_INTERVAL_S, len(self) / MAX_HEARTBEATS_PER_S)
 
     def record(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life, unless a later start of its job has been heard."""

@@ -52,7 +52,7 @@ class LedgerService:
         self.incarnation = before.incarnation + 1
         """Which start of the run's ledger this is, from 1."""
         self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
-        self._listens_until_s = clock() + policy.report_within_s
+        self._listens_until_s = clock() + policy.max_report_interval_s
         self._tickets = TicketTable.rebuild(
             policy,
             incarnation=self.incarnation,
@@ -74,8 +74,8 @@ class LedgerService:
 
     async def lease(self, request: wire.LeaseRequest, patience: LongPoll) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
-        self._take_heartbeat(request)
-        until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
+        self._process_heartbeat(request)
+        until_s = self._clock() + min(request.wait_s, self._policy.max_report_interval_s)
         while not self._stopped:
             grants = self._grant_tickets(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished_tickets(
@@ -83,7 +83,9 @@ class LedgerService:
             )
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 over = self._tickets.filter_settled_or_dropped(request.finished)
-                return wire.LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
+                return wire.LeaseReply(
+                    grants, seal_now, over=over, pause_s=self._cells.heartbeat_interval_s
+                )
         return wire.LeaseReply(stop=True)
 
     async def settle(self, request: wire.SettleRequest, patience: LongPoll) -> wire.Acknowledged:
@@ -93,7 +95,7 @@ class LedgerService:
         for ticket in request.tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
-                state = self._tickets.state_of(ticket.ref.ticket_id)
+                state = self._tickets.get_state(ticket.ref.ticket_id)
                 log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
         self._notify_waiting()
         return ACKNOWLEDGED
@@ -109,7 +111,7 @@ class LedgerService:
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
-            if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
+            if self._tickets.get_state(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.
                 append_drop(self._paths, drop)
         self._notify_waiting()
@@ -146,7 +148,9 @@ class LedgerService:
         self, request: wire.OpenGenerationRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
-        self._apply_state(self._state.with_opened_generation(request.generation, request.base_step))
+        self._save_and_apply_state(
+            self._state.with_opened_generation(request.generation, request.base_step)
+        )
         self._allow_grants()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
@@ -176,10 +180,12 @@ class LedgerService:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._check_generation(request.generation)
         if request.step > self._tickets.version_step:
-            self._apply_state(msgspec.structs.replace(self._state, version_step=request.step))
+            self._save_and_apply_state(
+                msgspec.structs.replace(self._state, version_step=request.step)
+            )
         return ACKNOWLEDGED
 
-    async def get_evaluation(
+    async def get_or_start_evaluation(
         self, request: wire.EvaluateRequest, patience: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
@@ -209,9 +215,9 @@ class LedgerService:
             finished=tickets.n_finished,
             settled=tickets.n_settled,
             trained=tickets.n_trained,
-            dropped=tickets.drop_stats.count("failed", "stale"),
-            filtered=tickets.drop_stats.count("filtered"),
-            requeued=tickets.drop_stats.count("requeued"),
+            dropped=tickets.drop_stats.count_drops("failed", "stale"),
+            filtered=tickets.drop_stats.count_drops("filtered"),
+            requeued=tickets.drop_stats.count_drops("requeued"),
             eval_done=len(evaluation.rewards) if evaluation else 0,
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
@@ -219,13 +225,13 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _take_heartbeat(self, request: wire.LeaseRequest) -> None:
+    def _process_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
-        self._tickets.reconcile_report(request.cell, held, request.finished, now_s)
+        self._tickets.reconcile_cell_report(request.cell, held, request.finished, now_s)
         if self._evaluation is not None:
-            self._evaluation.reconcile_report(request.cell, request.held, now_s)
+            self._evaluation.reconcile_cell_report(request.cell, request.held, now_s)
         if request.finished:
             self._notify_waiting()
 
@@ -233,10 +239,10 @@ class LedgerService:
         """Evaluation tickets first: the trainer waits for them."""
         now_s, refs = self._clock(), []
         if self._evaluation is not None and "valid" in request.splits:
-            refs = self._evaluation.lease(request.cell, request.capacity, now_s)
+            refs = self._evaluation.lease_tickets(request.cell, request.capacity, now_s)
         if "train" in request.splits:
             groups = (request.capacity - len(refs)) // self._stream.episodes_per_ticket
-            refs += self._tickets.lease(request.cell, groups, now_s)
+            refs += self._tickets.lease_tickets(request.cell, groups, now_s)
         return self._stream.build_grants(refs)
 
     def _is_sealing_urgent(self) -> bool:
@@ -258,9 +264,9 @@ class LedgerService:
 
     def _get_or_form_manifest(self, request: wire.BatchRequest) -> wire.BatchManifest | None:
         step, tickets = request.step, self._tickets
-        if 1 <= step <= tickets.n_formed:
+        if 1 <= step <= tickets.n_formed_batches:
             return manifests.read_manifest(self._paths, step)
-        request_checks.require_next_step(step, tickets.n_formed, self._policy.total_steps)
+        request_checks.require_next_step(step, tickets.n_formed_batches, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
         for drop in self._ages.find_too_old(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
@@ -294,12 +300,12 @@ class LedgerService:
             self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
-    def _apply_state(self, state: LedgerState) -> None:
+    def _save_and_apply_state(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
         self._check_newest_generation_on_disk(
             state.generation
         )  # the newest trainer may have another ledger
-        request_checks.require_formed_step(state.version_step, self._tickets.n_formed)
+        request_checks.require_formed_step(state.version_step, self._tickets.n_formed_batches)
         if state != self._state:
             manifests.write_ledger_state(self._paths, state)
             self._state = state

@@ -35,7 +35,7 @@ def _shuffle_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int,
     return tuple(order)
 
 
-def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
+def get_task_index(ticket_id: int, n_tasks: int, seed: int | str) -> int:
     """The task index of a training ticket.
 
     Ticket ids run through the task set in passes; each pass visits every task once, in its
@@ -68,7 +68,7 @@ def _shuffle_block_sources(block: int, shares: tuple[int, ...], seed: int) -> tu
     return tuple(order)
 
 
-def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
+def get_mixed_task_index(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
     """The task index of a training ticket when there are several sources.
 
     Tickets come in blocks in which each source has its share; a source's own tickets run through
@@ -80,7 +80,7 @@ def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -
     source = order[place]
     number = block * shares[source] + order[:place].count(source)
     first_task = sum(one.n_tasks for one in sources[:source])
-    return first_task + get_task(number, sources[source].n_tasks, f"{seed}/{source}")
+    return first_task + get_task_index(number, sources[source].n_tasks, f"{seed}/{source}")
 
 
 def derive_seed(stream: str, index: int, seed: int) -> int:
@@ -121,9 +121,9 @@ class TaskStream:
         if self.curriculum is not None:
             task = self.curriculum.get_or_draw_task(ref.ticket_id)
         elif len(self.sources) == 1:
-            task = get_task(ref.ticket_id, self.sources[0].n_tasks, self.seed)
+            task = get_task_index(ref.ticket_id, self.sources[0].n_tasks, self.seed)
         else:
-            task = get_mixed_task(ref.ticket_id, self.sources, self.seed)
+            task = get_mixed_task_index(ref.ticket_id, self.sources, self.seed)
         seed = derive_seed("train", ref.ticket_id, self.seed)
         return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 

@@ -32,7 +32,7 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 
-INCARNATION_STRIDE = 1000
+ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
@@ -54,7 +54,7 @@ class TicketTable:
         self.grants_from_s = grants_from_s
         """Nothing is granted earlier: after a restart, cells first report what they still hold, so
         that running work is not issued a second time."""
-        self.first_attempt = (incarnation - 1) * INCARNATION_STRIDE + 1
+        self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
         """Attempts below this were issued by an earlier start of the ledger."""
         self._next_id = 0
         self._waiting: OrderedDict[int, int] = OrderedDict()  # id -> newest attempt issued
@@ -88,16 +88,16 @@ class TicketTable:
         for manifest in manifests:
             tickets.record_batch(manifest)
         for drop in dropped:
-            tickets._note_issued_up_to(drop.ref.ticket_id)
+            tickets._mark_unseen_as_waiting(drop.ref.ticket_id)
             if drop.kind == "requeued":
                 tickets.drop_stats.record_drop(drop)
             else:
                 tickets.drop(drop)
         tickets.drop_stats.reset_streaks()
         for ticket in settled:
-            tickets._note_issued_up_to(ticket.ref.ticket_id)
+            tickets._mark_unseen_as_waiting(ticket.ref.ticket_id)
             tickets.settle(ticket)
-        tickets.set_version_step(min(version_step, tickets.n_formed))
+        tickets.set_version_step(min(version_step, tickets.n_formed_batches))
         return tickets
 
     # What is where ---------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class TicketTable:
         return len(self._settled)
 
     @property
-    def n_formed(self) -> int:
+    def n_formed_batches(self) -> int:
         """Batches handed out so far are those of steps 1 to this."""
         return len(self._batch_sizes)
 
@@ -132,11 +132,11 @@ class TicketTable:
         """Tickets in batches of steps that are not published."""
         return sum(self._batch_sizes[self.version_step :])
 
-    def state_of(self, ticket_id: int) -> TicketState:
+    def get_state(self, ticket_id: int) -> TicketState:
         """State of one ticket."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
-        if kind := self.drop_stats.kind_of(ticket_id):
+        if kind := self.drop_stats.get_drop_kind(ticket_id):
             return "filtered" if kind == "filtered" else "dropped"
         containers: tuple[tuple[TicketState, Container[int]], ...] = (
             ("waiting", self._waiting),
@@ -152,13 +152,13 @@ class TicketTable:
         return [
             ref
             for ref in refs
-            if self.state_of(ref.ticket_id) in TERMINAL_STATES or is_too_old(ref)
+            if self.get_state(ref.ticket_id) in TERMINAL_STATES or is_too_old(ref)
         ]
 
     def count_leasable(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
         counts = TicketCounts(
-            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.n_formed
+            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.n_formed_batches
         )
         return count_admissible(self.policy, counts)
 
@@ -173,7 +173,7 @@ class TicketTable:
 
     # What cells do ---------------------------------------------------------------------------
 
-    def reconcile_report(
+    def reconcile_cell_report(
         self, cell: str, held: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
     ) -> None:
         """Take a cell's word on what it runs and what it finished.
@@ -200,7 +200,7 @@ class TicketTable:
         for ticket_id, lease in self._leased.pop_unreported(cell, reported):
             self._waiting[ticket_id] = lease.newest_attempt
 
-    def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
+    def lease_tickets(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
         """Issue up to `count` tickets to `cell`, re-issues first."""
         if now_s < self.grants_from_s:
             return []
@@ -264,9 +264,9 @@ class TicketTable:
 
     def record_batch(self, manifest: BatchManifest) -> None:
         """Take in a durable manifest; ClusterError if its step or a ticket does not fit in."""
-        if manifest.step != self.n_formed + 1:
+        if manifest.step != self.n_formed_batches + 1:
             raise ClusterError(
-                f"the manifest of step {self.n_formed + 1} is missing: "
+                f"the manifest of step {self.n_formed_batches + 1} is missing: "
                 f"found step {manifest.step} next",
                 key="manifests/",
                 hint="restore manifests/ of the run; files are never deleted from it",
@@ -279,7 +279,7 @@ class TicketTable:
                     f"and {manifest.step}",
                     key="manifests/",
                 )
-            self._note_issued_up_to(ticket_id)
+            self._mark_unseen_as_waiting(ticket_id)
             self._pop_unsettled(ticket_id)
             self._settled.pop(ticket_id, None)
             self._newest_attempts.pop(ticket_id, None)
@@ -309,9 +309,9 @@ class TicketTable:
     def _register_earlier_attempt(self, ref: TicketRef) -> None:
         """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
-            self._note_issued_up_to(ref.ticket_id)
+            self._mark_unseen_as_waiting(ref.ticket_id)
 
-    def _note_issued_up_to(self, ticket_id: int) -> None:
+    def _mark_unseen_as_waiting(self, ticket_id: int) -> None:
         for unseen in range(self._next_id, ticket_id + 1):
             self._waiting[unseen] = self.first_attempt - 1
         self._next_id = max(self._next_id, ticket_id + 1)

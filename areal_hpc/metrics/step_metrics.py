@@ -27,18 +27,18 @@ class PhaseTimer:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         """Time the block under `name`; repeated blocks add up."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - began)
+            self.add_seconds(name, time.perf_counter() - began)
 
-    def add(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere under `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def metrics(self) -> dict[str, float]:
+    def build_metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""
         return {f"time/{name}_s": round(value, 4) for name, value in self.seconds.items()}

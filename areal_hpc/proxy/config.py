@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 
 
-class ProxyJobConfig(JobConfig):
+class ProxyJobConfig(ProcessConfig):
     """Configuration of one cell's proxy."""
 
     ENTRY = "areal_hpc.proxy.job:run"

@@ -28,7 +28,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.wire.http_server import GuardedServer, count_free_descriptors
+from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ProxyService:
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
         # A call takes two descriptors: of its client's connection, and of one to SGLang.
-        most_calls = min(limits.max_concurrent_calls, count_free_descriptors() // 2)
+        most_calls = min(limits.max_concurrent_calls, get_connection_descriptor_limit() // 2)
         limits = limits.model_copy(update={"max_concurrent_calls": most_calls})
         self._limits = limits
         self._recorder = recorder
@@ -103,7 +103,7 @@ class ProxyService:
         )
         server = GuardedServer(
             self._app,
-            count_free_descriptors() - self._limits.max_concurrent_calls,
+            get_connection_descriptor_limit() - self._limits.max_concurrent_calls,
             loop="none",
             proxy_headers=False,
             server_header=False,
@@ -141,7 +141,7 @@ class ProxyService:
                 log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
-                await self._recorder.rotate_if_due()
+                await self._recorder.compact_if_due()
 
     async def close(self) -> None:
         """Close connections and the journal."""

@@ -13,7 +13,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """What no single key can tell: values that do not fit together."""
     yield from _check_training(recipe)
     yield from _check_agent_and_tasks(recipe)
-    yield from _check_groups(recipe)
+    yield from _check_rollout(recipe)
     yield from _check_serving(recipe)
 
 
@@ -84,7 +84,7 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _check_groups(recipe: Recipe) -> Iterator[Problem]:
+def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
     if rollout.n_samples < 2:
         yield Problem(

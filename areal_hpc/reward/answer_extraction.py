@@ -2,8 +2,10 @@
 
 import re
 
-_TAG, _TAG_END = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
-_FENCE_PATTERN = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
+_ANSWER_START_PATTERN, _ANSWER_END_PATTERN = (
+    re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>")
+)
+_FENCE_START_PATTERN = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
 _FENCE_END_PATTERN = re.compile("```")
 
 
@@ -23,13 +25,13 @@ def extract_boxed(text: str) -> str | None:
 
 def extract_tagged(text: str) -> str | None:
     """What the last `<answer>...</answer>` holds; None without one."""
-    found = _extract_last_between(_TAG, _TAG_END, text)
+    found = _extract_last_between(_ANSWER_START_PATTERN, _ANSWER_END_PATTERN, text)
     return None if found is None else found.strip()
 
 
 def extract_code(text: str) -> str | None:
     """The last fenced block of Python; None without one."""
-    return _extract_last_between(_FENCE_PATTERN, _FENCE_END_PATTERN, text)
+    return _extract_last_between(_FENCE_START_PATTERN, _FENCE_END_PATTERN, text)
 
 
 def _extract_last_between(

@@ -46,7 +46,7 @@ class VerifierPool:
         os.register_at_fork(
             before=self._lock.acquire,
             after_in_parent=self._lock.release,
-            after_in_child=self._disown_processes,
+            after_in_child=self._reset_after_fork,
         )
         atexit.register(self.close)
 
@@ -59,7 +59,7 @@ class VerifierPool:
             ClusterError: No process could be started.
         """
         with self._places:
-            process = self._take_process()
+            process = self._get_or_start_process()
             try:
                 answer = process.ask(question, self._timeout_s)
             except BaseException:  # boundary: after Ctrl-C too its answer would come too late
@@ -74,7 +74,7 @@ class VerifierPool:
             self._started.pop().kill()
         self._idle.clear()
 
-    def _take_process(self) -> _Process:
+    def _get_or_start_process(self) -> _Process:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -94,7 +94,7 @@ class VerifierPool:
         self._idle: list[_Process] = []
         self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
-    def _disown_processes(self) -> None:
+    def _reset_after_fork(self) -> None:
         """In the child of a fork: the processes, and threads that hold places, are the parent's."""
         for process in self._started:
             process.disown()

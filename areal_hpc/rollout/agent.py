@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from areal_hpc.errors import RecipeError
 
-EXTRA_KWARGS = ("base_url", "api_key", "http_client", "session_id", "seed")
+EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""
 
 _AGENT_SHAPE_HINT = (
@@ -48,7 +48,7 @@ class AgentWorkflow(ABC):
 
 
 def load_agent(
-    workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARGS
+    workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARG_NAMES
 ) -> Agent:
     """The agent to run: a class, built with `kwargs`, or an instance; or the dotted path of either.
 

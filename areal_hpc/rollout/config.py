@@ -4,12 +4,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.wire.ledger import TaskSplit
 
 
-class RolloutJobConfig(JobConfig):
+class RolloutJobConfig(ProcessConfig):
     """All a driver needs to know."""
 
     ENTRY = "areal_hpc.rollout.job:run"

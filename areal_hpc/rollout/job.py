@@ -103,7 +103,7 @@ async def _run_until_stopped_or_idle(
     is_idle = False
     while not (running.done() or stop.requested or is_idle):
         await asyncio.wait({running}, timeout=STOP_POLL_S)
-        is_idle = loop.has_been_idle(idle_timeout_s)
+        is_idle = loop.is_idle_without_ledger(idle_timeout_s)
     if running.done():
         running.result()
         return

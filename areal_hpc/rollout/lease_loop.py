@@ -72,7 +72,7 @@ class LeaseLoop:
             for task in (*under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
-    def has_been_idle(self, for_s: float) -> bool:
+    def is_idle_without_ledger(self, for_s: float) -> bool:
         """True without an episode under way and without a word of the ledger for so long."""
         return self._tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
 

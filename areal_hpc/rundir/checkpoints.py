@@ -12,7 +12,7 @@ from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
-MARKER_FILE = "COMPLETE"
+COMPLETE_MARKER_FILE = "COMPLETE"
 STATE_FILE = "trainer.json"
 
 
@@ -68,12 +68,14 @@ class Checkpoint:
         Raises:
             FileNotFoundError: A trainer at work has removed it.
         """
-        return (self.path / MARKER_FILE).stat().st_mtime
+        return (self.path / COMPLETE_MARKER_FILE).stat().st_mtime
 
 
 def is_complete(path: Path) -> bool:
     """True if this is the directory of a checkpoint whose every byte is on disk."""
-    return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER_FILE).exists()
+    return (
+        re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER_FILE).exists()
+    )
 
 
 def get_unfinished_path(directory: Path, step: int, generation: int) -> Path:

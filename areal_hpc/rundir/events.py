@@ -27,9 +27,11 @@ class EventLog:
 
         Nothing ends for want of an event: on a full or silent disk it is in the process's log.
         """
-        self._write({"time": round(time.time(), 3), "role": self._role, "event": event, **facts})
+        self._emit_line(
+            {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
+        )
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _emit_line(self, line: dict[str, Any]) -> None:
         try:
             append_line(self._path, line)
         except OSError as error:
@@ -42,7 +44,7 @@ class BackgroundEventLog(EventLog):
     def __init__(self, path: Path, role: str) -> None:
         super().__init__(path, role)
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._writer = threading.Thread(target=self._write_all, name="events", daemon=True)
+        self._writer = threading.Thread(target=self._write_queued_lines, name="events", daemon=True)
         self._writer.start()
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -50,12 +52,12 @@ class BackgroundEventLog(EventLog):
         self._lines.put(None)
         self._writer.join(timeout_s)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _emit_line(self, line: dict[str, Any]) -> None:
         self._lines.put(line)
 
-    def _write_all(self) -> None:
+    def _write_queued_lines(self) -> None:
         while (line := self._lines.get()) is not None:
-            super()._write(line)
+            super()._emit_line(line)
 
 
 def read_recent_events(path: Path) -> list[dict[str, Any]]:

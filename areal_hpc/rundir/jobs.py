@@ -13,7 +13,7 @@ from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
-MARGIN_S = 10.0
+REQUEUE_MARGIN_S = 10.0
 """Time that asking Slurm for another start may take."""
 IDLE_EXIT_CODE = IdleError.exit_code
 """A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
@@ -79,7 +79,7 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """While this file exists, a job that is told to stop ends and is not requeued."""
     interface: str = ""
     """Network interface whose address other nodes use; empty: where the host's name leads."""
-    margin_s: float = MARGIN_S
+    margin_s: float = REQUEUE_MARGIN_S
     """Kept free before the end of the time limit and of a preemption's grace."""
     progress: str = ""
     """A file that grows while the run gets further: a job that crashes is started again for as

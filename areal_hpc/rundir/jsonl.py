@@ -108,7 +108,7 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
                 records.append(msgspec.json.decode(line, type=kind))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if source:
-                _warn_once(source, number, str(error), line[:80])
+                _warn_of_unreadable_line(source, number, str(error), line[:80])
     # Empty, still being written, or cut short by a crash: nobody was told that it is there.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         records.append(msgspec.json.decode(last, type=kind))
@@ -116,6 +116,6 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn_once(source: str, number: int, reason: str, start: bytes) -> None:
+def _warn_of_unreadable_line(source: str, number: int, reason: str, start: bytes) -> None:
     """Name an unreadable line once in the life of this process: files are read again and again."""
     log.warning("%s line %d cannot be read and is left out (%s): %r", source, number, reason, start)

@@ -96,7 +96,7 @@ def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
     Raises:
         ShardError: The file is gone or damaged.
     """
-    manifest = read_record(paths.manifest(step), BatchManifest)
+    manifest = read_json_file(paths.manifest(step), BatchManifest)
     if manifest is None:
         raise ShardError(
             f"the batch of step {step} was handed out, but its manifest is gone",
@@ -134,7 +134,7 @@ def write_ledger_state(paths: RunPaths, state: LedgerState) -> None:
 
 def read_ledger_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
-    return read_record(paths.ledger_state, LedgerState) or LedgerState()
+    return read_json_file(paths.ledger_state, LedgerState) or LedgerState()
 
 
 def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
@@ -144,7 +144,7 @@ def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
 
 def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
-    return read_record(paths.evaluation(step), EvaluationResult)
+    return read_json_file(paths.evaluation(step), EvaluationResult)
 
 
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
@@ -161,7 +161,7 @@ def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     return read_lines(paths.drops, DroppedTicket)
 
 
-def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+def read_json_file(path: Path, kind: type[RecordT]) -> RecordT | None:
     """What a file of JSON holds; None if there is no file.
 
     Raises:

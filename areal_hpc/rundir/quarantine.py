@@ -11,7 +11,7 @@ import msgspec
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.atomic import fsync_path, write_once
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
-from areal_hpc.rundir.manifests import list_batch_steps, read_record
+from areal_hpc.rundir.manifests import list_batch_steps, read_json_file
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point
 
@@ -46,7 +46,7 @@ def read_quarantine(paths: RunPaths, step: int) -> UntrainedRecord | None:
     Raises:
         ShardError: The file is damaged.
     """
-    return read_record(paths.quarantine(step), UntrainedRecord)
+    return read_json_file(paths.quarantine(step), UntrainedRecord)
 
 
 def read_quarantine_files(
@@ -79,7 +79,7 @@ def merge_quarantines(
     return held | {step: one for step, one in files.items() if step > state.step}
 
 
-def read_quarantines(paths: RunPaths) -> dict[int, UntrainedRecord]:
+def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedRecord]:
     """Quarantined batches by step, of the newest checkpoint and after it.
 
     Raises:

@@ -71,7 +71,7 @@ def find_interpreter() -> str | None:
 def set_limits(limits: dict[str, float]) -> None:
     """Time, memory, files and processes. The kernel counts processes by user, not by program."""
     cpu_s = math.ceil(limits["time_s"])
-    processes = count_threads(os.geteuid()) + int(limits["processes"])
+    processes = count_user_threads(os.geteuid()) + int(limits["processes"])
     for which, soft, hard in (
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_AS, int(limits["memory_bytes"]), int(limits["memory_bytes"])),
@@ -85,7 +85,7 @@ def set_limits(limits: dict[str, float]) -> None:
         resource.setrlimit(which, (soft, hard))
 
 
-def count_threads(user: int) -> int:
+def count_user_threads(user: int) -> int:
     """Threads that a (real) user has now, which is what RLIMIT_NPROC counts."""
     count = 0
     for status in Path("/proc").glob("[0-9]*/status"):

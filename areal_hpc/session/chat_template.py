@@ -40,7 +40,7 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
+class _JinjaSandbox(ImmutableSandboxedEnvironment):
     """A sandbox that is quick about `message.role`.
 
     Jinja asks every object for an attribute before it looks for a key, and a message has none.
@@ -72,7 +72,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        environment = _Sandbox(
+        environment = _JinjaSandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
@@ -174,7 +174,7 @@ class TokenEncoder:
         encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded[0].ids
 
-    def takes_long(self, text: str) -> bool:
+    def is_slow_to_encode(self, text: str) -> bool:
         """Whether encoding it would keep others waiting for more than about 2 ms."""
         by_words = self._words is not None and text.isascii()
         return len(text) > (MAX_QUICK_WORD_ENCODER_CHARS if by_words else MAX_QUICK_TOKENIZER_CHARS)

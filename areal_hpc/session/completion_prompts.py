@@ -13,7 +13,7 @@ import numpy as np
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, OpenTurn, PromptReuse, unpack_ids
 
-RAW_CONTEXT = b'"prompt"'
+RAW_PROMPT_CONTEXT = b'"prompt"'
 """Stands where conversations have the tools and variables they were rendered with."""
 PROMPT_ROLE = "prompt"
 """The role of what was new in the prompt."""
@@ -41,7 +41,9 @@ def match_ids_prompt(
 
 def _build_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     reuse: PromptReuse = "none" if parent is None else "reused"
-    return OpenTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
+    return OpenTurn(
+        parent, reuse, RAW_PROMPT_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail
+    )
 
 
 def _list_possible_texts(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:

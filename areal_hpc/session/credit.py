@@ -58,7 +58,7 @@ def assign_credit(
         order = sorted(kept, key=lambda one: one.asked_at)
         followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
     else:
-        order, followers = _order_by_tree(kept)
+        order, followers = _find_followers_by_tree(kept)
     earned: dict[str, InteractionReward] = {}
     for one in reversed(order):
         totals = [
@@ -80,7 +80,7 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _order_by_tree(
+def _find_followers_by_tree(
     interactions: Sequence[Interaction],
 ) -> tuple[list[Interaction], dict[str, list[Interaction]]]:
     """Interactions in an order in which followers come later, and who follows whom."""

@@ -28,7 +28,7 @@ from areal_hpc.session.credit import (
 from areal_hpc.session.rewards import get_final_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()
@@ -152,7 +152,7 @@ def export_rows(
     key: EpisodeKey,
     meta: dict[str, Any] | None = None,
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
-) -> list[Trajectory]:
+) -> list[TrajectoryRow]:
     """The training rows of a session, with `meta` in each; ValueError if nothing has a reward."""
     if len(tree) and get_final_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
@@ -160,7 +160,7 @@ def export_rows(
     return [build_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
 
 
-def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> Trajectory:
+def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> TrajectoryRow:
     """The arrays of a planned row."""
     length = plan.path[-1].num_sequence_tokens
     input_ids_T = np.empty(length, np.int32)
@@ -182,7 +182,7 @@ def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) 
         at = end
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=key.ticket_id,
         attempt=key.attempt,
         episode=key.episode,

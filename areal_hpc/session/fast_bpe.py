@@ -143,16 +143,16 @@ def _build_split_pattern(parts: _TokenizerJson) -> re.Pattern[str] | None:
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None
     if last["use_regex"]:
-        return _restrict_to_ascii(GPT2_SPLIT_PATTERN) if not splits else None
+        return _restrict_pattern_to_ascii(GPT2_SPLIT_PATTERN) if not splits else None
     if len(splits) != 1 or splits[0]["type"] != "Split":
         return None
     (split,) = splits
     if split["behavior"] != "Isolated" or split["invert"] or "Regex" not in split["pattern"]:
         return None
-    return _restrict_to_ascii(split["pattern"]["Regex"])
+    return _restrict_pattern_to_ascii(split["pattern"]["Regex"])
 
 
-def _restrict_to_ascii(pattern: str) -> re.Pattern[str] | None:
+def _restrict_pattern_to_ascii(pattern: str) -> re.Pattern[str] | None:
     """The pattern with classes of Unicode as ranges of ASCII; None if that is not enough."""
     written, in_class = "", False
     for item in re.findall(r"\\[pP]\{[^}]*\}|\\.|.", pattern, re.DOTALL):

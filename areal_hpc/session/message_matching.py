@@ -33,11 +33,11 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
         if message.get(name) is not None:
             normal[name] = message[name]
     if message.get("tool_calls"):
-        normal["tool_calls"] = [_normalize_call(call) for call in message["tool_calls"]]
+        normal["tool_calls"] = [_normalize_tool_call(call) for call in message["tool_calls"]]
     return normal
 
 
-def _normalize_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
@@ -57,7 +57,7 @@ COMPARED_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
 """What two messages are compared by, in the order in which a difference is named."""
 
 
-def find_difference(ours: Message, theirs: Message) -> str | None:
+def find_differing_field(ours: Message, theirs: Message) -> str | None:
     """The first of `COMPARED_FIELDS` in which a message that came back is not the one we know.
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
@@ -65,14 +65,14 @@ def find_difference(ours: Message, theirs: Message) -> str | None:
     because most SDKs drop it, nor white space around text beside tool calls.
     """
     for field in COMPARED_FIELDS:
-        if _normalize_for_comparison(ours, field) != _normalize_for_comparison(
-            theirs, field
-        ) and not (field == "reasoning_content" and field not in theirs):
+        if _get_comparable_value(ours, field) != _get_comparable_value(theirs, field) and not (
+            field == "reasoning_content" and field not in theirs
+        ):
             return field
     return None
 
 
-def _normalize_for_comparison(message: Message, field: str) -> Any:
+def _get_comparable_value(message: Message, field: str) -> Any:
     value = message.get(field)
     if field == "tool_calls" and value:
         return [call["function"] for call in value]

@@ -16,7 +16,7 @@ from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_VOCAB_SIZ
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
-MAX_ID_CHARS = 256
+MAX_INTERACTION_ID_CHARS = 256
 
 
 class _ToolCall(msgspec.Struct):
@@ -24,7 +24,7 @@ class _ToolCall(msgspec.Struct):
 
 
 class _ComparableMessage(msgspec.Struct):
-    """What `find_difference` expects of a message; content may have a form of the user's own."""
+    """What `find_differing_field` expects of a message; content may be of the user's own form."""
 
     role: str
     reasoning_content: str | None = None
@@ -44,8 +44,9 @@ def find_interaction_defect(
 
     The tree holds the session's earlier calls; ids below `vocab_size` have an embedding.
     """
-    if not 0 < len(call.interaction_id) <= MAX_ID_CHARS:
-        return f"expected an id of 1 to {MAX_ID_CHARS} characters, got {len(call.interaction_id)}"
+    if not 0 < len(call.interaction_id) <= MAX_INTERACTION_ID_CHARS:
+        allowed = f"expected an id of 1 to {MAX_INTERACTION_ID_CHARS} characters"
+        return f"{allowed}, got {len(call.interaction_id)}"
     return (
         _find_token_defect(call, tree, vocab_size)
         or _find_version_defect(call.spans, call.num_output_tokens)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
-from areal_hpc.session.message_matching import find_difference
+from areal_hpc.session.message_matching import find_differing_field
 
 PromptReuse = Literal["reused", "retokenized", "none"]
 """`none`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
@@ -120,15 +120,15 @@ class _MessageNode:
 
     def find_child(self, message: Message) -> _MessageNode | None:
         for node in self.children:
-            if node.message == message or find_difference(node.message, message) is None:
+            if node.message == message or find_differing_field(node.message, message) is None:
                 return node
         return None
 
-    def describe_mismatch(self, message: Message) -> str | None:
+    def describe_child_mismatch(self, message: Message) -> str | None:
         """How a message differs from the one of its role that is known in its place."""
         for node in self.children:
             if node.message["role"] == message["role"]:
-                return find_difference(node.message, message)
+                return find_differing_field(node.message, message)
         return "role" if self.children else None
 
 
@@ -195,7 +195,7 @@ class InteractionTree:
         """
         found: Interaction | None = None
         known = 0
-        node = self._roots.get(_sort_keys(context))
+        node = self._roots.get(_sort_context_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
             is_known = _has_assistant_message(messages) and any(
@@ -209,7 +209,7 @@ class InteractionTree:
                 return (
                     found,
                     known,
-                    node.describe_mismatch(message) if _has_assistant_message(rest) else None,
+                    node.describe_child_mismatch(message) if _has_assistant_message(rest) else None,
                 )
             node = child
             if node.interaction is not None:
@@ -219,7 +219,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            node = self._roots.setdefault(_sort_keys(interaction.context), _MessageNode({}))
+            node = self._roots.setdefault(_sort_context_keys(interaction.context), _MessageNode({}))
         else:
             node = self._entries[interaction.parent_id].node
         for message in (*interaction.new_messages, interaction.reply):
@@ -232,10 +232,10 @@ class InteractionTree:
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
     def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
-        """Spare `sequence_to_json` the packed ids of an interaction (new prompt, reply)."""
+        """Spare `build_sequence_ids_json` the packed ids of an interaction (new prompt, reply)."""
         self._entries[interaction_id].own_json = own_json
 
-    def sequence_to_json(self, interaction: Interaction | None, then: bytes) -> bytes:
+    def build_sequence_ids_json(self, interaction: Interaction | None, then: bytes) -> bytes:
         """Prompt and reply ids up to `interaction`, and what follows them.
 
         Both this and what follows are the inside of a JSON array.
@@ -316,6 +316,6 @@ def _render_text_after_reply(
 
 
 @lru_cache(maxsize=256)
-def _sort_keys(context: bytes) -> bytes:
+def _sort_context_keys(context: bytes) -> bytes:
     """The context with its keys sorted: one form for contexts that differ in their order alone."""
     return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")

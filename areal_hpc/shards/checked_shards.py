@@ -14,7 +14,7 @@ from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
 
@@ -43,7 +43,7 @@ class CheckedShards:
         """Shards of the last check that are whole."""
 
     @contextmanager
-    def check_digests(self, names: Collection[str]) -> Iterator[None]:
+    def check_digests_in_background(self, names: Collection[str]) -> Iterator[None]:
         """Check these shards while the block is at work on their rows; the end waits for it.
 
         Those that the last call found whole are not read again: neighboring batches share some.
@@ -56,14 +56,14 @@ class CheckedShards:
         lines = [self._find_line(name) for name in names if name not in self._checked]
         # Reading and CRC release the interpreter lock: on cores of its own the check is free.
         with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
-            checks = [pool.submit(self._check_line, line) for line in lines]
+            checks = [pool.submit(self._check_shard, line) for line in lines]
             try:
                 yield
             finally:
                 for check in checks:
                     check.result()
 
-    def read_rows(self, name: str, rows: Sequence[int]) -> list[Trajectory]:
+    def read_rows(self, name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
         """The trajectories at these rows of a shard, in that order, without metadata.
 
         Raises:
@@ -75,7 +75,7 @@ class CheckedShards:
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
 
-    def _check_line(self, line: _DigestLine) -> None:
+    def _check_shard(self, line: _DigestLine) -> None:
         path = self._shards_dir / line.file
         if fault := find_file_fault(path, line.bytes, line.digest):
             raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)

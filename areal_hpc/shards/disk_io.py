@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Buffer = bytes | memoryview | npt.NDArray[Any]
 
-_MAX_BUFFERS = 1024
+_MAX_BUFFERS_PER_CALL = 1024
 """IOV_MAX of Linux: buffers one system call may take."""
 _FILE_KIND_BY_TYPE = {
     stat.S_IFIFO: "a FIFO",
@@ -69,7 +69,7 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
     waiting = deque(view.cast("B") for view in views if view.nbytes)
     total_bytes = 0
     while waiting:
-        batch = list(islice(waiting, _MAX_BUFFERS))
+        batch = list(islice(waiting, _MAX_BUFFERS_PER_CALL))
         if offset is None:
             taken_bytes = os.writev(descriptor, batch)
         else:

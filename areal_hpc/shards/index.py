@@ -105,7 +105,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     return [shard for path in paths for shard in read_lines(path, SealedShard)]
 
 
-def read_last_number(index_dir: Path, writer: str) -> int:
+def read_last_shard_number(index_dir: Path, writer: str) -> int:
     """The highest number among the writer's last indexed shards; -1 before the first.
 
     Reads the end of the index alone: an index grows as long as its run.

@@ -163,7 +163,7 @@ class JournalWriter:
             sifted_bytes = self._copy_needed_records(fresh, is_needed)
             os.fdatasync(fresh)
             with self._syncing, self._appending:
-                _copy_range(self._descriptor, sifted_bytes, fresh)
+                _copy_from_offset(self._descriptor, sifted_bytes, fresh)
                 os.fdatasync(fresh)
                 size_bytes = os.fstat(fresh).st_size
                 fresh_path.rename(self.path)
@@ -237,7 +237,7 @@ def _cut_torn_tail(descriptor: int, path: Path) -> int:
     return whole_bytes
 
 
-def _copy_range(source: int, offset: int, target: int) -> None:
+def _copy_from_offset(source: int, offset: int, target: int) -> None:
     while block := os.pread(source, 1 << 20, offset):
         write_all(target, (block,))
         offset += len(block)

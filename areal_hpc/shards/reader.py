@@ -20,7 +20,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import DATASETS, FORMAT_NAME, FORMAT_VERSION, Axis, DatasetSpec
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
@@ -86,7 +86,7 @@ class ShardReader:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
         return self._rows[name] if name in self._rows else self._read_columns([name])[0]
 
-    def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[Trajectory]:
+    def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[TrajectoryRow]:
         """The trajectories at `rows`, in that order.
 
         Without metadata (`meta` stays empty) no JSON is parsed: the trainer needs none.
@@ -109,7 +109,7 @@ class ShardReader:
             return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
 
         return [
-            Trajectory(
+            TrajectoryRow(
                 ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *score
             )
             for ticket, attempt, episode, row, T, *score in zip(

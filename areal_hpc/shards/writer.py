@@ -23,9 +23,14 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards import schema
 from areal_hpc.shards.disk_io import write_all
-from areal_hpc.shards.index import SealedShard, append_to_index, group_by_ticket, read_last_number
+from areal_hpc.shards.index import (
+    SealedShard,
+    append_to_index,
+    group_by_ticket,
+    read_last_shard_number,
+)
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 
 NumpyArray = npt.NDArray[Any]
 ColumnPieces = Mapping[str, Sequence[NumpyArray]]
@@ -33,7 +38,7 @@ ColumnPieces = Mapping[str, Sequence[NumpyArray]]
 
 
 def write_sealed_shard(
-    trajectories: Sequence[Trajectory], shards_dir: Path, index_dir: Path, writer_name: str
+    trajectories: Sequence[TrajectoryRow], shards_dir: Path, index_dir: Path, writer_name: str
 ) -> SealedShard:
     """Write the trajectories as rows 0..N-1 of a new shard; durable and indexed on return.
 
@@ -51,7 +56,7 @@ def write_sealed_shard(
             raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
     pieces = _collect_column_pieces(trajectories)
     try:
-        partial = _claim_file(shards_dir, index_dir, writer_name)
+        partial = _create_next_partial_file(shards_dir, index_dir, writer_name)
         try:
             offsets = _create_datasets(partial, pieces, writer_name)
             size_bytes, digest = _write_arrays(partial, pieces, offsets)
@@ -90,7 +95,7 @@ def format_digest(crc: int) -> str:
     return f"crc32:{crc:08x}"
 
 
-def _collect_column_pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
+def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, list[NumpyArray]]:
     metas = [
         np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
     ]
@@ -115,13 +120,13 @@ def _collect_column_pieces(trajectories: Sequence[Trajectory]) -> dict[str, list
     return pieces
 
 
-def _claim_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
+def _create_next_partial_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     """Create the temporary file of the writer's next number, exclusively.
 
     While it exists nobody else can publish that number, so that even a writer believed dead
     never overwrites a shard. Shards that were never indexed are stepped over one by one.
     """
-    sequence = read_last_number(index_dir, writer)
+    sequence = read_last_shard_number(index_dir, writer)
     while True:
         sequence += 1
         path = shards_dir / schema.format_shard_name(writer, sequence)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
-from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, is_alive
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, is_live_state
 from areal_hpc.slurm.states import JobPhase
 
 POLL_S = 2.0
@@ -42,12 +42,14 @@ def cancel_jobs(
             ids = job_ids()
             snapshot = queue.poll(ids).filter_jobs(ids, label)
         except SlurmTimeoutError as silence:
-            snapshot = queue.note_outage(silence)
+            snapshot = queue.record_outage(silence)
         if snapshot.outage:
             _pause_during_outage(snapshot, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
-        phases = {key: job.state.phase for key, job in snapshot.jobs.items() if is_alive(job.state)}
+        phases = {
+            key: job.state.phase for key, job in snapshot.jobs.items() if is_live_state(job.state)
+        }
         alive = sorted(phases)
         if not alive and job_ids() == ids:  # the last one may have submitted another
             return len(seen)

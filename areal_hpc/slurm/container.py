@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.recipe.sections.cluster import ContainerConfig
 
-IMAGE_CHECKOUT = Path("/opt/areal_hpc")
+IMAGE_CHECKOUT_DIR = Path("/opt/areal_hpc")
 """Where the images of `slurm/containers` hold the checkout and its environments."""
 
 
@@ -55,4 +55,4 @@ def build_container_command(
 
 def get_image_python(role: str) -> str:
     """The interpreter of a role in the images of `slurm/containers`."""
-    return str(IMAGE_CHECKOUT / ".venvs" / role / "bin" / "python")
+    return str(IMAGE_CHECKOUT_DIR / ".venvs" / role / "bin" / "python")

@@ -64,7 +64,7 @@ class QueuedJob:
     """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
 
     @property
-    def label(self) -> str:
+    def name_and_comment(self) -> str:
         """Its name and its comment; empty where they are not known."""
         return f"{self.name} {self.comment}".strip()
 
@@ -89,7 +89,8 @@ class QueueSnapshot:
         jobs = {
             job_id: job
             for job_id in job_ids
-            if (job := self.jobs.get(job_id)) and (not job.label or label in job.label)
+            if (job := self.jobs.get(job_id))
+            and (not job.name_and_comment or label in job.name_and_comment)
         }
         return QueueSnapshot(jobs, self.outage, self.outage_s)
 
@@ -192,19 +193,19 @@ class QueuePoller:
             found = {job.job_id: job for job in call_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
-            outage = self.note_outage(error, asked_at).outage
+            outage = self.record_outage(error, asked_at).outage
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
         # is believed of what is over.
-        past = {key: job for key, job in past.items() if not is_alive(job.state)}
+        past = {key: job for key, job in past.items() if not is_live_state(job.state)}
         if not outage:
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._outage_since
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
 
-    def note_outage(
+    def record_outage(
         self, silence: SlurmTimeoutError, asked_at: float | None = None
     ) -> QueueSnapshot:
         """Count a question that was not answered, at `asked_at` (monotonic); what is known now."""
@@ -231,14 +232,14 @@ class QueuePoller:
         return jobs
 
 
-def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
+def find_live_job_ids(job_ids: Iterable[str]) -> list[str]:
     """Those of the jobs that wait or run.
 
     Raises:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    return [job.job_id for job in call_squeue(sorted(set(job_ids))) if is_alive(job.state)]
+    return [job.job_id for job in call_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
 def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
@@ -269,6 +270,6 @@ def call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     return jobs
 
 
-def is_alive(state: JobState) -> bool:
+def is_live_state(state: JobState) -> bool:
     """True of a job that Slurm still has to deal with."""
     return state.phase in (JobPhase.WAITING, JobPhase.RUNNING, JobPhase.ENDING)

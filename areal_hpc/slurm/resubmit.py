@@ -37,7 +37,7 @@ class JobIdChange:
     job_id: str
 
 
-def resubmit(
+def resubmit_after_end(
     slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str, *, timeout_s: float
 ) -> JobIdChange:
     """Submit the script of a job that runs, to start when this one has ended.
@@ -97,7 +97,7 @@ def submit_again(
 
 def update_dependents(number: JobIdChange) -> None:
     """Jobs that wait for the job's success would be cancelled at the end of its old number."""
-    waiting = scontrol.list_waiting_jobs()
+    waiting = scontrol.read_pending_dependencies()
     for old_id in number.old_ids:
         array = old_id.partition("_")[0]
         others: list[str] = []

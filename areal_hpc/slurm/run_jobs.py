@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuedJob, call_squeue, is_alive, list_jobs_of_user
+from areal_hpc.slurm.queue import QueuedJob, call_squeue, is_live_state, list_jobs_of_user
 from areal_hpc.slurm.states import JobPhase
 
-_TOKEN = re.compile(r"\.([0-9a-f]{8})$")
-HELD_BY_USER = "JobHeldUser"
+_TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
+HELD_BY_USER_REASON = "JobHeldUser"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LiveJob:
     def is_held(self) -> bool:
         """True if it waits to be released by its user."""
         is_waiting = self.queued.state.phase is JobPhase.WAITING
-        return is_waiting and self.queued.reason == HELD_BY_USER
+        return is_waiting and self.queued.reason == HELD_BY_USER_REASON
 
 
 def get_run_label(paths: RunPaths) -> str:
@@ -36,7 +36,7 @@ def get_run_label(paths: RunPaths) -> str:
     return paths.root.parent.name
 
 
-def list_job_ids(paths: RunPaths) -> tuple[str, ...]:
+def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
     """Every id that was recorded for a job of this run, oldest first."""
     return tuple(submission.job_id for submission in read_submissions(paths.submissions))
 
@@ -48,13 +48,13 @@ def list_unrecorded_jobs(paths: RunPaths) -> list[LiveJob]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    recorded = set(list_job_ids(paths))
+    recorded = set(list_recorded_job_ids(paths))
     jobs = list_jobs_of_user(paths.root.stat().st_uid) if paths.root.exists() else []
     return [
         LiveJob(_infer_submission(paths, job), job, is_recorded=False)
         for job in jobs
         if job.job_id not in recorded
-        and is_alive(job.state)
+        and is_live_state(job.state)
         and f"{job.comment} ".startswith(f"{paths.root} ")
     ]
 
@@ -68,20 +68,21 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     """
     recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
     label = get_run_label(paths)
-    found = {job.job_id: job for job in call_squeue(sorted(recorded)) if is_alive(job.state)}
+    found = {job.job_id: job for job in call_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
         LiveJob(submission, found[job_id], is_recorded=True)
         for job_id, submission in recorded.items()
-        if job_id in found and (not found[job_id].label or label in found[job_id].label)
+        if job_id in found
+        and (not found[job_id].name_and_comment or label in found[job_id].name_and_comment)
     ]
     return [*live, *list_unrecorded_jobs(paths)]
 
 
 def _infer_submission(paths: RunPaths, job: QueuedJob) -> Submission:
     """The record that a job would have, by its name in Slurm."""
-    token = _TOKEN.search(job.name)
+    token = _TOKEN_PATTERN.search(job.name)
     prefix = f"{paths.root.parent.name}-{paths.root.name}-"
-    name = _TOKEN.sub("", job.name).removeprefix(prefix)
+    name = _TOKEN_PATTERN.sub("", job.name).removeprefix(prefix)
     return Submission(
         job=name,
         job_id=job.job_id,

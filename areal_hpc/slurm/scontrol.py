@@ -13,7 +13,14 @@ from areal_hpc.slurm.commands import parse_time, run_slurm_command
 
 RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
-_ENV_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
+_STRIPPED_ENV_PREFIXES = (
+    "SLURM_",
+    "SBATCH_",
+    "SUBMITIT_",
+    "AREAL_HPC_",
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_",
+)
 """Variables of a running job that would be taken for wishes of the job that it submits."""
 
 
@@ -73,7 +80,7 @@ def update_waiting_job(
     _call_slurm("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
-def list_waiting_jobs() -> dict[str, str]:
+def read_pending_dependencies() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
     shown = _call_slurm(
         "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
@@ -95,7 +102,7 @@ def strip_own_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name == "SLURM_CONF" or not name.startswith(_ENV_PREFIXES)
+        if name == "SLURM_CONF" or not name.startswith(_STRIPPED_ENV_PREFIXES)
     }
 
 

@@ -22,7 +22,7 @@ SBATCH_TIMEOUT_S = 60.0
 """Longest that one sbatch may take; it gives up by itself after MessageTimeout (10 s)."""
 SUBMIT_TIMEOUT_S = 600.0
 """Longest that a submission waits for a slurmctld that does not answer."""
-SETTLE_S = 5.0
+JOB_LOOKUP_DURATION_S = 5.0
 """Time in which a slurmctld that answers again works off the requests that it had received."""
 RETRY_PAUSE_S = 2.0
 
@@ -42,12 +42,15 @@ class JobIdentity:
         """An identity with a token that no other submission has."""
         return cls(name, comment, secrets.token_hex(4))
 
-    def list_options(self) -> list[str]:
+    def build_sbatch_options(self) -> list[str]:
         """Options of sbatch, which go before those of the script."""
-        return [f"--job-name={self.name}.{self.token}", f"--comment={self.comment} {self.mark}"]
+        return [
+            f"--job-name={self.name}.{self.token}",
+            f"--comment={self.comment} {self.comment_tag}",
+        ]
 
     @property
-    def mark(self) -> str:
+    def comment_tag(self) -> str:
         """The token as it stands in the comment."""
         return f"token={self.token}"
 
@@ -69,28 +72,28 @@ def submit_script(
         SlurmNotFoundError: There is no sbatch on this machine.
     """
     give_up_at = time.monotonic() + timeout_s
-    command = ["sbatch", "--parsable", *identity.list_options(), *options, str(script)]
+    command = ["sbatch", "--parsable", *identity.build_sbatch_options(), *options, str(script)]
     while True:
         try:
             printed = run_slurm_command(*command, environ=environ, timeout_s=SBATCH_TIMEOUT_S)
             return printed.split(";")[0].strip()
         except SlurmTimeoutError as silence:
             report_outage(f"{silence.problems[0].message}; looking for the job before another try")
-        if (job_id := _adopt_job(identity, give_up_at)) is not None:
+        if (job_id := _wait_for_accepted_job(identity, give_up_at)) is not None:
             report_outage(f"job {job_id} was accepted nevertheless")
             return job_id
 
 
-def _adopt_job(identity: JobIdentity, give_up_at: float) -> str | None:
+def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | None:
     """Number of the job that bears the identity; None if Slurm answers and does not have it.
 
     Raises:
         SlurmTimeoutError: Slurm did not answer before `give_up_at` (monotonic).
     """
     answered_at: float | None = None
-    while answered_at is None or time.monotonic() - answered_at < SETTLE_S:
+    while answered_at is None or time.monotonic() - answered_at < JOB_LOOKUP_DURATION_S:
         try:
-            if (job_id := find_submission(identity)) is not None:
+            if (job_id := find_submitted_job_id(identity)) is not None:
                 return job_id
             answered_at = answered_at or time.monotonic()
         except SlurmTimeoutError:
@@ -101,7 +104,7 @@ def _adopt_job(identity: JobIdentity, give_up_at: float) -> str | None:
     return None
 
 
-def find_submission(identity: JobIdentity) -> str | None:
+def find_submitted_job_id(identity: JobIdentity) -> str | None:
     """Number of the job, or of the whole array, that bears an identity; None if there is none.
 
     Raises:
@@ -110,7 +113,7 @@ def find_submission(identity: JobIdentity) -> str | None:
     shown = run_slurm_command("squeue", "--me", "--noheader", "--states=all", "--format=%F %j %k")
     for line in shown.splitlines():
         job_id, _, names = line.strip().partition(" ")
-        if f".{identity.token} " in f"{names} " or identity.mark in names:
+        if f".{identity.token} " in f"{names} " or identity.comment_tag in names:
             return job_id
     return None
 
@@ -134,7 +137,7 @@ def release_jobs(job_ids: Iterable[str], timeout_s: float = SUBMIT_TIMEOUT_S) ->
                 time.sleep(RETRY_PAUSE_S)
 
 
-def cancel_held(job_ids: Sequence[str]) -> ClusterError | None:
+def cancel_held_jobs(job_ids: Sequence[str]) -> ClusterError | None:
     """Take back jobs that were just submitted; the error if Slurm did not do it."""
     try:
         if job_ids:

@@ -33,7 +33,7 @@ NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
-class JobHandle:
+class LocalJobHandle:
     """A submitted job."""
 
     def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
@@ -46,7 +46,7 @@ class JobHandle:
         """The executor's id of the job."""
         return str(self._job.job_id)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True once no task of the job runs any more."""
         return bool(self._job.done())
 
@@ -72,7 +72,7 @@ class JobHandle:
         process.wait()
 
 
-def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
+def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
     launch_path = _write_launch(launch)
     executor = submitit.LocalExecutor(
@@ -83,7 +83,7 @@ def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
     # after one second, which would cut off the trainer's last checkpoint.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return JobHandle(launch, executor.submit(entry, str(launch_path)))
+        return LocalJobHandle(launch, executor.submit(entry, str(launch_path)))
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -209,30 +209,38 @@ def _submit_held(
             "`areal-hpc status` names what reached Slurm, which is held and does not start",
         ) from error
     except SlurmCommandError as error:
-        raise _explain_refusal(request, error) from error
+        raise _build_refusal_error(request, error) from error
     return SubmittedJob(job_id, identity.token)
 
 
-_PASSING_REFUSALS = ("submit limit", "submitjob", "maxjobcount", "try again", "temporarily")
+_TEMPORARY_REFUSAL_MESSAGES = (
+    "submit limit",
+    "submitjob",
+    "maxjobcount",
+    "try again",
+    "temporarily",
+)
 """Parts of sbatch's words where the same job may be accepted later."""
 
 
-def _explain_refusal(request: JobRequest, refusal: SlurmCommandError) -> ClusterError | RecipeError:
+def _build_refusal_error(
+    request: JobRequest, refusal: SlurmCommandError
+) -> ClusterError | RecipeError:
     said = refusal.problems[0].message.removeprefix("sbatch: ")
     message = f"sbatch rejected job {request.job}:\n{said}"
-    if any(words in said.lower() for words in _PASSING_REFUSALS):
+    if any(words in said.lower() for words in _TEMPORARY_REFUSAL_MESSAGES):
         hint = "wait until other jobs of yours have ended, and repeat the command"
         return ClusterError(message, key="cluster.slurm", hint=hint)
     hint = "areal-hpc submit --dry-run shows its script"
     return RecipeError(message, key="cluster.slurm", hint=hint)
 
 
-def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:
+def stop_jobs(handles: Sequence[LocalJobHandle], grace_s: float) -> None:
     """Stop every job: politely first, by force after `grace_s`."""
     for handle in handles:
         handle.request_stop()
     give_up_at = time.monotonic() + grace_s
-    while not all(handle.done() for handle in handles) and time.monotonic() < give_up_at:
+    while not all(handle.is_done() for handle in handles) and time.monotonic() < give_up_at:
         time.sleep(0.1)
     for handle in handles:
         handle.kill()

@@ -22,11 +22,11 @@ LOST_PEER_PATTERN = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|remote process exit"
 )
 """In the message of gloo, of a store or of NCCL on the ranks that outlive one of them."""
-FAILED_RANKS_KEY = "failures"
+FAILED_RANK_COUNT_KEY = "failures"
 """Counts failed ranks in the store that the world was opened with."""
 FAILURE_REPORTED_KEY = "reported"
 """Set in that store once a failed rank knows that it is the first, and says why."""
-REPORT_TIMEOUT_S = 10.0
+FAILURE_REPORT_TIMEOUT_S = 10.0
 FILE_VISIBLE_TIMEOUT_S = 60.0
 """Time that a file may take to become visible on another node of a shared file system."""
 READ_RETRY_S = 0.5
@@ -78,14 +78,14 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
             return cast("ResultT", result)
         if any_true(time.monotonic() >= give_up_at):
             if any_true(trouble is None):
-                raise OtherRankError if trouble is None else _blame_node(trouble)
+                raise OtherRankError if trouble is None else _build_node_error(trouble)
             assert trouble is not None
             raise trouble
         logger.info("not all ranks can read yet: %s", trouble)
         time.sleep(READ_RETRY_S)
 
 
-def _blame_node(trouble: ArealError) -> ClusterError:
+def _build_node_error(trouble: ArealError) -> ClusterError:
     """The error of a rank that cannot read what others can."""
     problem = trouble.problems[0]
     return ClusterError(
@@ -120,7 +120,7 @@ def report_first_failure() -> Iterator[None]:
         yield
     except Exception as error:  # boundary: raised again, unless another rank reports
         if isinstance(error, OtherRankError):
-            _await_report()
+            _await_failure_report()
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
@@ -141,11 +141,11 @@ def raise_if_peer_lost(error: Exception) -> None:
         ) from error
 
 
-def _await_report() -> None:
+def _await_failure_report() -> None:
     """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
         get_default_store().wait(
-            [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=REPORT_TIMEOUT_S)
+            [FAILURE_REPORTED_KEY], datetime.timedelta(seconds=FAILURE_REPORT_TIMEOUT_S)
         )
 
 
@@ -154,7 +154,7 @@ def _claim_first_failure() -> bool:
         return True
     store = get_default_store()
     try:
-        is_first = store.add(FAILED_RANKS_KEY, 1) == 1
+        is_first = store.add(FAILED_RANK_COUNT_KEY, 1) == 1
     except RuntimeError:  # rank 0 kept the store, and is gone
         return False
     # A key of its own: who waits is woken before the answer to `add` is sent, and if that is

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
@@ -14,7 +14,7 @@ STOP_MARGIN_S = 4.0
 """A step or checkpoint that is not over this long before the job is killed is given up."""
 
 
-class RankJobConfig(JobConfig):
+class RankJobConfig(ProcessConfig):
     """Configuration of every rank of a training job."""
 
     ROLE = "train"

@@ -21,10 +21,10 @@ from areal_hpc.rundir.quarantine import write_quarantine
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE,
-    AGE,
-    BEHAVIOR,
-    CURRENT,
+    ADVANTAGE_CHANNEL,
+    BEHAVIOR_LOGPROBS_CHANNEL,
+    CURRENT_WEIGHTS_CHANNEL,
+    STALENESS_CHANNEL,
     build_rows,
     read_batch,
     summarize_batch,
@@ -48,13 +48,13 @@ from areal_hpc.trainer.step import (
     train_step,
 )
 from areal_hpc.trainer.untrained import (
+    build_damaged_batch_record,
+    build_nonfinite_records,
     build_norm_metrics,
-    check_grad_norms,
-    quarantine_damaged_batch,
 )
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.ledger import BatchManifest
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,9 @@ class Learner:
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
-        with timer.phase("read"):
+        with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
-        with timer.phase("pack"):
+        with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
                 make_micro_batches(
@@ -142,10 +142,10 @@ class Learner:
                 )
                 for part in _split_minibatches(rows, config.minibatches)
             ]
-        with timer.phase("train"):
+        with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             stats, norms = self._take_optimizer_steps(parts, rate)
-        untrained += self._check_grad_norms(norms, manifest.step)
+        untrained += self._build_nonfinite_records(norms, manifest.step)
         metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance_state(manifest, untrained)
         sums, maxima = stats.sums, stats.maxima
@@ -166,14 +166,14 @@ class Learner:
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/compared_tokens": int(sums["compared"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
-            **timer.metrics(),
+            **timer.build_metrics(),
         }
         fault_point("train.after_step")
         return replace_non_finite(line)
 
     def _read_sound_rows(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None
-    ) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+    ) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
         """The rows to train on, and what is left out. A collective."""
         if quarantine is not None:
             return [], [quarantine]
@@ -188,7 +188,7 @@ class Learner:
         A collective. Raises as `train_batch` does.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
-        record = quarantine_damaged_batch(step, self.state.untrained, reason)
+        record = build_damaged_batch_record(step, self.state.untrained, reason)
         trouble = None
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
@@ -203,9 +203,9 @@ class Learner:
         found: UntrainedRecord = broadcast_object(record, UntrainedRecord)
         return found
 
-    def _check_grad_norms(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
+    def _build_nonfinite_records(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
-        return check_grad_norms(
+        return build_nonfinite_records(
             norms,
             step,
             self.state.untrained,
@@ -229,7 +229,7 @@ class Learner:
             everything = [batch for part in parts for batch in part]
             stats.add(
                 run_forward_backward(
-                    self.policy, everything, self._keep_start_logprobs, backward=False
+                    self.policy, everything, self._store_proximal_logprobs, backward=False
                 )
             )
         norms = []
@@ -240,7 +240,7 @@ class Learner:
             norms.append(norm)
         return stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES), norms
 
-    def _keep_start_logprobs(
+    def _store_proximal_logprobs(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
@@ -255,8 +255,8 @@ class Learner:
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
             self._compute_proximal_logprobs(batch, held_N, taken),
-            batch.channels_N[BEHAVIOR],
-            batch.channels_N[ADVANTAGE],
+            batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+            batch.channels_N[ADVANTAGE_CHANNEL],
             batch.rows,
             self._config.objective,
         )
@@ -273,9 +273,12 @@ class Learner:
         """Log-probabilities under the policy that ratios are taken to [N]."""
         match self._config.objective.proximal:
             case "none":
-                return batch.channels_N[BEHAVIOR]
+                return batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL]
             case "log_linear":
-                behavior_N, age_N = batch.channels_N[BEHAVIOR], batch.channels_N[AGE]
+                behavior_N, age_N = (
+                    batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+                    batch.channels_N[STALENESS_CHANNEL],
+                )
                 return interpolate_logprobs(held_N, behavior_N, age_N, taken)
             case "recompute":
                 return batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
@@ -318,8 +321,8 @@ def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
 
 def measure_engine_mismatch(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
     """Log-probability drift check: engine against trainer, where both had the same weights."""
-    current_N = batch.channels_N[CURRENT] != 0
-    gaps = (logprobs_N - batch.channels_N[BEHAVIOR]).abs()[current_N]
+    current_N = batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0
+    gaps = (logprobs_N - batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL]).abs()[current_N]
     max_gap = gaps.max().item() if gaps.numel() else 0.0
     return LossStats({"compared": gaps.numel()}, {"mismatch": max_gap})
 

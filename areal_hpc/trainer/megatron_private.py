@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
+OPTIMIZER_STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
 """What the optimizer holds of each parameter, as Megatron names it; all float32."""
 
 
@@ -144,7 +144,9 @@ def _build_in_place_gather(part: Any, _: Any) -> Any:
         for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
             ((dtype, buckets),) = ranges.items()
             sizes = [bucket.grad_data.numel() for bucket in buffer.buckets]
-            whole = {name: torch.empty(sum(sizes) if is_kept else 0) for name in OPTIMIZER_STATES}
+            whole = {
+                name: torch.empty(sum(sizes) if is_kept else 0) for name in OPTIMIZER_STATE_NAMES
+            }
             if not empty_data:
                 for name, kept in whole.items():
                     # Of no elements on the other ranks, as is each of its parts.

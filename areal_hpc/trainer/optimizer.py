@@ -67,7 +67,7 @@ def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
             group["betas"], group["eps"] = config.betas, config.eps
 
 
-_NO_GRADIENT, _FINITE, _NOT_FINITE = range(3)
+_NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
 def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
@@ -81,9 +81,9 @@ def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    kind = _NOT_FINITE if not math.isfinite(norm) else _FINITE if norm else _NO_GRADIENT
+    kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
     agreed = all_reduce_max(kind)
-    if agreed == _FINITE:
+    if agreed == _NORM_FINITE:
         for group in optimizer.param_groups:
             group["lr"] = rate
         for part in optimizer.chained_optimizers:
@@ -92,4 +92,4 @@ def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
         optimizer.step_with_ready_grads()
     policy.replica.zero_grad_buffer()
     optimizer.zero_grad()
-    return math.nan if agreed == _NOT_FINITE and kind != agreed else norm
+    return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm

@@ -27,7 +27,7 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import build_norm_metrics, check_grad_norms, is_step_taken
+from areal_hpc.trainer.untrained import build_nonfinite_records, build_norm_metrics, is_step_taken
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class SftTrainer:
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
-        untrained = check_grad_norms(
+        untrained = build_nonfinite_records(
             [norm],
             step,
             self.state.untrained,

@@ -13,7 +13,7 @@ MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
 
-def check_grad_norms(
+def build_nonfinite_records(
     norms: Sequence[float],
     step: int,
     earlier: Sequence[UntrainedRecord],
@@ -57,12 +57,13 @@ def check_grad_norms(
     return [UntrainedRecord(step, reason)]
 
 
-def quarantine_damaged_batch(
+def build_damaged_batch_record(
     step: int, earlier: Sequence[UntrainedRecord], reason: str
 ) -> UntrainedRecord:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
-    The streak is read as in `check_grad_norms`; batches set aside by hand do not belong to it.
+    The streak is read as in `build_nonfinite_records`; batches set aside by hand do
+    not belong to it.
 
     Raises:
         ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.

@@ -7,7 +7,7 @@ from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot
-from areal_hpc.slurm.run_jobs import list_job_ids
+from areal_hpc.slurm.run_jobs import list_recorded_job_ids
 from areal_hpc.view.jobs import build_run_jobs, get_run_state
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.summary import RunProgress, read_run_progress
@@ -39,7 +39,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
 
 def _read_states(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
-    ids = [job_id for paths in unfinished for job_id in list_job_ids(paths)]
+    ids = [job_id for paths in unfinished for job_id in list_recorded_job_ids(paths)]
     snapshot = (
         queue.poll(ids)
         if has_slurm()

@@ -12,7 +12,7 @@ from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.jobs import LEADERS, format_state, get_run_state
+from areal_hpc.view.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
 
 CASCADE_WINDOW_S = 120.0
@@ -20,11 +20,11 @@ CASCADE_WINDOW_S = 120.0
 that lost their trainer."""
 RUNNING_CASCADE_WINDOW_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
-MAX_STEPS_OF_SILENCE = 5
+MIN_STALL_STEPS = 5
 """A run that has trained no step for longer than so many take is stalled..."""
-MIN_SILENCE_S = 300.0
+MIN_STALL_S = 300.0
 """...and for longer than a start, an evaluation or a checkpoint takes."""
-MIN_FREE_BYTES = 256 << 20
+MIN_FREE_DISK_BYTES = 256 << 20
 """With less the next checkpoint or shard may not fit."""
 MAX_TRACEBACK_LINES = 12
 """Lines of a traceback that are shown."""
@@ -77,7 +77,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
     if state == "unknown":
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
-    if evidence.run.lost_jobs:
+    if evidence.run.jobs_ended_early:
         return _diagnose_lost_jobs(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
@@ -104,7 +104,7 @@ def _diagnose_lost_jobs(
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
         f"{job.queued.state.meaning if job.queued else 'is no longer known to Slurm'}"
-        for job in evidence.run.lost_jobs
+        for job in evidence.run.jobs_ended_early
     ]
     hint = (
         "areal-hpc resume RUN submits what is missing; "
@@ -127,15 +127,17 @@ def _diagnose_no_progress(
     if suspended:
         hint = "scontrol resume JOBID if a person suspended it; else it waits for other jobs"
         return Diagnosis(f"the run is stalled: {'; '.join(suspended)}", chain, hint)
-    if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_BYTES:
+    if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_DISK_BYTES:
         free = f"{evidence.free_bytes / 2**20:.0f} MiB are free in {evidence.run.paths.root}"
         return Diagnosis(f"the run is running, but only {free}", chain, "make room there")
-    leader = next((job for job in evidence.run.jobs if job.name in LEADERS and job.is_alive), None)
+    leader = next(
+        (job for job in evidence.run.jobs if job.name in LEADER_JOB_NAMES and job.is_alive), None
+    )
     if evidence.pace is None or leader is None or leader.queued is None:
         return None
     began_at = max(evidence.pace.last_at, leader.queued.start or 0.0)
     silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
-    if silent_s < max(MAX_STEPS_OF_SILENCE * usual_s, MIN_SILENCE_S):
+    if silent_s < max(MIN_STALL_STEPS * usual_s, MIN_STALL_S):
         return None
     headline = (
         f"the run is stalled: no step for {format_duration(silent_s)}, "
@@ -282,7 +284,7 @@ def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
     return FailureEvent(
         start.end,
-        f"{name} (job {start.job_id}){place} {meaning}: {format_state(start)}{reason}",
+        f"{name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
         priority=priority,
         hint=_MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )

@@ -16,7 +16,7 @@ from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
-from areal_hpc.view.jobs import RunJobs, read_jobs
+from areal_hpc.view.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_records
 
 TRACEBACK_HEADER = "Traceback (most recent call last):"
@@ -89,7 +89,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    run = read_jobs(paths, queue)
+    run = fetch_run_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = _read_launch_time(paths)
     events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
@@ -103,7 +103,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
-        free_bytes=_read_free_bytes(paths),
+        free_bytes=_read_free_disk_bytes(paths),
     )
 
 
@@ -116,7 +116,7 @@ def read_step_pace(paths: RunPaths) -> StepPace | None:
     return StepPace(statistics.median(times_s), paths.metrics.stat().st_mtime)
 
 
-def _read_free_bytes(paths: RunPaths) -> int | None:
+def _read_free_disk_bytes(paths: RunPaths) -> int | None:
     try:
         return shutil.disk_usage(paths.root).free
     except OSError:
@@ -165,13 +165,13 @@ def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     for record in reversed(parse_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
-            lines = _cut_traceback(record.lines[begins[0] :])
+            lines = _extract_traceback(record.lines[begins[0] :])
             at = datetime.fromisoformat(record.time).timestamp() if record.time else None
             return LogTraceback(at, file, lines)
     return None
 
 
-def _cut_traceback(lines: Sequence[str]) -> tuple[str, ...]:
+def _extract_traceback(lines: Sequence[str]) -> tuple[str, ...]:
     """A traceback's own lines: indented frames, then the exception."""
     taken = [lines[0]]
     for line in lines[1:]:

@@ -20,18 +20,18 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_alive
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_live_state
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
     get_run_label,
-    list_job_ids,
+    list_recorded_job_ids,
     list_unrecorded_jobs,
 )
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.tables import format_duration, format_table, format_time
 
-LEADERS = {"sft", "trainer"}
+LEADER_JOB_NAMES = {"sft", "trainer"}
 """Jobs that the others of their stage wait for."""
 
 
@@ -54,7 +54,7 @@ class JobView:
     @property
     def is_alive(self) -> bool:
         """True if Slurm still has to deal with it."""
-        return self.queued is not None and is_alive(self.queued.state)
+        return self.queued is not None and is_live_state(self.queued.state)
 
     @property
     def has_failed(self) -> bool:
@@ -90,7 +90,7 @@ class RunJobs:
         return not self.ids
 
     @property
-    def lost_jobs(self) -> list[JobView]:
+    def jobs_ended_early(self) -> list[JobView]:
         """Jobs that are over, unlike their work and others of the run; none in doubt."""
         if self.snapshot.outage or not any(job.is_alive for job in self.jobs):
             return []
@@ -105,13 +105,13 @@ class RunJobs:
         ]
 
 
-def read_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
+def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    answer = queue.poll(list_job_ids(paths))
+    answer = queue.poll(list_recorded_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
@@ -171,8 +171,8 @@ def get_run_state(run: RunJobs) -> str:
         return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
-        lost = {job.name for job in run.lost_jobs}
-        if lost & LEADERS:
+        lost = {job.name for job in run.jobs_ended_early}
+        if lost & LEADER_JOB_NAMES:
             return "leaderless"
         if lost and JobPhase.RUNNING in phases:
             return "running, short of cells"
@@ -220,14 +220,14 @@ def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, s
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
     if queued is None:
-        return (job.name, job_id, _describe_unknown(job, snapshot), "-", attempt, "-")
+        return (job.name, job_id, _describe_job_unknown_to_slurm(job, snapshot), "-", attempt, "-")
     if queued.restarts:
         attempt += f", restart {queued.restarts}"
-    state, nodes = format_state(queued), queued.nodes or "-"
+    state, nodes = format_slurm_state(queued), queued.nodes or "-"
     return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
 
 
-def format_state(queued: QueuedJob) -> str:
+def format_slurm_state(queued: QueuedJob) -> str:
     """Slurm's word, and why."""
     state = queued.state
     if state.phase is JobPhase.WAITING and queued.reason:
@@ -239,7 +239,7 @@ def format_state(queued: QueuedJob) -> str:
     return state.name
 
 
-def _describe_unknown(job: JobView, snapshot: QueueSnapshot) -> str:
+def _describe_job_unknown_to_slurm(job: JobView, snapshot: QueueSnapshot) -> str:
     if snapshot.outage:
         return "? (Slurm does not answer)"
     codes = sorted({outcome.exit_code for outcome in job.task_exits.values()})

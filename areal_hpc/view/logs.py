@@ -59,7 +59,7 @@ def list_log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) ->
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
-                    found.append(LogFile(path, job_dir.name, path.stem, _find_node(path)))
+                    found.append(LogFile(path, job_dir.name, path.stem, _read_node_name(path)))
     return found
 
 
@@ -68,7 +68,7 @@ def _is_wanted(wanted: Sequence[str], job: str, process: str) -> bool:
     return not wanted or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(wanted)
 
 
-def _find_node(path: Path) -> str:
+def _read_node_name(path: Path) -> str:
     """The node that the first line names."""
     with path.open("rb") as stream:
         found = _NODE_PATTERN.search(stream.readline(1000).decode(errors="replace"))
@@ -146,13 +146,15 @@ class LogFollower:
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
             self._refresh_file_list()
-        return merge_by_time([(file, self._read_new(path)) for path, file in self._files.items()])
+        return merge_by_time(
+            [(file, self._read_new_text(path)) for path, file in self._files.items()]
+        )
 
     def sleep_until_next_poll(self) -> None:
         """Sleep until it is time for another look."""
         time.sleep(POLL_S)
 
-    def _read_new(self, path: Path) -> str:
+    def _read_new_text(self, path: Path) -> str:
         offset = self._offsets.get(path, 0)
         size = path.stat().st_size
         if size < offset:

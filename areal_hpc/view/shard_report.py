@@ -12,7 +12,7 @@ from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
 from areal_hpc.view.tables import format_table
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -42,7 +42,7 @@ def format_shards_json(paths: RunPaths) -> str:
 
 
 def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
-    """The rows of all issues of a ticket, as `format_trajectory` counts them.
+    """The rows of all issues of a ticket, as `format_trajectory_row` counts them.
 
     Raises:
         RecipeError: No row is the ticket's.
@@ -66,7 +66,7 @@ def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     return rows
 
 
-def format_trajectory(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
+def format_trajectory_row(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
     """One trajectory, token by token, decoded if a `tokenizer.json` is given.
 
     Rows count from 0: those of a shard, or those of all shards of a run directory.
@@ -157,7 +157,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _format_token_cells(trajectory: Trajectory, position: int) -> tuple[str, ...]:
+def _format_token_cells(trajectory: TrajectoryRow, position: int) -> tuple[str, ...]:
     version = int(trajectory.versions_T[position])
     sampled = bool(trajectory.loss_mask_T[position])
     return (

@@ -23,7 +23,7 @@ _MAX_NAMES_IN_ERROR = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 _WORD_MASK = (1 << 32) - 1
 _SEED = 0x243F6A88
-_HASH_HALVES = (
+_HASH_HALF_CONSTANTS = (
     (_SEED, 0x27D4EB2D, 15),
     (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD_MASK, 0x165667B1, 13),
 )
@@ -49,7 +49,7 @@ def compute_rank_digests(
     return {
         name: frozenset(
             _hash_pieces(pieces, replica_device)
-            for pieces in _list_rank_pieces(name, parts, tp_rank, tp)
+            for pieces in _list_rank_piece_alternatives(name, parts, tp_rank, tp)
         )
         for name, parts in fused.items()
     }
@@ -60,7 +60,7 @@ def is_expert_parameter(name: str) -> bool:
     return ".experts." in name
 
 
-def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) -> None:
+def require_matching_checksums(expected: Digests, reported: Mapping[str, str], who: str) -> None:
     """Check one rank's report.
 
     Raises:
@@ -84,7 +84,7 @@ def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) 
     )
 
 
-def _list_rank_pieces(
+def _list_rank_piece_alternatives(
     name: str, parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
 ) -> list[list[torch.Tensor]]:
     """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
@@ -95,20 +95,23 @@ def _list_rank_pieces(
             multiple *= tp
         if padding := -rows % multiple:
             table = torch.nn.functional.pad(table, (0, 0, 0, padding))
-        return [[_slice_rank(table, 0, tp_rank, tp)]]
+        return [[_slice_for_rank(table, 0, tp_rank, tp)]]
     if name.endswith((".o_proj.weight", ".down_proj.weight")):
-        return [[_slice_rank(parts[0][1], 1, tp_rank, tp)]]
+        return [[_slice_for_rank(parts[0][1], 1, tp_rank, tp)]]
     ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
     tensors = [tensor for _, tensor in ordered]
     if ".gate_up_proj." in name:
-        return [[_slice_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
+        return [[_slice_for_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
     if ".qkv_proj." in name:
         query, *key_value = tensors
         # With fewer KV heads than ranks, `copies` neighbors hold the same head.
         return [
             [
-                _slice_rank(query, 0, tp_rank, tp),
-                *(_slice_rank(tensor, 0, tp_rank // copies, tp // copies) for tensor in key_value),
+                _slice_for_rank(query, 0, tp_rank, tp),
+                *(
+                    _slice_for_rank(tensor, 0, tp_rank // copies, tp // copies)
+                    for tensor in key_value
+                ),
             ]
             for copies in range(1, tp + 1)
             if tp % copies == 0 and key_value[0].shape[0] % (tp // copies) == 0
@@ -116,7 +119,7 @@ def _list_rank_pieces(
     return [tensors]
 
 
-def _slice_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+def _slice_for_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
     length = tensor.shape[dim] // ranks
     return tensor.narrow(dim, rank * length, length)
 
@@ -125,14 +128,14 @@ def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
     if replica_device != "cpu":
-        return f"{hash_like_sglang(torch.cat(flats)):016x}"
+        return f"{compute_sglang_gpu_hash(torch.cat(flats)):016x}"
     digest = hashlib.sha256()
     for flat in flats:
         digest.update(flat.cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 
-def hash_like_sglang(flat: torch.Tensor) -> int:
+def compute_sglang_gpu_hash(flat: torch.Tensor) -> int:
     """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat`, uint8, is.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;
@@ -144,7 +147,7 @@ def hash_like_sglang(flat: torch.Tensor) -> int:
     total = 0
     chunk = _TILE_WORDS * 512  # bounds the 64-bit temporaries
     for start in range(0, words.numel(), chunk):
-        total += _sum_tiles(words[start : start + chunk], start, words.numel())
+        total += _sum_tile_hashes(words[start : start + chunk], start, words.numel())
     mask = (1 << 64) - 1  # what follows is splitmix64's finalizer
     total &= mask
     total = ((total ^ (total >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -152,11 +155,11 @@ def hash_like_sglang(flat: torch.Tensor) -> int:
     return total ^ (total >> 31)
 
 
-def _sum_tiles(words: torch.Tensor, start: int, all_words: int) -> int:
+def _sum_tile_hashes(words: torch.Tensor, start: int, all_words: int) -> int:
     value = words.to(torch.int64) & _WORD_MASK
     position = torch.arange(start, start + words.numel(), device=words.device) & _WORD_MASK
     halves = []
-    for seed, factor, turn in _HASH_HALVES:
+    for seed, factor, turn in _HASH_HALF_CONSTANTS:
         rotated = ((position << turn) | (position >> (32 - turn))) & _WORD_MASK
         mixed = _fmix32(value ^ ((position * factor + seed) & _WORD_MASK) ^ rotated)
         mixed = torch.nn.functional.pad(mixed, (0, -words.numel() % _TILE_WORDS))

@@ -71,7 +71,7 @@ class ReplicaDiscovery:
         """
         for cell in self._cells:
             if cell not in self._questions:
-                self._questions[cell] = self._pool.submit(self._ask_cell, cell)
+                self._questions[cell] = self._pool.submit(self._fetch_cell_replicas, cell)
         wait(
             [asked for cell, asked in self._questions.items() if cell not in self._vanished],
             timeout=_DISCOVERY_WAIT_S,
@@ -89,7 +89,7 @@ class ReplicaDiscovery:
                 self._vanished.add(cell)
         return replicas
 
-    def _ask_cell(self, cell: str) -> DiscoveredReplicas | None:
+    def _fetch_cell_replicas(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
         endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
         if endpoint is None:

@@ -12,9 +12,9 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.wire.replicas import (
-    GENERATION_HEADER,
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
+    TRAINER_GENERATION_HEADER,
     FenceRequest,
 )
 from areal_hpc.wire.weight_version import WeightVersion
@@ -29,7 +29,7 @@ CONTROL_DEADLINE_S = 30.0
 """At most, for a call that moves no weights."""
 
 
-def get_step_deadline_s(update_timeout_s: float) -> float:
+def get_update_step_deadline_s(update_timeout_s: float) -> float:
     """How long a group may take for one step of an update, while the other groups stand still.
 
     Longer than any single wait, so that what is reported is which wait was in vain.
@@ -45,20 +45,22 @@ def get_sender_silence_limit_s(update_timeout_s: float) -> float:
     `FENCE_NOTICE_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
     sending one.
     """
-    return get_step_deadline_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
+    return (
+        get_update_step_deadline_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
+    )
 
 
 class _WeightVersionInfo(msgspec.Struct):
     weight_version: str
 
 
-class _Parallelism(msgspec.Struct):
+class _TpRankInfo(msgspec.Struct):
     tp_rank: int
 
 
 class _RankChecksums(msgspec.Struct):
     checksums: dict[str, str]
-    parallelism_info: list[_Parallelism]
+    parallelism_info: list[_TpRankInfo]
 
 
 class _ChecksumsReply(msgspec.Struct):
@@ -81,7 +83,7 @@ class ReplicaClient:
             headers={
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
-                GENERATION_HEADER: str(generation),
+                TRAINER_GENERATION_HEADER: str(generation),
                 SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s)),
             },
             trust_env=False,

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.checksum import Digests, compare_checksums
+from areal_hpc.weights.checksum import Digests, require_matching_checksums
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.wire.replicas import FenceRequest, ServeRequest
@@ -42,7 +42,7 @@ class UpdateSession:
         """Seconds of this update in which the members loaded what they had received."""
         self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"update-{name}")
 
-    def pause(self) -> None:
+    def pause_replicas(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
         self._call_all(lambda member: member.post("fence", FenceRequest()))
@@ -71,7 +71,7 @@ class UpdateSession:
                 )
             for rank, checksums in reported.items():
                 digests = expected[member.key.tp, rank]
-                compare_checksums(digests, checksums, f"{member.key}, rank {rank}")
+                require_matching_checksums(digests, checksums, f"{member.key}, rank {rank}")
 
         self._call_all(check)
 
@@ -80,7 +80,7 @@ class UpdateSession:
         if self._config.pause_mode != "in_place":
             self._call_all(lambda member: member.post("flush_cache"))
 
-    def resume(self, version: WeightVersion) -> None:
+    def resume_replicas(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
         def resume(member: ReplicaClient) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_hpc.wire.http_server import GuardedServer, count_free_descriptors
+from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ServiceServer(GuardedServer):
     """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
 
     def __init__(self, app: ASGIApp) -> None:
-        super().__init__(app, count_free_descriptors(), timeout_graceful_shutdown=1)
+        super().__init__(app, get_connection_descriptor_limit(), timeout_graceful_shutdown=1)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

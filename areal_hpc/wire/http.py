@@ -11,7 +11,7 @@ from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.backoff import Backoff
 
 ReplyT = TypeVar("ReplyT")
-KEEP_ALIVE_S = 75
+SERVER_KEEP_ALIVE_S = 75
 """For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
 aiohttp after 15), or a request meets the closing of its connection."""
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
@@ -73,7 +73,7 @@ class WireClient:
             ClusterError: The peer could not be reached in time.
         """
         url = f"{self._base_url}{route}"
-        method, body = _encode_request(request)
+        method, body = _build_method_and_body(request)
         limit = timeout_s or self._client.timeout
         give_up_at = time.monotonic() + patience_s
         pauses = iter(BACKOFF)
@@ -124,7 +124,7 @@ class AsyncWireClient:
             HttpStatusError: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
-        method, body = _encode_request(request)
+        method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"
         headers = {"Authorization": f"Bearer {key or self._key}"}
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -147,7 +147,7 @@ class AsyncWireClient:
             self._session = None
 
 
-def _encode_request(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
+def _build_method_and_body(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
     return ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
 
 

@@ -11,21 +11,21 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.http import SERVER_KEEP_ALIVE_S
 
-HEAD_TIMEOUT_S = 20.0
+REQUEST_HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request, or from the connection, to the end of the headers."""
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_RECEIVE_TIMEOUT_S = 120.0
 """From the same to the end of the body."""
 MAX_HEAD_BYTES = 64 * 1024
-CHECK_EVERY_TICKS = 10
+TICKS_PER_DEADLINE_CHECK = 10
 """uvicorn's ticks are 0.1 s apart."""
 RESERVED_DESCRIPTORS = 128
 """For everything but connections: files, pipes, the event loop."""
 MIN_CONNECTIONS = 16
 
 
-def count_free_descriptors() -> int:
+def get_connection_descriptor_limit() -> int:
     """Descriptors that this process may use for connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -52,7 +52,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        self._await_part("head")
+        self._start_part_deadline("head")
         most = cast(_Config, self.config).max_connections
         if len(self.connections) > most and not self._drop_silent_connection():
             self.refuse(503, "too many connections")
@@ -74,7 +74,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
         if not self._awaits:
-            self._await_part("head")
+            self._start_part_deadline("head")
         super().data_received(data)
         if self._awaits == "head":
             self._head_bytes += len(data)
@@ -84,7 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         if self._awaits != "head":  # several may come at once
-            self._await_part("head")
+            self._start_part_deadline("head")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -98,7 +98,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._awaits = ""
         super().on_message_complete()
 
-    def _await_part(self, part: str) -> None:
+    def _start_part_deadline(self, part: str) -> None:
         self._awaits, self._awaits_since, self._head_bytes = part, self.loop.time(), 0
         self._is_overdue = False
 
@@ -107,13 +107,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """A request has come that is not answered yet. Before the first there is no cycle."""
         return self._has_asked and not self.cycle.response_complete
 
-    def check_deadline(self, now: float) -> None:
+    def enforce_deadline(self, now: float) -> None:
         """Hang up if the client has been late at two looks: a stalled server reads late itself."""
         if not self._awaits:
             return
         if self._awaits == "head" and self._is_answering:
             return  # it waits for an answer, and has begun to ask for the next
-        limit_s = HEAD_TIMEOUT_S if self._awaits == "head" else REQUEST_TIMEOUT_S
+        limit_s = REQUEST_HEAD_TIMEOUT_S if self._awaits == "head" else REQUEST_RECEIVE_TIMEOUT_S
         if now - self._awaits_since < limit_s:
             return
         if self._is_overdue and not self.transport.is_closing():
@@ -140,18 +140,18 @@ class GuardedServer(uvicorn.Server):
             "access_log": False,
             # Longer than clients keep a connection: one closed just as it is used again would lose
             # a call, such as one of an update of weights.
-            "timeout_keep_alive": KEEP_ALIVE_S,
+            "timeout_keep_alive": SERVER_KEEP_ALIVE_S,
             "backlog": 2048,
         } | options
         super().__init__(_Config(app, max_connections, **options))
 
     async def on_tick(self, counter: int) -> bool:
         """Look after the connections now and then."""
-        if counter % CHECK_EVERY_TICKS == 0:
+        if counter % TICKS_PER_DEADLINE_CHECK == 0:
             now = asyncio.get_running_loop().time()
             for connection in [*self.server_state.connections]:
                 if isinstance(connection, GuardedProtocol):
-                    connection.check_deadline(now)
+                    connection.enforce_deadline(now)
         return await super().on_tick(counter)
 
 
@@ -162,13 +162,13 @@ class ByteBudget:
         self._max_bytes = max_bytes
         self._held_bytes = 0
 
-    def take(self, count: int) -> bool:
+    def try_reserve(self, count: int) -> bool:
         """Hold more bytes; false if there are too many, and then no more are held."""
         if self._held_bytes + count > self._max_bytes:
             return False
         self._held_bytes += count
         return True
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Hold so many bytes less."""
         self._held_bytes -= count

@@ -140,7 +140,7 @@ class BatchRequest(Struct, frozen=True):
     wait_s: float = 5.0
 
 
-class IrregularCounts(Struct, frozen=True):
+class IrregularTicketCounts(Struct, frozen=True):
     """Tickets, since the batch before, that did not simply become one of this batch."""
 
     stale_trained: int = 0
@@ -163,7 +163,7 @@ class BatchManifest(Struct, frozen=True):
     generation: int
     """The generation that first asked for it."""
     tickets: list[SealedTicket]
-    counts: IrregularCounts = IrregularCounts()
+    counts: IrregularTicketCounts = IrregularTicketCounts()
 
 
 class BatchReply(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Messages to the parser process.
 
-The proxy writes `ParseRequest`s and `ToolGrammarRequest`s to its standard input and reads one
+The proxy writes `ParseChunkRequest`s and `ToolGrammarRequest`s to its standard input and reads one
 `ParserReply` for each, in any order, from its standard output. The first line it writes is an
 empty `ParserReply`: it is ready.
 """
@@ -19,7 +19,7 @@ class ReplyParseContext(Struct, frozen=True):
     """The last characters of the prompt: they show whether the reply begins inside reasoning."""
 
 
-class ParseRequest(Struct, tag="parse", frozen=True):
+class ParseChunkRequest(Struct, tag="parse", frozen=True):
     """The next text of a reply."""
 
     call: int

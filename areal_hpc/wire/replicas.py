@@ -43,7 +43,7 @@ FORWARDED_ROUTES = frozenset(
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
 
 INCARNATION_HEADER = "x-areal-incarnation"
-GENERATION_HEADER = "x-areal-generation"
+TRAINER_GENERATION_HEADER = "x-areal-generation"
 SENDER_TIMEOUT_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]

@@ -27,7 +27,7 @@ MAX_VOCAB_SIZE = 2**31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class TrajectoryRow:
     """One training row: a token sequence the model saw and partly said.
 
     All four arrays have length T. Prompt, tool and user tokens have `loss_mask` 0,
@@ -66,7 +66,7 @@ class Trajectory:
         return len(self.input_ids_T)
 
 
-def find_defect(row: Trajectory, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
+def find_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
     """The first property that makes a row unfit to train on, in words; None for a sound row.
 
     Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not

@@ -16,7 +16,7 @@ from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import hash_like_sglang
+from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,
@@ -63,7 +63,7 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            hash_like_sglang(self.buffers.open_bucket(bucket).messages[0])
+            compute_sglang_gpu_hash(self.buffers.open_bucket(bucket).tensors_to_send[0])
 
     def add_up(self) -> None:
         self.source.sum().item()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.slurm.container import IMAGE_CHECKOUT, get_image_python
+from areal_hpc.slurm.container import IMAGE_CHECKOUT_DIR, get_image_python
 from tests.support.commands import run_program, write_program
 from tests.support.environments import CHECKOUT
 
@@ -38,7 +38,7 @@ def test_every_role_gets_an_environment_from_its_lock(tmp_path: Path, roles: lis
     code, asked = install(tmp_path, *roles)
     assert code == 0
     for role in roles:
-        assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_CHECKOUT)).is_file()
+        assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_CHECKOUT_DIR)).is_file()
         pins = ".venvs/serve/pins.txt" if role == "serve" else f"requirements/{role}.txt"
         assert any(str(tmp_path / pins) in line for line in asked)
 
@@ -62,10 +62,10 @@ def test_definitions_install_the_roles_of_their_image(image: str) -> None:
     definition = (CONTAINERS / f"{image}.def").read_text()
     assert re.search(rf"install\.sh {' '.join(ROLES[image])}$", definition, re.MULTILINE)
     copied = re.findall(r"^ +(\S+) (/opt/\S+)$", definition, re.MULTILINE)
-    assert ("requirements", f"{IMAGE_CHECKOUT}/requirements") in copied
+    assert ("requirements", f"{IMAGE_CHECKOUT_DIR}/requirements") in copied
     for source, place in copied:
         assert (CHECKOUT / source).exists()
-        assert place == f"{IMAGE_CHECKOUT}/{source}"
+        assert place == f"{IMAGE_CHECKOUT_DIR}/{source}"
 
 
 def test_the_dockerfile_copies_what_the_definitions_copy() -> None:

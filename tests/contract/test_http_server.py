@@ -64,10 +64,10 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "CHECK_EVERY_TICKS", 1)
-    monkeypatch.setattr("areal_hpc.wire.asgi.count_free_descriptors", lambda: 4)
+    monkeypatch.setattr(http_server, "REQUEST_HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "REQUEST_RECEIVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "TICKS_PER_DEADLINE_CHECK", 1)
+    monkeypatch.setattr("areal_hpc.wire.asgi.get_connection_descriptor_limit", lambda: 4)
     served = Served(Echo())
     served.app.gate.set()
     yield served

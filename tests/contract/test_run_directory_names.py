@@ -22,7 +22,7 @@ RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
          type(one).__name__ == "_PathDescriptor"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
-    HELD_NOTES_DIR, checkpoints.MARKER_FILE, checkpoints.STATE_FILE,
+    HELD_NOTES_DIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.STATE_FILE,
     RUN.export_dir("x").parent.name, rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE,
     rendezvous.EVALUATION_CELL,
 }  # fmt: skip

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 GOLDEN = Path(__file__).with_name("shard_v1.h5")
 WRITER = "golden"
 
 
-def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> Trajectory:
+def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> TrajectoryRow:
     """One row of tokens: id, loss mask, log-probability and version of each."""
     ids, mask, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
-    return Trajectory(
+    return TrajectoryRow(
         input_ids_T=np.array(ids, np.int32),
         loss_mask_T=np.array(mask, np.uint8),
         logprobs_T=np.array(logprobs, np.float32),
@@ -25,7 +25,7 @@ def golden_row(tokens: list[tuple[int, int, float, int]], **rest: Any) -> Trajec
     )
 
 
-def golden_rows() -> list[Trajectory]:
+def golden_rows() -> list[TrajectoryRow]:
     """Three rows of two tickets: forked history, an update mid-way, no tokens, largest values."""
     version = (2 << 32) + 7  # generation 2, step 7
     prompt = [(151643, 0, 0.0, -1), (0, 0, 0.0, -1)]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
@@ -24,7 +24,7 @@ from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import hash_like_sglang
+from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from benchmarks._learning import (
     QWEN_HALF_BILLION,
     Sizes,
@@ -100,7 +100,7 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
 
 def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     gap = (logprobs_N.detach() - batch.channels_N[EXPECTED]).abs().max().item()
-    total = -(logprobs_N * batch.channels_N[ADVANTAGE]).sum()
+    total = -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum()
     return total, LossStats({"tokens": len(logprobs_N)}, {"gap": gap})
 
 
@@ -115,7 +115,7 @@ def hf_gradients(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]
     """Of the token mean of -advantage x log-probability."""
     tokens = sum(len(row.input_ids_T) - 1 for row in rows)
     for row in rows:
-        advantages = torch.from_numpy(row.channels[ADVANTAGE][1:]).to(model.device)
+        advantages = torch.from_numpy(row.channels[ADVANTAGE_CHANNEL][1:]).to(model.device)
         (-(hf_logprobs(model, row) * advantages).sum() / tokens).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -150,7 +150,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         expected_T[1:] = logprobs.cpu().numpy()
         rows.append(dataclasses.replace(row, channels={**row.channels, EXPECTED: expected_T}))
     trainee = Trainee(same, device, dtype, max_tokens=512 if device.type == "cuda" else 160)
-    batches = trainee.pack(rows, (ADVANTAGE, EXPECTED))
+    batches = trainee.pack(rows, (ADVANTAGE_CHANNEL, EXPECTED))
     stats = run_forward_backward(trainee.policy, batches, weighted_loss, backward=True)
     ours, theirs = trainee_gradients(trainee), hf_gradients(same, rows)
     names = sorted(ours)
@@ -174,7 +174,7 @@ def learning(
     for number, length in enumerate(generator.integers(max_tokens // 8, max_tokens, size=16)):
         row = make_row(generator, int(length), sizes.vocab, 0.5)
         sign = np.full(length, 1.0 if number % 2 else -1.0, dtype=np.float32)
-        rows.append(dataclasses.replace(row, channels={**row.channels, ADVANTAGE: sign}))
+        rows.append(dataclasses.replace(row, channels={**row.channels, ADVANTAGE_CHANNEL: sign}))
     good, bad = rows[1::2], rows[::2]
     before = trainee.mean_logprob(good) - trainee.mean_logprob(bad)
     losses = []
@@ -210,8 +210,8 @@ def codec(trainee: Trainee) -> dict[str, Any]:
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
-            (flat,) = packed.messages
-            hashes.append(hash_like_sglang(flat) == hash_like_sglang(flat.cpu()))
+            (flat,) = packed.tensors_to_send
+            hashes.append(compute_sglang_gpu_hash(flat) == compute_sglang_gpu_hash(flat.cpu()))
     return {
         "buckets": len(buckets),
         "bytes": sum(bucket.size_bytes for bucket in buckets),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
-from areal_hpc.session.completion_prompts import RAW_CONTEXT
+from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 
 
@@ -40,7 +40,7 @@ def rendered_ids(
 ) -> list[int]:
     """What the prompt would be if the conversation were rendered and tokenized anew."""
     path = tree.get_path_to(interaction)
-    if any(one.context == RAW_CONTEXT for one in path):  # a text, not a conversation
+    if any(one.context == RAW_PROMPT_CONTEXT for one in path):  # a text, not a conversation
         return encoder.encode(encoder.decode(prompt_ids(tree, interaction)))
     messages = [m for one in path for m in (*one.new_messages, one.reply)][:-1]
     context = path[0].context

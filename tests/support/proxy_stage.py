@@ -32,7 +32,7 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.replicas import ReplicaState
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.process_commands import start_job_process
 from tests.support.scripted_sglang import (
@@ -190,7 +190,7 @@ class Stage:
         wait_for(lambda: len(self.journaled(key)) >= count, PATIENCE_S, lambda: self.log)
         return self.journaled(key)
 
-    def sealed_rows(self, ref: TicketRef) -> list[Trajectory]:
+    def sealed_rows(self, ref: TicketRef) -> list[TrajectoryRow]:
         """Rows of the only shard that holds the ticket."""
         (shard,) = (
             one

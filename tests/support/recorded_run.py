@@ -17,7 +17,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 TICKETS, SAMPLES = 3, 4
@@ -133,11 +133,11 @@ def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, 
 
 def _trajectory(
     generator: np.random.Generator, step: int, ticket: int, episode: int, age: int
-) -> Trajectory:
+) -> TrajectoryRow:
     size = int(generator.integers(8, 30))
     mask_T = (generator.random(size) < 0.6).astype(np.uint8)
     mask_T[0], mask_T[-1] = 0, 1
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=(step - 1) * TICKETS + ticket,
         attempt=0,
         episode=episode,

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 
 def trajectory(
     ticket_id: int = 0, episode: int = 0, *, tokens: int = 6, reward: float = 1.0
-) -> Trajectory:
+) -> TrajectoryRow:
     """Half prompt, half sampled; every value depends on the arguments."""
     position = np.arange(tokens)
     mask = (position >= tokens // 2).astype(np.uint8)
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=ticket_id,
         attempt=1,
         episode=episode,
@@ -35,16 +35,16 @@ def trajectory(
     )
 
 
-def ticket(ticket_id: int, n_samples: int = 2) -> list[Trajectory]:
+def ticket(ticket_id: int, n_samples: int = 2) -> list[TrajectoryRow]:
     return [trajectory(ticket_id, episode, reward=float(episode)) for episode in range(n_samples)]
 
 
-def seal_in(paths: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
+def seal_in(paths: RunPaths, rows: list[TrajectoryRow], writer: str = "cell-0") -> SealedShard:
     """The next shard of a writer of a run."""
     return write_sealed_shard(rows, paths.shards_dir, paths.index_dir, writer)
 
 
-def fields(row: Trajectory) -> dict[str, object]:
+def fields(row: TrajectoryRow) -> dict[str, object]:
     """A trajectory as plain values, comparable with `==`."""
     values = ((f.name, getattr(row, f.name)) for f in dataclasses.fields(row))
     return {
@@ -66,7 +66,7 @@ _FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
+def trajectories(draw: st.DrawFn) -> TrajectoryRow:
     length = draw(st.integers(0, 40))
 
     def tokens(values: st.SearchStrategy[object], dtype: str) -> npt.NDArray[Any]:
@@ -74,7 +74,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
     loss_mask_T = tokens(st.integers(0, 1), "u1")
     versions_T = tokens(st.integers(0, 2**62), "<i8")
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=draw(st.integers(0, 2**62)),
         attempt=draw(st.integers(0, 2**31 - 1)),
         episode=draw(st.integers(0, 2**31 - 1)),

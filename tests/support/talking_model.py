@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from areal_hpc.launch.tiny_model import TURN_END, make_tiny_model
+from areal_hpc.launch.tiny_model import TURN_END_TOKEN, make_tiny_model
 from tests.support.chatml import TRAINING_TEXT
 
 CONTEXT_TOKENS = 4096
@@ -22,7 +22,7 @@ def make_talking_model(model_dir: Path) -> None:
         model_dir, TRAINING_TEXT * 20, seed=5, tie=False, max_position_embeddings=CONTEXT_TOKENS
     )
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    turn_end, before_replies = tokenizer.token_to_id(TURN_END), tokenizer.encode("\n").ids[0]
+    turn_end, before_replies = tokenizer.token_to_id(TURN_END_TOKEN), tokenizer.encode("\n").ids[0]
     words = [tokenizer.decode([token]).strip() for token in range(tokenizer.get_vocab_size())]
     no_text = [not (word.isascii() and word.isprintable() and word) for word in words]
     weights = load_file(model_dir / "model.safetensors")

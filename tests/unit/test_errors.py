@@ -11,8 +11,8 @@ from areal_hpc.errors import (
     LedgerRequestError,
     Problem,
     PromptTooLongError,
+    ProxyRequestError,
     RecipeError,
-    RequestError,
     RunInterruptedError,
 )
 
@@ -30,7 +30,7 @@ def test_message_has_the_place_and_the_next_step() -> None:
         JobFailedError("the job ended", code=65),
         LedgerRequestError(409, "a newer trainer", hint="go"),
         PromptTooLongError(17, 16, "messages"),
-        RequestError(400, "no such tool", key="tool_choice"),
+        ProxyRequestError(400, "no such tool", key="tool_choice"),
         RunInterruptedError(),
     ],
     ids=lambda error: type(error).__name__,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_hpc.areal.loading import read_areal_tree, to_config
+from areal_hpc.areal.loading import read_areal_config_file, to_config
 
 ConfigT = TypeVar("ConfigT")
 
@@ -367,5 +367,5 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="AReaL's YAML file")
     known, overrides = parser.parse_known_args(list(argv))
-    values = read_areal_tree(known.config, overrides)
+    values = read_areal_config_file(known.config, overrides)
     return to_config(values, config_class, str(known.config)), str(known.config)

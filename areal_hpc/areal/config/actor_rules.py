@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
 from areal_hpc.areal.config.rules import (
-    ArealSource,
+    ArealConfigValues,
     Rule,
     Untranslatable,
     alias_rule,
@@ -24,7 +24,7 @@ PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linea
 GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
 
 
-def _translate_eps_clip(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_eps_clip(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     higher = source("actor.eps_clip_higher")
     return {
         "trainer.objective.clip_low": value,
@@ -32,13 +32,15 @@ def _translate_eps_clip(value: Any, source: ArealSource) -> dict[str, Any]:
     }
 
 
-def _translate_dtype(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_dtype(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if value not in ("bfloat16", "float32"):
         return Untranslatable("bfloat16 or float32")
     return {"trainer.dtype": value, "inference.dtype": value}
 
 
-def _translate_decoupled_loss(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_decoupled_loss(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
     if not value and not source("actor.recompute_logprob"):
         return {
@@ -51,11 +53,13 @@ def _translate_decoupled_loss(value: Any, source: ArealSource) -> dict[str, Any]
             f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODE_BY_AREAL_NAME)}"
         )
     found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODE_BY_AREAL_NAME[method]}
-    weighed = _translate_correction(source) if value else {"off_policy_correction": "none"}
+    weighed = (
+        _translate_off_policy_correction(source) if value else {"off_policy_correction": "none"}
+    )
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
-def _translate_correction(source: ArealSource) -> dict[str, Any]:
+def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any]:
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
@@ -72,51 +76,55 @@ def _translate_correction(source: ArealSource) -> dict[str, Any]:
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
-def _check_rejection_metric(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _check_rejection_metric(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     if value in ("ratio", "kl_k3"):
         return {}
     return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
 
 
-def _translate_betas(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_betas(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     betas = (source("actor.optimizer.beta1"), source("actor.optimizer.beta2"))
     return {"trainer.optimizer.betas": list(betas)}
 
 
-def _translate_lr_decay(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_lr_decay(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if value in SUPPORTED_LR_DECAYS:
         return {"trainer.optimizer.decay": value}
     return Untranslatable(f"one of {', '.join(SUPPORTED_LR_DECAYS)}")
 
 
-def _translate_warmup(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_warmup(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable("a recipe counts steps: set trainer.optimizer.warmup_steps")
     return {"trainer.optimizer.warmup_steps": round(float(value) * source.total_steps)}
 
 
-def _translate_weight_transport(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_weight_transport(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     ways = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
     if value not in ways:
         return Untranslatable(f"one of {', '.join(ways)}")
     return {"weights.transport": ways[value]}
 
 
-def _translate_weight_bucket_size(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_weight_bucket_size(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     return {"weights.bucket_bytes": int(value) * 1024 * 1024}
 
 
-def _check_norm_level(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _check_norm_level(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     return {} if value == "group" else Untranslatable(GROUP_NORM_REASON)
 
 
-def _check_group_size(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if value in (1, source("gconfig.n_samples")):
         return {}
     return Untranslatable("a group is the rollout.n_samples episodes of a task")
 
 
-def _translate_model(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_model(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     """AReaL loads what is a folder from there, and all else from the hub."""
     is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
     return {"model.hub" if is_repository else "model.path": value}

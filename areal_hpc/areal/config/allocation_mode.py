@@ -3,14 +3,14 @@
 import re
 from typing import Any
 
-from areal_hpc.areal.config.rules import ArealSource, Untranslatable
+from areal_hpc.areal.config.rules import ArealConfigValues, Untranslatable
 
 ENGINE_NAMES = ("sglang", "vllm")
 TRAINER_NAMES = ("fsdp", "megatron", "archon")
 _SIZES_PATTERN = re.compile(r"([dtpcse])(\d+)")
 
 
-def parse_allocation_mode(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def parse_allocation_mode(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     """The older notation that holds both parts: `sglang:d4+megatron:d4`, or `sglang.d4+d4`."""
     if not value:
         return {}
@@ -29,7 +29,7 @@ def parse_allocation_mode(value: Any, source: ArealSource) -> dict[str, Any] | U
     return found
 
 
-def parse_engine_backend(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def parse_engine_backend(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     """`rollout.backend`: as many replicas in a cell as a node has GPUs for, one cell a node."""
     if not value:
         return {}
@@ -50,7 +50,7 @@ def parse_engine_backend(value: Any, source: ArealSource) -> dict[str, Any] | Un
     }
 
 
-def parse_trainer_backend(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def parse_trainer_backend(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     """`actor.backend`: FSDP's and Archon's ranks become Megatron's."""
     if not value:
         return {}

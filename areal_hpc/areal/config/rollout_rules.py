@@ -4,7 +4,7 @@ from typing import Any
 
 from areal_hpc.areal.config.allocation_mode import parse_engine_backend
 from areal_hpc.areal.config.rules import (
-    ArealSource,
+    ArealConfigValues,
     Rule,
     Untranslatable,
     alias_rule,
@@ -23,28 +23,28 @@ TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
-def _translate_concurrency(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_concurrency(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     """AReaL counts groups, a recipe episodes."""
     groups = value or source("train_dataset.batch_size")
     episodes = int(groups) * int(source("gconfig.n_samples"))
     return {"rollout.max_concurrent_rollouts": episodes}
 
 
-def _translate_context_length(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_context_length(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     """The least of the bounds that are given."""
-    bounds = [source(key) for key in CONTEXT_KEYS if key in source.given]
+    bounds = [source(key) for key in CONTEXT_LENGTH_KEYS if key in source.given]
     known = [int(bound) for bound in bounds if bound is not None]
     return {"inference.context_length": min(known)} if known else {}
 
 
-def _sampling_rules(name: str) -> tuple[Rule, ...]:
+def _build_sampling_param_rules(name: str) -> tuple[Rule, ...]:
     """A parameter of generation, for training and for evaluation."""
     train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
 
     def convert(value: Any) -> Any:
         return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
-    def trained(value: Any, source: ArealSource) -> dict[str, Any]:
+    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any]:
         own = source(f"eval_gconfig.{name}")
         return {train: convert(value), valid: convert(value if own is None else own)}
 
@@ -54,17 +54,17 @@ def _sampling_rules(name: str) -> tuple[Rule, ...]:
     )
 
 
-def _translate_greedy_evaluation(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_greedy_evaluation(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     return {"evaluation.sampling.temperature": 0.0} if value else {}
 
 
-def _translate_tool_parser(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_tool_parser(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     return (
         {"inference.tool_call_parser": TOOL_PARSER_BY_AREAL_NAME.get(value, value)} if value else {}
     )
 
 
-def _translate_partial_groups(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_partial_groups(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     return {} if value else {"rollout.min_samples": 2}
 
 
@@ -134,7 +134,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
 
 SGLANG_KEY_PATTERN = "sglang.*"
 """The keys that become arguments of SGLang's command line."""
-CONTEXT_KEYS = (
+CONTEXT_LENGTH_KEYS = (
     "gconfig.max_tokens",
     "sglang.context_length",
     "rollout.agent.engine_max_tokens",
@@ -144,10 +144,10 @@ CONTEXT_KEYS = (
 
 ROLLOUT_RULES = (
     renamed_rule("gconfig.n_samples", "rollout.n_samples"),
-    *_sampling_rules("max_new_tokens"),
-    *_sampling_rules("temperature"),
-    *_sampling_rules("top_p"),
-    *_sampling_rules("top_k"),
+    *_build_sampling_param_rules("max_new_tokens"),
+    *_build_sampling_param_rules("temperature"),
+    *_build_sampling_param_rules("top_p"),
+    *_build_sampling_param_rules("top_k"),
     Rule("gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_generation_rules("gconfig"),

@@ -13,7 +13,7 @@ class Untranslatable:
 
 
 @dataclass(frozen=True, slots=True)
-class ArealSource:
+class ArealConfigValues:
     """AReaL's configuration, as rules see it."""
 
     leaves: Mapping[str, Any]
@@ -44,7 +44,7 @@ class ArealSource:
         return None if per_epoch is None else per_epoch * int(self("total_train_epochs"))
 
 
-TranslateValue = Callable[[Any, ArealSource], "Mapping[str, Any] | Untranslatable"]
+TranslateValue = Callable[[Any, ArealConfigValues], "Mapping[str, Any] | Untranslatable"]
 """A value -> keys of a recipe with their values (none: it is so anyway), or a loss."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
 from areal_hpc.areal.config.rules import (
     SLURM_OPTIONS_REASON,
-    ArealSource,
+    ArealConfigValues,
     Rule,
     TranslateValue,
     Untranslatable,
@@ -22,7 +22,9 @@ AREAL_PREFIX = "areal."
 """AReaL's import root."""
 
 
-def _translate_total_steps(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _translate_total_steps(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     if source.total_steps is None:
         return Untranslatable(
             "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
@@ -34,7 +36,7 @@ def _translate_total_steps(value: Any, source: ArealSource) -> dict[str, Any] | 
 def _build_epochs_translator(target: str) -> TranslateValue:
     """Epochs as steps."""
 
-    def becomes(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if value is None:
             return {}
         if source.steps_per_epoch is None:
@@ -58,7 +60,7 @@ def _timer_rules(section: str, target: str) -> tuple[Rule, ...]:
     )
 
 
-def _translate_workflow(value: Any, source: ArealSource) -> dict[str, Any]:
+def _translate_workflow(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     return {"rollout.workflow": map_areal_module(str(value))} if value else {}
 
 
@@ -77,8 +79,8 @@ def map_areal_path_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _translate_task_file(section: str) -> TranslateValue:
-    def becomes(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _build_task_file_translator(section: str) -> TranslateValue:
+    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if not value:
             return {}
         if str(value).endswith((".jsonl", ".json")):
@@ -95,17 +97,17 @@ def _script_key_rule(name: str) -> Rule:
     """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{name}"
 
-    def becomes(value: Any, source: ArealSource) -> dict[str, Any]:
+    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any]:
         return {} if value in (None, "", {}) else map_areal_path_kwargs({target: value})
 
     return Rule(name, f"`{target}`", becomes)
 
 
-def _check_scheduler(value: Any, source: ArealSource) -> dict[str, Any] | Untranslatable:
+def _check_scheduler(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
-_LOADER_REASON = "rows are read once, from the run directory"
+_DATA_LOADER_REASON = "rows are read once, from the run directory"
 _LOG_REASON = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
 _TRACKERS = ("wandb", "swanlab", "trackio")
 
@@ -156,18 +158,22 @@ RUN_RULES = (
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
     unsupported_rule("launcher.*", SLURM_OPTIONS_REASON),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
-    Rule("train_dataset.path", "`train_dataset.path`", _translate_task_file("train_dataset")),
+    Rule(
+        "train_dataset.path", "`train_dataset.path`", _build_task_file_translator("train_dataset")
+    ),
     fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
-    ignored_rule("train_dataset.pin_memory", _LOADER_REASON),
-    ignored_rule("train_dataset.num_workers", _LOADER_REASON),
+    ignored_rule("train_dataset.pin_memory", _DATA_LOADER_REASON),
+    ignored_rule("train_dataset.num_workers", _DATA_LOADER_REASON),
     fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
-    Rule("valid_dataset.path", "`valid_dataset.path`", _translate_task_file("valid_dataset")),
+    Rule(
+        "valid_dataset.path", "`valid_dataset.path`", _build_task_file_translator("valid_dataset")
+    ),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
-    ignored_rule("valid_dataset.pin_memory", _LOADER_REASON),
-    ignored_rule("valid_dataset.num_workers", _LOADER_REASON),
+    ignored_rule("valid_dataset.pin_memory", _DATA_LOADER_REASON),
+    ignored_rule("valid_dataset.num_workers", _DATA_LOADER_REASON),
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),

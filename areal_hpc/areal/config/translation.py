@@ -13,7 +13,7 @@ from areal_hpc.areal.api.cli_args import (
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
-from areal_hpc.areal.config.rules import ArealSource, Rule, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.rules import ArealConfigValues, Rule, Untranslatable, flatten, unflatten
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
@@ -82,7 +82,7 @@ def translate_to_recipe(
             key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
         }
         leaves, given = absent | stated, set(stated)
-    return _apply_rules(ArealSource(leaves, frozenset(given), train_rows))
+    return _apply_rules(ArealConfigValues(leaves, frozenset(given), train_rows))
 
 
 def _resolve_renamed_key(key: str) -> str:
@@ -96,7 +96,7 @@ def _is_default_replaced(key: str, stated: Mapping[str, Any]) -> bool:
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _apply_rules(source: ArealSource) -> Translation:
+def _apply_rules(source: ArealConfigValues) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []

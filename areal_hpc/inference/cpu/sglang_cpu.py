@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from areal_hpc.inference.server_keys import take_key_arguments
+from areal_hpc.inference.server_keys import consume_keys_file
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 
@@ -171,7 +171,7 @@ def main() -> None:
 
     _patch_sglang_to_fork()
     try:
-        run_server(prepare_server_args([*sys.argv[1:], *take_key_arguments()]))
+        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -75,7 +75,7 @@ def main() -> None:
         log.warning("importing %s left threads or an open GPU: nothing is forked", entry)
     if _serve_starts(channel):
         command = [sys.orig_argv[0], "-m", PROCESS_MAIN, entry, str(config_path)]
-        _become_process(command, channel, server)
+        _set_up_forked_process(command, channel, server)
         if not is_safe:
             os.execv(sys.executable, command)
         run_entry(entry, config_path, server)
@@ -124,20 +124,20 @@ def _serve_starts(channel: socket.socket) -> bool:
     return False
 
 
-def _become_process(command: Sequence[str], channel: socket.socket, server: int) -> None:
+def _set_up_forked_process(command: Sequence[str], channel: socket.socket, server: int) -> None:
     """Make of a forked process what the supervisor would have started with `exec`."""
     os.setsid()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     os.environ[PARENT_VARIABLE] = str(server)
     sys.argv = list(command[2:])
-    show_command_line(command)
+    set_process_title(command)
     channel.send(msgspec.json.encode(ForkReply(os.getpid())))
     channel.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def show_command_line(words: Sequence[str]) -> None:
+def set_process_title(words: Sequence[str]) -> None:
     """Have `ps` show another command line, for which there must be room in the present one.
 
     The kernel reads it from the process's own memory; /proc/PID/stat says where that begins and

@@ -29,7 +29,7 @@ _KILL_TIMEOUT_S = 30.0
 """Longest that the end of a killed process is waited for: devices may have to be left first."""
 
 
-class ForkServer:
+class ForkServerClient:
     """A fork server and the process that it last forked; of that, what `Popen` would offer."""
 
     def __init__(
@@ -52,7 +52,7 @@ class ForkServer:
         self._exit_code: int | None = None
 
     @property
-    def is_alive(self) -> bool:
+    def is_server_alive(self) -> bool:
         """True while it can fork."""
         return self._server.poll() is None
 
@@ -75,7 +75,7 @@ class ForkServer:
             if not content:
                 self._exit_code = -signal.SIGKILL
                 if self.pid is not None:
-                    _kill_session(self.pid, signal.SIGKILL)
+                    _signal_session(self.pid, signal.SIGKILL)
                 break
             reply = msgspec.json.decode(content, type=ForkReply)
             self.pid, self._exit_code = reply.pid, reply.exit_code
@@ -98,7 +98,7 @@ class ForkServer:
         if self.pid is None:
             self._server.kill()
         else:
-            _kill_session(self.pid, number)
+            _signal_session(self.pid, number)
 
     def wait(self) -> int:
         """Wait for the end of the killed process; its exit code. A server that hangs is killed."""
@@ -135,7 +135,7 @@ class ExecutedProcess:
 
     def signal_session(self, number: int) -> None:
         """Signal the process and all that it started, also when it has ended itself."""
-        _kill_session(self._process.pid, number)
+        _signal_session(self._process.pid, number)
 
 
 def _start_session(
@@ -154,7 +154,7 @@ def _start_session(
         )
 
 
-def _kill_session(pid: int, number: int) -> None:
+def _signal_session(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
@@ -170,14 +170,14 @@ class ManagedProcess:
     started_at: float = 0.0
     crashes: int = 0
     not_before: float = 0.0
-    process: ExecutedProcess | ForkServer | None = None
+    process: ExecutedProcess | ForkServerClient | None = None
     """Its present start; None between two."""
     is_doomed: bool = False
     """It is being killed, and starts again once it has ended."""
     ended_at: float | None = None
     """When its present start was seen to have ended."""
     _progress_bytes: int = 0
-    _server: ForkServer | None = None
+    _server: ForkServerClient | None = None
 
     def start(self, python: str, environ: Mapping[str, str]) -> None:
         """Start it once more."""
@@ -190,9 +190,9 @@ class ManagedProcess:
         if not self.spec.is_forked:
             self.process = ExecutedProcess(*start)
             return
-        if self._server is None or not self._server.is_alive:
+        if self._server is None or not self._server.is_server_alive:
             self.close()
-            self._server = ForkServer(*start)
+            self._server = ForkServerClient(*start)
         self._server.start_process()
         self.process = self._server
 

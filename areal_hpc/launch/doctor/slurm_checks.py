@@ -74,7 +74,7 @@ def _check_partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
         facts = dict(re.findall(r"(\w+)=(\S+)", shown))
         yield _judge_partition(name, facts, time_limit_minutes)
         yield judge_preemption(name, facts)
-        yield judge_submission(name, facts)
+        yield judge_resubmission(name, facts)
 
 
 def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
@@ -119,7 +119,7 @@ def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
     )
 
 
-def judge_submission(name: str, facts: Mapping[str, str]) -> CheckResult:
+def judge_resubmission(name: str, facts: Mapping[str, str]) -> CheckResult:
     """Whether jobs of the partition may submit jobs."""
     from_nodes = facts.get("AllocNodes", "ALL")
     if from_nodes == "ALL":

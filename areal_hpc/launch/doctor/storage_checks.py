@@ -17,7 +17,7 @@ from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.queue import QueuePoller, is_alive
+from areal_hpc.slurm.queue import QueuePoller, is_live_state
 from areal_hpc.slurm.reasons import explain_reason
 
 MIN_FREE_BYTES = 1 << 30
@@ -31,7 +31,7 @@ LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs",
 POLL_S = 2.0
 JOB_TIMEOUT_S = 300.0
 """For the job to start and end."""
-MAX_DELAY_S = 60
+MAX_VISIBILITY_DELAY_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _VISIBILITY_SCRIPT = """#!/bin/bash
@@ -178,7 +178,9 @@ def check_storage_from_node(
         (folder / "question").write_text(f"{token}\n")
         script = JobPaths(folder).script
         script.write_text(
-            _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_DELAY_S)
+            _VISIBILITY_SCRIPT.format(
+                folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_DELAY_S
+            )
         )
         job_id = run_slurm_command(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
@@ -204,9 +206,9 @@ def _await_job_answer(folder: Path, job_id: str, token: str, patience_s: float) 
             return _judge_job_answer((folder / "answer").read_text().split(), token)
         look = queue.poll([job_id])
         found = look.jobs.get(job_id)
-        if found and not is_alive(found.state):
+        if found and not is_live_state(found.state):
             ended_at = ended_at or time.monotonic()
-        if found and ended_at and time.monotonic() - ended_at > MAX_DELAY_S:
+        if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_DELAY_S:
             return fail(
                 "shared",
                 f"job {job_id} on {found.nodes or 'no node'} did not answer ({found.state.name}): "

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ChatTemplateError, PromptTooLongError, RequestError
+from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import check_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
@@ -27,7 +27,7 @@ MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PreparedCall(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
 
     session: Session
@@ -99,11 +99,11 @@ class PromptBuilder:
         self._limits = limits
         self._metrics = metrics
 
-    async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
+    async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
         Raises:
-            RequestError: The call cannot be answered.
+            ProxyRequestError: The call cannot be answered.
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
@@ -123,19 +123,19 @@ class PromptBuilder:
         check_sampling(sampling)
         session.calls += 1
         new_json = ids_to_json(new_ids)
-        return Prompt(
+        return PreparedCall(
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=session.tree.sequence_to_json(turn.parent, new_json),
+            prompt_json=session.tree.build_sequence_ids_json(turn.parent, new_json),
             new_json=new_json,
             sampling=sampling,
             top_logprobs=call.top_logprobs,
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
-            parsed_tools=[*(call.tools or ())] if self._model.must_parse(call) else None,
+            parsed_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
             reasons_first=reasons_first,
         )
 
@@ -143,7 +143,7 @@ class PromptBuilder:
         self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
-        if self._parsers is None or not self._model.must_parse(call):
+        if self._parsers is None or not self._model.must_parse_reply(call):
             return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
@@ -173,10 +173,10 @@ class PromptBuilder:
         else:
             turn, new_ids = match_ids_prompt(session.tree, call.prompt, encoder)
         if turn.parent is None and not new_ids:
-            raise RequestError(400, "the prompt is empty", key=key)
+            raise ProxyRequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
             problem = f"the prompt holds token id {max(new_ids)}, which is outside the model's"
-            raise RequestError(400, f"{problem} vocabulary of {encoder.vocab_size}", key=key)
+            raise ProxyRequestError(400, f"{problem} vocabulary of {encoder.vocab_size}", key=key)
         prior = turn.parent.num_sequence_tokens if turn.parent is not None else 0
         return turn, new_ids, prior + len(new_ids)
 
@@ -184,7 +184,7 @@ class PromptBuilder:
         messages, normalize, most = call.messages, self._model.normalize, self._limits.max_messages
         if len(messages) > most:
             problem = f"too many messages: {len(messages)} (limit {most})"
-            raise RequestError(400, problem, key=call.prompt_key)
+            raise ProxyRequestError(400, problem, key=call.prompt_key)
         if normalize is not None:
             messages = [normalize(message) for message in messages]
         try:
@@ -193,7 +193,7 @@ class PromptBuilder:
             )
         except ChatTemplateError as error:
             problem = f"the chat template rejects these messages: {error}"
-            raise RequestError(400, problem, key=call.prompt_key) from error
+            raise ProxyRequestError(400, problem, key=call.prompt_key) from error
 
     async def encode(self, text: str, key: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; those of a long one without stalling the loop.
@@ -206,16 +206,18 @@ class PromptBuilder:
             raise PromptTooLongError(least_tokens, self._model.context_tokens, key)
         encoder = self._model.encoder
         encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(encode) if encoder.takes_long(text) else encode()
+        return await asyncio.to_thread(encode) if encoder.is_slow_to_encode(text) else encode()
 
     async def build_prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
 
         Raises:
-            RequestError: The prompt is none for this model.
+            ProxyRequestError: The prompt is none for this model.
         """
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
-        return session.tree.sequence_to_json(turn.parent, ids_to_json(new_ids)), prompt_tokens
+        return session.tree.build_sequence_ids_json(
+            turn.parent, ids_to_json(new_ids)
+        ), prompt_tokens
 
     def _fit_reply_limit(
         self, session: Session, call: ModelCall, prompt_tokens: int
@@ -243,8 +245,8 @@ def _check_session_limits(session: Session, choices: int) -> None:
     turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
     if limits.max_turns and turns + choices > limits.max_turns:
         problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
-        raise RequestError(400, problem, key="limits.max_turns")
+        raise ProxyRequestError(400, problem, key="limits.max_turns")
     sampled = session.sampled_tokens
     if limits.max_tokens and sampled >= limits.max_tokens:
         problem = f"this episode may sample {limits.max_tokens} tokens, {sampled} were sampled"
-        raise RequestError(400, problem, key="limits.max_tokens")
+        raise ProxyRequestError(400, problem, key="limits.max_tokens")

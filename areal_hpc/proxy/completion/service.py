@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import RequestError, UntrainableCallError
-from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
+from areal_hpc.errors import ProxyRequestError, UntrainableCallError
+from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.failover import ReplyFailover
@@ -66,11 +66,11 @@ class CompletionService:
         The first choice's interaction has the id `answer_id`, choice i has `<answer_id>-<i>`.
 
         Raises:
-            RequestError: The call cannot be answered.
+            ProxyRequestError: The call cannot be answered.
         """
         self.quota.admit(session, call.n)
         try:
-            prompt = await self.prompts.prepare(session, call, answer_id)
+            prompt = await self.prompts.prepare_call(session, call, answer_id)
             generations = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
@@ -82,7 +82,7 @@ class CompletionService:
         finally:
             self.quota.release(session, call.n)
 
-    async def _generate_choice(self, prompt: Prompt, choice: int) -> Generation:
+    async def _generate_choice(self, prompt: PreparedCall, choice: int) -> Generation:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
         Sampling it anew would favor short replies: those are broken off more rarely.
@@ -105,7 +105,7 @@ class CompletionService:
 
         return await self._generate_with_failover(prompt, choice, generate)
 
-    async def _parse_reply(self, prompt: Prompt, text: str) -> ReplyDelta:
+    async def _parse_reply(self, prompt: PreparedCall, text: str) -> ReplyDelta:
         if self._parsers is None or prompt.parsed_tools is None:
             return ReplyDelta(text)
         said = ReplyDelta()
@@ -117,11 +117,11 @@ class CompletionService:
         """Begin to generate `call.n` replies; each is in the journal before it is told.
 
         Raises:
-            RequestError: The call cannot be answered.
+            ProxyRequestError: The call cannot be answered.
         """
         self.quota.admit(session, call.n)  # each reply ends by itself
         try:
-            prompt = await self.prompts.prepare(session, call, answer_id)
+            prompt = await self.prompts.prepare_call(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self.quota.release(session, call.n)
             raise
@@ -132,7 +132,7 @@ class CompletionService:
             task.add_done_callback(self._speaking.discard)
         return live
 
-    async def _stream_choice(self, prompt: Prompt, choice: int, live: ReplyStream) -> None:
+    async def _stream_choice(self, prompt: PreparedCall, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
         said, reader, failover = ReplyDelta(), None, ReplyFailover(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
@@ -148,9 +148,11 @@ class CompletionService:
         ) -> Generation:
             request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.register_stop(choice, partial(self._upstream.abort, replica, request.rid))
+            live.register_stop_callback(choice, partial(self._upstream.abort, replica, request.rid))
             try:
-                generation = await self._upstream.stream(replica, request, timeout_s, take)
+                generation = await self._upstream.generate_streaming(
+                    replica, request, timeout_s, take
+                )
             except EngineLostError as lost:
                 failover.on_replica_lost(lost.partial, replica, request)
                 raise
@@ -174,12 +176,12 @@ class CompletionService:
                 log.info("a stream failed after its client disconnected: %s", error)
             live.put(error)
         finally:
-            live.unregister_stop(choice)
+            live.unregister_stop_callback(choice)
             self.quota.release(prompt.session, 1)
 
     async def _generate_with_failover(
         self,
-        prompt: Prompt,
+        prompt: PreparedCall,
         choice: int,
         attempt: GenerateAttempt,
         may_repeat: Callable[[], bool] = lambda: True,
@@ -187,11 +189,15 @@ class CompletionService:
         """Generate on the session's replica; on another one if that is lost."""
         if not prompt.sampling.active_grammar_names:
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
-        with self.grammars.hold(prompt.session, prompt.sampling):
+        with self.grammars.hold_slot(prompt.session, prompt.sampling):
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
 
     async def _try_replicas(
-        self, prompt: Prompt, choice: int, attempt: GenerateAttempt, may_repeat: Callable[[], bool]
+        self,
+        prompt: PreparedCall,
+        choice: int,
+        attempt: GenerateAttempt,
+        may_repeat: Callable[[], bool],
     ) -> Generation:
         lost: set[int] = set()
         while True:
@@ -207,22 +213,22 @@ class CompletionService:
                 self._router.on_replica_lost(replica)
                 lost.add(replica.index)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
-                    raise RequestError(503, f"the replica was lost: {error}") from error
+                    raise ProxyRequestError(503, f"the replica was lost: {error}") from error
             finally:
                 self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def _record_reply(
-        self, prompt: Prompt, choice: int, generation: Generation, said: ReplyDelta
+        self, prompt: PreparedCall, choice: int, generation: Generation, said: ReplyDelta
     ) -> RecordedReply:
         session = prompt.session
         if session.ended or not self._recorder.has_session(session):
-            raise RequestError(403, "the session ended during generation")
+            raise ProxyRequestError(403, "the session ended during generation")
         interaction = prompt.build_interaction(choice, generation, said)
         try:
             self._recorder.record(InteractionAdded(session.session_id, interaction))
         except UntrainableCallError as error:
-            raise RequestError(502, f"the model server's reply is unsound: {error}") from error
+            raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
         self._router.update_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )

@@ -26,7 +26,7 @@ BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
 """What happens to a block; the text is what `add` appends."""
 
 
-class BlockStream:
+class BlockSplitter:
     """Cuts a reply into blocks as it comes: reasoning, text, then one for each call.
 
     White space alone is no text next to calls. A reply without text or calls has an empty text.
@@ -76,7 +76,7 @@ class BlockStream:
 
 def split_into_blocks(said: ReplyDelta) -> list[ContentBlock]:
     """The blocks of a whole reply."""
-    reader = BlockStream()
+    reader = BlockSplitter()
     for _ in (*reader.add_delta(said), *reader.finish()):
         pass
     return reader.blocks

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyStream
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
@@ -37,11 +37,11 @@ class Exchange(ABC):
         """Server-sent events of the reply. What tells an end comes after its journal record."""
 
     @abstractmethod
-    def format_error_event(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         """The event that ends a stream early."""
 
 
-FormatError = Callable[[RequestError], bytes]
+FormatError = Callable[[ProxyRequestError], bytes]
 """The body of an error."""
 
 
@@ -52,7 +52,7 @@ class Dialect:
     request: type[msgspec.Struct]
     """The body of a request."""
     read: Callable[[Any, Session, ServedModel], Exchange]
-    """Raises `RequestError`: 400, naming the parameter that is wrong or cannot be honored."""
+    """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""
     refused: FormatError
 
 

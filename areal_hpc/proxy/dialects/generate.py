@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     Bias,
@@ -68,21 +68,21 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     """The request as the proxy makes it, its reply bounded by what the context has left.
 
     Raises:
-        RequestError: 400, naming the parameter that the model or this route cannot serve.
+        ProxyRequestError: 400, naming the parameter that the model or this route cannot serve.
     """
     if body.stream:
-        raise RequestError(400, "streaming is not supported on /generate", key="stream")
+        raise ProxyRequestError(400, "streaming is not supported on /generate", key="stream")
     vocab_size = model.encoder.vocab_size
     if max(body.input_ids) >= vocab_size:  # SGLang dies of an id outside its vocabulary
         problem = f"expected ids below {vocab_size}, got {max(body.input_ids)}"
-        raise RequestError(400, problem, key="input_ids")
+        raise ProxyRequestError(400, problem, key="input_ids")
     room = model.context_tokens - len(body.input_ids)
     if room < 1:
         problem = (
             f"the prompt's {len(body.input_ids)} tokens leave no room in the model's context of "
             f"{model.context_tokens} tokens"
         )
-        raise RequestError(400, problem, key="input_ids")
+        raise ProxyRequestError(400, problem, key="input_ids")
     asked = body.sampling_params
     check_token_ids(model, "sampling_params.stop_token_ids", asked.stop_token_ids)
     check_token_ids(model, "sampling_params.logit_bias", asked.logit_bias)
@@ -93,7 +93,7 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     sampling = SamplingParams(**fields)
     if len(sampling.active_grammar_names) > 1:
         names = " and ".join(sampling.active_grammar_names)
-        raise RequestError(400, f"{names} cannot be combined", key="sampling_params")
+        raise ProxyRequestError(400, f"{names} cannot be combined", key="sampling_params")
     check_sampling(sampling)
     return GenerateRequest(
         rid=os.urandom(16).hex(),

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.prompts import PromptBuilder
 from areal_hpc.proxy.dialects.openai.chat import ChatMessage, normalize_messages, validate_tools
 from areal_hpc.proxy.dialects.validation import check_token_ids
@@ -41,16 +41,16 @@ async def tokenize(
     """The reply to a tokenize request.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong.
+        ProxyRequestError: 400, naming the parameter that is wrong.
     """
     if (request.prompt is None) == (request.messages is None):
-        raise RequestError(400, "give either a prompt or messages", key="prompt")
+        raise ProxyRequestError(400, "give either a prompt or messages", key="prompt")
     if request.messages is not None and request.add_special_tokens is not None:
         problem = "add_special_tokens cannot be set with messages: the chat template decides"
-        raise RequestError(400, problem, key="add_special_tokens")
+        raise ProxyRequestError(400, problem, key="add_special_tokens")
     if request.prompt is not None and (request.tools or request.chat_template_kwargs):
         key = "tools" if request.tools else "chat_template_kwargs"
-        raise RequestError(400, f"{key} go with messages", key=key)
+        raise ProxyRequestError(400, f"{key} go with messages", key=key)
     if request.prompt is not None:
         with_special = request.add_special_tokens is not False
         ids = await prompts.encode(request.prompt, "prompt", add_special_tokens=with_special)
@@ -72,11 +72,11 @@ def detokenize(model: ServedModel, session: Session, request: DetokenizeRequest)
     """The reply to a detokenize request.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong.
+        ProxyRequestError: 400, naming the parameter that is wrong.
     """
     if len(request.tokens) > model.context_tokens:
         problem = f"expected at most {model.context_tokens} tokens, got {len(request.tokens)}"
-        raise RequestError(400, problem, key="tokens")
+        raise ProxyRequestError(400, problem, key="tokens")
     check_token_ids(model, "tokens", request.tokens)
     skip = request.skip_special_tokens
     return msgspec.json.encode(

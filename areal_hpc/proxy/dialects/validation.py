@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import drop_nulls
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -36,7 +36,7 @@ def decode_json(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
     A null stands for absence, under whatever name.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong or unknown.
+        ProxyRequestError: 400, naming the parameter that is wrong or unknown.
     """
     decoder = _get_decoder(form)
     try:
@@ -47,7 +47,7 @@ def decode_json(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
+        raise ProxyRequestError(400, f"the body is not JSON: {error}") from error
 
 
 @cache
@@ -55,16 +55,16 @@ def _get_decoder(form: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
-def _to_request_error(complaint: str, inside: str) -> RequestError:
+def _to_request_error(complaint: str, inside: str) -> ProxyRequestError:
     """The text of a `ValidationError` about what stands under `inside`, as a refusal by name."""
     where = _ERROR_PATH_PATTERN.search(complaint)
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
     named = _FIELD_ERROR_PATTERN.search(complaint)
     if named and named[1] == "unknown" and not key:
-        return RequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
+        return ProxyRequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
     if named:
         key = f"{key}.{named[2]}" if key else named[2]
-    return RequestError(400, complaint, key=key)
+    return ProxyRequestError(400, complaint, key=key)
 
 
 def first_given(asked: Given | None, default: Given) -> Given:
@@ -76,13 +76,13 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
     """An id outside the vocabulary would kill the engine.
 
     Raises:
-        RequestError: 400, naming `key`.
+        ProxyRequestError: 400, naming `key`.
     """
     vocab_size = model.encoder.vocab_size
     for token in tokens or ():
         is_id = isinstance(token, int) or token.isdecimal()
         if not is_id or not 0 <= int(token) < vocab_size:
-            raise RequestError(
+            raise ProxyRequestError(
                 400, f"{key} takes token ids below {vocab_size}, got {token!r}", key=key
             )
 
@@ -109,17 +109,17 @@ def parse_tool_choice(
     Its mode is `none`, `auto` or `required`, None is `auto`; `name` is a tool that must be called.
 
     Raises:
-        RequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls of
-            this model's replies from their text.
+        ProxyRequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls
+            of this model's replies from their text.
     """
     if name is not None and all(tool["function"]["name"] != name for tool in tools):
-        raise RequestError(400, f"there is no tool {name!r}", key="tool_choice")
+        raise ProxyRequestError(400, f"there is no tool {name!r}", key="tool_choice")
     if mode == "required" and not tools:
-        raise RequestError(400, "tool_choice needs tools", key="tool_choice")
+        raise ProxyRequestError(400, "tool_choice needs tools", key="tool_choice")
     if not tools or (mode == "none" and name is None):
         return ToolChoice("none", None, parallel)
     if model.tool_call_parser is None:
-        raise RequestError(
+        raise ProxyRequestError(
             400,
             "no tool-call parser is configured",
             key="tools",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 
@@ -19,15 +19,15 @@ class CallQuota:
         """Count a call that has begun: a session is not idle while the model answers it.
 
         Raises:
-            RequestError: 429, there are too many; or 400, the session has recorded too much.
+            ProxyRequestError: 429, there are too many; or 400, the session has recorded too much.
         """
         limits = self._limits
         if self._replies + replies > limits.max_concurrent_calls:
             most = limits.max_concurrent_calls
-            raise RequestError(429, f"too many model calls in flight (limit {most})")
+            raise ProxyRequestError(429, f"too many model calls in flight (limit {most})")
         if session.in_flight + replies > limits.max_calls_per_session:
             most = limits.max_calls_per_session
-            raise RequestError(
+            raise ProxyRequestError(
                 429, f"too many model calls of this session in flight (limit {most})"
             )
         check_recorded_bytes(session, limits)
@@ -41,7 +41,7 @@ class CallQuota:
         session.touch()
 
     @contextmanager
-    def hold(self, session: Session, replies: int) -> Iterator[None]:
+    def hold_slots(self, session: Session, replies: int) -> Iterator[None]:
         """Admit a call for as long as the context lasts. Raises as `admit` does."""
         self.admit(session, replies)
         try:
@@ -54,9 +54,9 @@ def check_recorded_bytes(session: Session, limits: ProxyConfig) -> None:
     """Demand that the session has room for more records.
 
     Raises:
-        RequestError: 400, it has none.
+        ProxyRequestError: 400, it has none.
     """
     if session.recorded_bytes >= limits.max_session_bytes:
         problem = f"this session has recorded {session.recorded_bytes} bytes"
         hint = f"raise proxy.max_session_bytes, which is {limits.max_session_bytes}"
-        raise RequestError(400, problem, key="proxy.max_session_bytes", hint=hint)
+        raise ProxyRequestError(400, problem, key="proxy.max_session_bytes", hint=hint)

@@ -8,7 +8,7 @@ recorded is exactly what was sampled: every token with its log-probability and i
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_chars
-from areal_hpc.proxy.engine.router import parse_packed_version
+from areal_hpc.proxy.engine.router import pack_weight_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, ids_to_json, join_ids_json
@@ -47,7 +47,7 @@ class ReplyFailover:
         if partial is None:
             self.is_possible = False
         elif partial.output_ids:
-            known = replica.version and parse_packed_version(replica.version)
+            known = replica.version and pack_weight_version(replica.version)
             self.on_aborted(partial, request)
             self.is_possible &= partial.spans[0].version == known
 

@@ -16,13 +16,13 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
 from areal_hpc.wire.weight_version import WeightVersion
 
-JSON_SPACE = b" \t\r\n"
+JSON_WHITESPACE = b" \t\r\n"
 Decoded = TypeVar("Decoded")
-SGLANG_DEFAULT_VERSION = "default"
+SGLANG_DEFAULT_WEIGHT_VERSION = "default"
 """SGLang's version of weights that nobody gave one."""
 TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
@@ -142,7 +142,7 @@ def decode_generation(where: str, answer: bytes) -> Generation:
 
     Raises:
         EngineLostError: It is not a sound answer.
-        RequestError: The server found the request at fault only while it ran.
+        ProxyRequestError: The server found the request at fault only while it ran.
     """
     reply = _decode_reply(_reply_decoder, where, answer)
     return _build_generation(where, reply.text, bytes(reply.output_ids), reply.meta_info)
@@ -198,7 +198,7 @@ class ChunkReader:
 
         Raises:
             EngineLostError: The stream is not sound.
-            RequestError: The server found the request at fault.
+            ProxyRequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
             raise _build_exception(self._where, data)
@@ -261,10 +261,10 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
         raise EngineLostError(f"{where} ended the reply without a finish reason")
     if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
-            raise RequestError(400, f"SGLang rejected the request: {reason.message}")
+            raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
         raise EngineLostError(f"{where} aborted the generation: {reason.message}")
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
-    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
+    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE):
         raise EngineLostError(f"{where}: token ids and log-probabilities differ in length")
     spans = [
         VersionSpan(_pack_version(where, s.version), s.start, s.end) for s in meta.weight_versions
@@ -291,7 +291,9 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
 
 def _pack_version(where: str, version: str) -> int:
     try:
-        return 0 if version == SGLANG_DEFAULT_VERSION else WeightVersion.parse(version).packed
+        return (
+            0 if version == SGLANG_DEFAULT_WEIGHT_VERSION else WeightVersion.parse(version).packed
+        )
     except ValueError as error:
         raise EngineLostError(f"{where}: {error}") from error
 
@@ -303,7 +305,7 @@ def _build_exception(where: str, data: bytes) -> Exception:
     except msgspec.DecodeError as broken:
         return EngineLostError(f"{where} sent an unexpected reply: {broken}")
     if error.get("code", 400) == 400:
-        return RequestError(400, f"SGLang rejected the request: {error.get('message')}")
+        return ProxyRequestError(400, f"SGLang rejected the request: {error.get('message')}")
     return EngineLostError(f"{where} aborted the generation: {error.get('message')}")
 
 

@@ -13,11 +13,16 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.sessions.store import Session
 
-MAX_CHARS = {"regex": 4096, "ebnf": 32768, "json_schema": 131_072, "structural_tag": 262_144}
+MAX_CHARS_BY_KIND = {
+    "regex": 4096,
+    "ebnf": 32768,
+    "json_schema": 131_072,
+    "structural_tag": 262_144,
+}
 MAX_QUANTIFIERS = 100
 """Signs that make a term optional or repeat it, in one regular expression or EBNF grammar."""
 MAX_REPEATS = 4096
@@ -26,48 +31,50 @@ MAX_GROUP_DEPTH = 64
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_VALUES = 10_000
 """JSON values of a schema with every reference replaced by what it refers to."""
-MAX_COUNTED_STRINGS = 32
+MAX_CONSTRAINED_STRINGS = 32
 """Strings of a schema with a length or a pattern."""
-MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_BIASES = 128, 1024, 1024, 16_384
+MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_LOGIT_BIASES = 128, 1024, 1024, 16_384
 MAX_NEW_GRAMMARS_PER_SESSION = 4
 """Grammars of one session that may be compiled at a time."""
 MAX_KNOWN_GRAMMARS = 16_384
 
-_REQUEST_KEYS = {"json_schema": "response_format", "structural_tag": "tools"}
+_REQUEST_KEY_BY_GRAMMAR = {"json_schema": "response_format", "structural_tag": "tools"}
 """Parameters of requests that become these grammars; the others keep their names."""
-_COUNT_PATTERN = re.compile(r"\{(\d+)(?:,(\d*))?\}")
-_LENGTH_KEYS = ("minLength", "maxLength", "pattern")
+_REPEAT_COUNT_PATTERN = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_STRING_CONSTRAINT_KEYS = ("minLength", "maxLength", "pattern")
 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Refuse grammars, stops and biases beyond the bounds.
 
     Raises:
-        RequestError: 400, naming the parameter.
+        ProxyRequestError: 400, naming the parameter.
     """
     names = sampling.active_grammar_names
     if not (names or sampling.stop or sampling.stop_token_ids or sampling.logit_bias):
         return
     stops = sampling.stop or ()
     for key, count, most in (
-        ("stop", len(stops), MAX_STOPS),
+        ("stop", len(stops), MAX_STOP_STRINGS),
         ("stop", max(map(len, stops), default=0), MAX_STOP_CHARS),
         ("stop_token_ids", len(sampling.stop_token_ids or ()), MAX_STOP_TOKENS),
-        ("logit_bias", len(sampling.logit_bias or ()), MAX_BIASES),
+        ("logit_bias", len(sampling.logit_bias or ()), MAX_LOGIT_BIASES),
     ):
         if count > most:
-            raise RequestError(400, f"{key} is too large: {count} (limit {most})", key=key)
+            raise ProxyRequestError(400, f"{key} is too large: {count} (limit {most})", key=key)
     for name in names:
         if problem := _find_grammar_problem(name, getattr(sampling, name)):
-            key = _REQUEST_KEYS.get(name, name)
-            raise RequestError(400, f"the grammar takes too long to compile: {problem}", key=key)
+            key = _REQUEST_KEY_BY_GRAMMAR.get(name, name)
+            raise ProxyRequestError(
+                400, f"the grammar takes too long to compile: {problem}", key=key
+            )
 
 
 @lru_cache(maxsize=256)
 def _find_grammar_problem(name: str, text: str) -> str:
     """Why a grammar is refused; empty if it is not."""
-    if len(text) > MAX_CHARS[name]:
-        return f"{len(text)} characters (limit {MAX_CHARS[name]})"
+    if len(text) > MAX_CHARS_BY_KIND[name]:
+        return f"{len(text)} characters (limit {MAX_CHARS_BY_KIND[name]})"
     if name in ("regex", "ebnf"):
         return _find_repeat_problem(text, name)
     try:
@@ -86,7 +93,7 @@ def _find_repeat_problem(text: str, syntax: str, max_nested_repeats: int = MAX_R
     groups = [1]  # the largest repeats within each open group
     while at < len(text):
         char = text[at]
-        counted = _COUNT_PATTERN.match(text, at) if char == "{" else None
+        counted = _REPEAT_COUNT_PATTERN.match(text, at) if char == "{" else None
         if counted is not None:
             digits = counted[2] or counted[1]
             count = int(digits) if len(digits) < 7 else MAX_REPEATS + 1
@@ -151,7 +158,7 @@ class _SchemaMeasure:
         if self.problem:
             return
         if isinstance(value, Mapping):
-            self._count_strings(value)
+            self._check_string_constraints(value)
             self._add_reference(value.get("$ref"), depth)
             below = [one for key, one in value.items() if key not in ("$defs", "definitions")]
         else:
@@ -159,16 +166,18 @@ class _SchemaMeasure:
         for one in below:
             self.add(one, depth + 1)  # nothing once there is a problem
 
-    def _count_strings(self, value: Mapping[str, Any]) -> None:
-        is_counted = any(isinstance(value.get(key), int | str) for key in _LENGTH_KEYS)
+    def _check_string_constraints(self, value: Mapping[str, Any]) -> None:
+        is_counted = any(isinstance(value.get(key), int | str) for key in _STRING_CONSTRAINT_KEYS)
         self._counted_strings += is_counted
-        if self._counted_strings > MAX_COUNTED_STRINGS:
-            most = MAX_COUNTED_STRINGS
+        if self._counted_strings > MAX_CONSTRAINED_STRINGS:
+            most = MAX_CONSTRAINED_STRINGS
             self.problem = f"more than {most} strings have a length or a pattern"
         for key, syntax in (("pattern", "regex"), ("grammar", "ebnf")):
             if isinstance(text := value.get(key), str) and not self.problem:
-                if len(text) > MAX_CHARS[syntax]:
-                    self.problem = f"a {key} has {len(text)} characters (limit {MAX_CHARS[syntax]})"
+                if len(text) > MAX_CHARS_BY_KIND[syntax]:
+                    self.problem = (
+                        f"a {key} has {len(text)} characters (limit {MAX_CHARS_BY_KIND[syntax]})"
+                    )
                 elif syntax == "ebnf":
                     self.problem = _find_repeat_problem(text, "ebnf")
                 else:
@@ -196,11 +205,11 @@ class GrammarQuota:
         """Oldest first; by name and hash, as a set that forgets."""
 
     @contextmanager
-    def hold(self, session: Session, sampling: SamplingParams) -> Iterator[None]:
+    def hold_slot(self, session: Session, sampling: SamplingParams) -> Iterator[None]:
         """Count the call's grammar, if nobody has used it yet, for as long as the context lasts.
 
         Raises:
-            RequestError: 429, the session has too many new ones under way.
+            ProxyRequestError: 429, the session has too many new ones under way.
         """
         names = sampling.active_grammar_names
         key = (names[0], hash(getattr(sampling, names[0]))) if names else None
@@ -210,7 +219,7 @@ class GrammarQuota:
         new = session.new_grammars
         if key not in new and len(new) >= MAX_NEW_GRAMMARS_PER_SESSION:
             most = MAX_NEW_GRAMMARS_PER_SESSION
-            raise RequestError(429, f"{most} new grammars of this session are being compiled")
+            raise ProxyRequestError(429, f"{most} new grammars of this session are being compiled")
         new[key] += 1
         try:
             yield

@@ -38,7 +38,7 @@ class _CallDeadlines:
         """Its call has ended."""
         self._limits.pop(connection, None)
 
-    def close(self) -> None:
+    def stop_timer_if_unused(self) -> None:
         """Stop the timer, unless a call still needs it."""
         if self._timer is not None and not self._limits:
             self._timer.cancel()
@@ -129,7 +129,7 @@ class ConnectionPool:
     def close(self) -> None:
         """Close what idles, and later what is under way."""
         self._is_closed = True
-        self._limits.close()
+        self._limits.stop_timer_if_unused()
         for connection in self._idle:
             connection.close()
         self._idle.clear()

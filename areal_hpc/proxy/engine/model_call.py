@@ -87,7 +87,7 @@ class ServedModel:
             reasoning_parser,
         )
 
-    def must_parse(self, call: ModelCall) -> bool:
+    def must_parse_reply(self, call: ModelCall) -> bool:
         """True if a reply may hold more than text."""
         return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))
 

@@ -5,11 +5,11 @@ import time
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.generation import EngineLostError
 from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
-from areal_hpc.proxy.engine.router import Router, parse_packed_version
+from areal_hpc.proxy.engine.router import Router, pack_weight_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.sessions.store import Session
 
@@ -49,24 +49,24 @@ class GeneratePassthrough:
         """The replica's answer.
 
         Raises:
-            RequestError: The replica refuses the request; (429) there are too many; or (502) it was
-                lost, and another will answer when the request is repeated.
+            ProxyRequestError: The replica refuses the request; (429) there are too many; or
+                (502) it was lost, and another will answer when the request is repeated.
         """
-        grammar = self._grammars.hold(session, request.sampling)
-        with self._quota.hold(session, 1), grammar:
+        grammar = self._grammars.hold_slot(session, request.sampling)
+        with self._quota.hold_slots(session, 1), grammar:
             give_up_at = time.monotonic() + self._timeout_s
             replica = await self._router.pick_replica(session.session_id, give_up_at)
             left_s = max(1.0, give_up_at - time.monotonic())
             self._router.on_call_started(replica)
             try:
-                answer = await self._upstream.forward(replica, request, left_s)
+                answer = await self._upstream.generate_raw(replica, request, left_s)
             except EngineLostError as lost:
                 self._router.on_replica_lost(replica)
-                raise RequestError(502, f"the replica was lost: {lost}") from lost
+                raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
             finally:
                 self._router.on_call_finished(replica)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
             # Only known versions may stand in what the session records of this call.
             for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:
-                self._router.update_newest_version(parse_packed_version(span.version))
+                self._router.update_newest_version(pack_weight_version(span.version))
         return answer

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-from areal_hpc.errors import ClusterError, RequestError
+from areal_hpc.errors import ClusterError, ProxyRequestError
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
@@ -18,7 +18,7 @@ REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
 
 
-def parse_packed_version(version: str) -> int:
+def pack_weight_version(version: str) -> int:
     """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
     try:
         return WeightVersion.parse(version).packed
@@ -69,7 +69,7 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.update_newest_version(parse_packed_version(replica.version))
+            self.update_newest_version(pack_weight_version(replica.version))
 
     def update_newest_version(self, packed: int) -> None:
         """A replica serves these weights, or has sampled from them."""
@@ -83,12 +83,12 @@ class Router:
         Replicas to avoid, by index, have lost the call before: they are asked if no other serves.
 
         Raises:
-            RequestError: 503, no replica served by `give_up_at` of the monotonic clock.
+            ProxyRequestError: 503, no replica served by `give_up_at` of the monotonic clock.
         """
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()
             if remaining_s <= 0:
-                raise RequestError(503, "no replica is available")
+                raise ProxyRequestError(503, "no replica is available")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
         home = self._home.get(session_id)

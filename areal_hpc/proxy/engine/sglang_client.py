@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
     ChunkReader,
     EngineLostError,
@@ -78,11 +78,11 @@ class SGLangClient:
 
         Raises:
             EngineLostError: The server did not finish the call.
-            RequestError: It says the request is wrong, or took too long.
+            ProxyRequestError: It says the request is wrong, or took too long.
         """
-        return decode_generation(replica.url, await self.forward(replica, request, timeout_s))
+        return decode_generation(replica.url, await self.generate_raw(replica, request, timeout_s))
 
-    async def stream(
+    async def generate_streaming(
         self,
         replica: ReplicaView,
         request: GenerateRequest,
@@ -95,7 +95,7 @@ class SGLangClient:
 
         Raises:
             EngineLostError: The server did not finish the call.
-            RequestError: It says the request is wrong, or took too long.
+            ProxyRequestError: It says the request is wrong, or took too long.
         """
         reader = ChunkReader(replica.url, request.sampling.stop or ())
 
@@ -118,14 +118,14 @@ class SGLangClient:
             lost.partial = reader.build_partial_generation()
             raise
 
-    async def forward(
+    async def generate_raw(
         self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> bytes:
         """Generate; the server's whole answer, unread.
 
         Raises:
             EngineLostError: The server did not finish the call.
-            RequestError: It says the request is wrong, or took too long.
+            ProxyRequestError: It says the request is wrong, or took too long.
         """
         body = request.encode_body(stream=False)
         call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
@@ -142,13 +142,15 @@ class SGLangClient:
             return await call
         except TimeoutError:
             self.abort(replica, rid)
-            raise RequestError(504, f"no reply from the model within {timeout_s:.0f} s") from None
+            raise ProxyRequestError(
+                504, f"no reply from the model within {timeout_s:.0f} s"
+            ) from None
         except asyncio.CancelledError:
             self.abort(replica, rid)
             raise
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
-                raise RequestError(503, "too many open files") from error
+                raise ProxyRequestError(503, "too many open files") from error
             raise EngineLostError(f"{replica.url}: {type(error).__name__}: {error}") from error
 
     def _get_generate_pool(self, replica: ReplicaView) -> ConnectionPool:
@@ -195,7 +197,7 @@ def _check_status(base_url: str, status: int, answer: bytes) -> None:
     if status >= 500:
         raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
     if status >= 400:
-        raise RequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
+        raise ProxyRequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 
 
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:

@@ -15,10 +15,15 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, ParserLostError, RequestError
+from areal_hpc.errors import ClusterError, ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
-from areal_hpc.wire.parsers import ParseRequest, ParserReply, ReplyParseContext, ToolGrammarRequest
+from areal_hpc.wire.parsers import (
+    ParseChunkRequest,
+    ParserReply,
+    ReplyParseContext,
+    ToolGrammarRequest,
+)
 
 log = logging.getLogger(__name__)
 PARSER_MODULE = "areal_hpc.inference.parser_process"
@@ -107,7 +112,7 @@ class ParserProcessClient:
         self._count += 1
         return self._count
 
-    async def send_request(self, request: ParseRequest | ToolGrammarRequest) -> ParserReply:
+    async def send_request(self, request: ParseChunkRequest | ToolGrammarRequest) -> ParserReply:
         """Send a request and wait for its reply.
 
         Raises:
@@ -131,17 +136,17 @@ class ParserProcessClient:
         """Which grammar holds the model to a tool choice, and where it begins.
 
         Raises:
-            RequestError: There is none, or the parsers are gone.
+            ProxyRequestError: There is none, or the parsers are gone.
         """
         number, end, must_call = self.allocate_id(), prompt[-PROMPT_END_CHARS:], choice.must_call
         request = ToolGrammarRequest(number, [*tools], end, must_call, choice.name, choice.parallel)
         try:
             reply = await self.send_request(request)
         except ParserLostError as error:
-            raise RequestError(503, str(error)) from error
+            raise ProxyRequestError(503, str(error)) from error
         if reply.error:
             key = "tool_choice" if must_call else "parallel_tool_calls"
-            raise RequestError(400, reply.error, key=key)
+            raise ProxyRequestError(400, reply.error, key=key)
         return reply
 
     def build_reply_parser(self, tools: Sequence[dict[str, Any]], prompt: str) -> RemoteReplyParser:
@@ -171,9 +176,11 @@ class RemoteReplyParser:
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
 
         Raises:
-            RequestError: The parsers died in the middle of a streamed reply.
+            ProxyRequestError: The parsers died in the middle of a streamed reply.
         """
-        request = ParseRequest(self._parsers.allocate_id(), self._number, text, last, self._opening)
+        request = ParseChunkRequest(
+            self._parsers.allocate_id(), self._number, text, last, self._opening
+        )
         try:
             try:
                 reply = await self._parsers.send_request(request)
@@ -184,7 +191,7 @@ class RemoteReplyParser:
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
                 reply = await self._parsers.send_request(again)
         except ParserLostError as error:
-            raise RequestError(503, str(error)) from error
+            raise ProxyRequestError(503, str(error)) from error
         self._opening = None
         if reply.error:
             log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from areal_hpc.errors import ClientDisconnectedError, RequestError
+from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects import tokenize
@@ -53,7 +53,7 @@ DIALECT_BY_ROUTE = {
     "/messages": MESSAGES_DIALECT,
     "/responses": responses.RESPONSES_DIALECT,
 }
-JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
+JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
 _EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
@@ -88,8 +88,14 @@ class ProxyApp:
                     for route in self._list_agent_routes()
                     for prefix in ("", "/v1")
                 ),
-                Route("GET", "/healthz", "anyone", driver_api.health),
-                Route("GET", "/metrics", "anyone", completions.metrics.render, form=PLAIN),
+                Route("GET", "/healthz", "anyone", driver_api.get_health),
+                Route(
+                    "GET",
+                    "/metrics",
+                    "anyone",
+                    completions.metrics.render,
+                    form=METRICS_CONTENT_TYPE,
+                ),
                 Route("GET", "/openapi.json", "anyone", lambda: render_openapi(self._routes)),
             )
         )
@@ -125,8 +131,10 @@ class ProxyApp:
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
-                    raise RequestError(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
-                raise RequestError(405, f"{path} takes {allowed}, not {method}")
+                    raise ProxyRequestError(
+                        426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket"
+                    )
+                raise ProxyRequestError(405, f"{path} takes {allowed}, not {method}")
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
                     key = value[7:].strip().decode("latin-1")
@@ -134,9 +142,9 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
-            session = self._authenticate_session(route, key)  # without a key no memory for a body
+            session = self._authenticate(route, key)  # without a key no memory for a body
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
-            result = route.answer(*self._list_arguments(route, session, named, body, scope))
+            result = route.answer(*self._list_handler_arguments(route, session, named, body, scope))
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
             if isinstance(result, tuple):
@@ -148,7 +156,7 @@ class ProxyApp:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _to_request_error(caught)
-            status, content, form = refusal.status, refused(refusal), JSON
+            status, content, form = refusal.status, refused(refusal), JSON_CONTENT_TYPE
         headers = [
             (b"content-type", form.encode()),
             (b"content-length", str(len(content)).encode()),
@@ -162,8 +170,8 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _build_too_large_error(self) -> RequestError:
-        return RequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
+    def _build_too_large_error(self) -> ProxyRequestError:
+        return ProxyRequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
     async def _read_body(self, receive: Receive, session: Session | None) -> bytes:
         """The request's body; what has come of it counts until all has."""
@@ -179,9 +187,11 @@ class ProxyApp:
                 if count + len(part) > self._max_request_bytes:
                     raise self._build_too_large_error()
                 if session is not None and session.receiving_bytes + len(part) > most:
-                    raise RequestError(429, f"this session sends more than {most} bytes at a time")
-                if not self._body_budget.take(len(part)):
-                    raise RequestError(429, "the proxy is receiving too many requests")
+                    raise ProxyRequestError(
+                        429, f"this session sends more than {most} bytes at a time"
+                    )
+                if not self._body_budget.try_reserve(len(part)):
+                    raise ProxyRequestError(429, "the proxy is receiving too many requests")
                 parts.append(part)
                 count += len(part)
                 if session is not None:
@@ -189,37 +199,37 @@ class ProxyApp:
                 if not message.get("more_body"):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
         finally:
-            self._body_budget.give_back(count)
+            self._body_budget.release(count)
             if session is not None:
                 session.receiving_bytes -= count
 
-    def _authenticate_session(self, route: Route, key: str) -> Session | None:
+    def _authenticate(self, route: Route, key: str) -> Session | None:
         """The session that a key opens, if the route is one of sessions."""
         if route.opened_by == "admin" and not hmac.compare_digest(
             key.encode("latin-1"), self._admin_key
         ):
-            raise RequestError(401, "this route requires the admin key")
+            raise ProxyRequestError(401, "this route requires the admin key")
         if route.opened_by != "session":
             return None
         session = self._store.find_session_by_key(key)
         if session is None:
-            raise RequestError(401, "invalid session key")
+            raise ProxyRequestError(401, "invalid session key")
         session.touch()
         return session
 
-    def _list_arguments(
+    def _list_handler_arguments(
         self, route: Route, session: Session | None, named: str, body: bytes, scope: Scope
     ) -> Iterator[object]:
         """What the route's answer takes."""
         if session is not None:
             if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
-                raise RequestError(401, "invalid session key")
+                raise ProxyRequestError(401, "invalid session key")
             if session.ended and not route.when_ended:
-                raise RequestError(403, "the session has ended")
+                raise ProxyRequestError(403, "the session has ended")
             yield session
         if named and scope["query_string"]:
             parameter = unquote(scope["query_string"].partition(b"=")[0])
-            raise RequestError(400, "this route takes no parameters", key=parameter)
+            raise ProxyRequestError(400, "this route takes no parameters", key=parameter)
         if named:
             yield named
         elif route.request is not None:
@@ -229,7 +239,7 @@ class ProxyApp:
 
     async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
         if self._passthrough is None:
-            raise RequestError(404, "there is no route /generate")
+            raise ProxyRequestError(404, "there is no route /generate")
         request = build_generate_request(body, self._model)
         return await self._passthrough.generate(session, request)
 
@@ -267,7 +277,7 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
     return (
         admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
         admin("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
-        admin("/rl/await_session", driver_api.await_session, wire.AwaitSessionRequest),
+        admin("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionRequest),
         admin("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
         admin("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
@@ -335,8 +345,8 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
         await events.aclose()
 
 
-def _to_request_error(caught: Exception) -> RequestError:
-    if isinstance(caught, RequestError):
+def _to_request_error(caught: Exception) -> ProxyRequestError:
+    if isinstance(caught, ProxyRequestError):
         return caught
     log.error("a request failed", exc_info=caught)
-    return RequestError(500, "internal error of the proxy; see its log")
+    return ProxyRequestError(500, "internal error of the proxy; see its log")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, RequestError, UntrainableCallError
+from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.engine.call_quota import check_recorded_bytes
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
@@ -74,20 +74,20 @@ class DriverApi:
         key = request.api_key or generate_key()
         if len(key) < MIN_KEY_CHARS:
             problem = f"session keys need at least {MIN_KEY_CHARS} characters"
-            raise RequestError(400, problem, key="api_key")
+            raise ProxyRequestError(400, problem, key="api_key")
         known = self._store.find_session_by_key(key)
         if known is not None and not known.ended:
             problem = f"this key already opens session {known.session_id!r}"
-            raise RequestError(409, problem, key="api_key")
+            raise ProxyRequestError(409, problem, key="api_key")
         sessions, most = self._store.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
-            raise RequestError(429, f"too many open sessions (limit {most})")
+            raise ProxyRequestError(429, f"too many open sessions (limit {most})")
         if not self._online or request.ref is not None or request.disposable:
             return wire.StartSessionReply(self._open_session(request, key), key)
         free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
         if not free:
             problem = "no episode is waiting for an external program now"
-            raise RequestError(429, problem, hint="repeat the request")
+            raise ProxyRequestError(429, problem, hint="repeat the request")
         slot = min(free, key=lambda one: one.sort_key)
         self._free_slots.discard(slot)
         session_id = self._open_session(slot.request.session, key)
@@ -103,7 +103,7 @@ class DriverApi:
     async def offer_episode(self, request: wire.OfferEpisodeRequest) -> wire.OfferEpisodeReply:
         """Wait for a program that plays an episode of a ticket."""
         if not self._online:
-            raise RequestError(404, "this proxy has no online mode")
+            raise ProxyRequestError(404, "this proxy has no online mode")
         slot = _OfferedEpisode(request)
         self._free_slots.add(slot)
         try:
@@ -114,11 +114,11 @@ class DriverApi:
         finally:
             self._free_slots.discard(slot)
 
-    async def await_session(self, request: wire.AwaitSessionRequest) -> wire.AwaitSessionReply:
+    async def await_session_end(self, request: wire.AwaitSessionRequest) -> wire.AwaitSessionReply:
         """Tell when a session of a ticket has ended."""
         give_up_at = time.monotonic() + min(request.wait_s, MAX_LONG_POLL_S)
         while True:
-            session = self._find_session(request.session_id)
+            session = self._require_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
                 return wire.AwaitSessionReply(session.ended, get_final_reward(session.tree))
             await asyncio.sleep(SESSION_END_POLL_S)
@@ -131,10 +131,10 @@ class DriverApi:
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
         while True:
-            session = self._find_session(request.session_id)
+            session = self._require_session(request.session_id)
             if session.request.ref is not None:
                 problem = f"session {request.session_id!r} belongs to a ticket"
-                raise RequestError(409, f"{problem} and cannot be exported", key="session_id")
+                raise ProxyRequestError(409, f"{problem} and cannot be exported", key="session_id")
             if session.ended:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
@@ -142,10 +142,10 @@ class DriverApi:
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
-    def _find_session(self, session_id: str, key: str = "session_id") -> Session:
+    def _require_session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._store.sessions.get(session_id)
         if session is None:
-            raise RequestError(404, f"there is no session {session_id!r}", key=key)
+            raise ProxyRequestError(404, f"there is no session {session_id!r}", key=key)
         return session
 
     def set_reward(self, session: Session, request: wire.SetRewardRequest) -> wire.SetRewardReply:
@@ -154,7 +154,7 @@ class DriverApi:
             interaction = find_interaction_to_reward(session.tree, request.interaction_id)
             reward = validate_reward(request.reward)
         except InvalidRewardError as error:
-            raise RequestError(400, str(error), key="reward") from error
+            raise ProxyRequestError(400, str(error), key="reward") from error
         self._recorder.record(
             events.RewardSet(session.session_id, interaction.interaction_id, reward)
         )
@@ -168,7 +168,7 @@ class DriverApi:
             try:
                 one = msgspec.json.decode(raw, type=Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise RequestError(400, str(error)) from error
+                raise ProxyRequestError(400, str(error)) from error
             check_recorded_bytes(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
@@ -177,7 +177,7 @@ class DriverApi:
                 self._recorder.record(events.InteractionAdded(session.session_id, one))
             except UntrainableCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
-                raise RequestError(400, problem, key="interactions") from error
+                raise ProxyRequestError(400, problem, key="interactions") from error
         return wire.RecordCallsReply(len(session.tree))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
@@ -189,8 +189,8 @@ class DriverApi:
         versions = WeightVersion.unpack(known), WeightVersion.unpack(newest)
         problem = f"expected weights up to version {versions[0]}, the newest known to this cell"
         if known == 0 and self._router.serving_count == 0:  # restarted just now
-            raise RequestError(503, f"{name}: no replica has said yet which weights it serves")
-        raise RequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
+            raise ProxyRequestError(503, f"{name}: no replica has said yet which weights it serves")
+        raise ProxyRequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
     def end_session(self, session: Session) -> wire.EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
@@ -208,7 +208,7 @@ class DriverApi:
         if request.discard:
             if rows is not None:
                 problem = f"{ref} is finished; its rows cannot be discarded"
-                raise RequestError(409, problem, key="discard")
+                raise ProxyRequestError(409, problem, key="discard")
             for session in [*self._store.sessions.values()]:
                 if session.request.ref == ref:
                     self._recorder.record(events.SessionDropped(session.session_id))
@@ -220,17 +220,17 @@ class DriverApi:
 
     def _record_finished_ticket(self, request: wire.FinishTicketRequest) -> int:
         if not request.session_ids:
-            raise RequestError(400, "a ticket has one session at least", key="session_ids")
+            raise ProxyRequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
-            session = self._find_session(session_id, "session_ids")
+            session = self._require_session(session_id, "session_ids")
             name = f"session {session_id!r}"
-            if session.request.ref != request.ref or not session.is_recorded:
-                raise RequestError(409, f"{name} is not one of this ticket", key="session_ids")
+            if session.request.ref != request.ref or not session.must_persist:
+                raise ProxyRequestError(409, f"{name} is not one of this ticket", key="session_ids")
             if not session.ended:
-                raise RequestError(409, f"{name} is open", key="session_ids")
+                raise ProxyRequestError(409, f"{name} is open", key="session_ids")
             if get_final_reward(session.tree) is None:
                 hint = "set a reward before the session ends"
-                raise RequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
+                raise ProxyRequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))
         self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
@@ -241,10 +241,10 @@ class DriverApi:
 
     def _require_sealer(self) -> TicketSealer:
         if self._sealer is None:
-            raise RequestError(404, "this proxy runs without a run and has no tickets")
+            raise ProxyRequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer
 
-    def health(self) -> wire.ProxyHealth:
+    def get_health(self) -> wire.ProxyHealth:
         """Liveness and load."""
         return wire.ProxyHealth(
             sessions=len(self._store.sessions),
@@ -260,13 +260,13 @@ def export_interactions(
     """Rows by the id of the interaction they end with.
 
     Raises:
-        RequestError: The discount is no finite number.
+        ProxyRequestError: The discount is no finite number.
     """
     orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
     try:
         earned = assign_credit(tree, request.discount, request.credit, orphans)
     except InvalidRewardError as error:
-        raise RequestError(400, str(error), key="discount") from error
+        raise ProxyRequestError(400, str(error), key="discount") from error
     rewards = {name: earnings.total for name, earnings in earned.items()}
     rows = {}
     for plan in plan_rows_with_unrewarded(tree, request.style, rewards):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_hpc import __version__
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
 from areal_hpc.proxy.dialects.openai import format as openai_format
@@ -68,14 +68,14 @@ class Routes:
         """The routes of a path by their methods, and the name that it ends with, or nothing.
 
         Raises:
-            RequestError: 404, there is none.
+            ProxyRequestError: 404, there is none.
         """
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
         head, _, name = path.rpartition("/")
         if not name or head not in self._named:
-            raise RequestError(404, f"there is no route {path}")
+            raise ProxyRequestError(404, f"there is no route {path}")
         return self._named[head], name
 
 

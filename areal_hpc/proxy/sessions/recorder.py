@@ -18,7 +18,7 @@ from areal_hpc.wire.trajectory import MAX_VOCAB_SIZE
 log = logging.getLogger(__name__)
 
 EVENT_RECORD_KIND = 1
-MIN_ROTATION_BYTES = 1 << 20
+MIN_COMPACTION_GROWTH_BYTES = 1 << 20
 _SESSION_REMOVING_EVENTS = (
     events.SessionDropped,
     events.TicketDropped,
@@ -28,7 +28,7 @@ _SESSION_REMOVING_EVENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class JournalRotationPlan:
+class JournalCompactionPlan:
     """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
     gone: frozenset[str]
@@ -168,14 +168,14 @@ class JournaledRecorder:
     def _must_journal(self, event: Event) -> bool:
         match event:
             case events.SessionOpened():
-                return Session(event).is_recorded
+                return Session(event).must_persist
             case (
                 events.InteractionAdded()
                 | events.RewardSet()
                 | events.SessionEnded()
                 | events.SessionDropped()
             ):
-                return self.store.sessions[event.session_id].is_recorded
+                return self.store.sessions[event.session_id].must_persist
             case _:
                 return True
 
@@ -192,14 +192,14 @@ class JournaledRecorder:
 
     # Forgetting ---------------------------------------------------------------------------
 
-    def plan_rotation(self) -> JournalRotationPlan:
+    def plan_compaction(self) -> JournalCompactionPlan:
         """What can be forgotten now. Records appended later are never taken for gone."""
         sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
-        return JournalRotationPlan(
+        return JournalCompactionPlan(
             frozenset(self._gone_sessions), sealed, settled, sealed <= settled
         )
 
-    def rotate(self, rotation: JournalRotationPlan) -> None:
+    def compact_journal(self, rotation: JournalCompactionPlan) -> None:
         """Drop the records that `rotation` does not need. May run in a thread.
 
         Raises:
@@ -207,20 +207,22 @@ class JournaledRecorder:
         """
         self._journal.compact(rotation.must_keep)
 
-    async def rotate_if_due(self) -> None:
+    async def compact_if_due(self) -> None:
         """Rotate the journal if that is due.
 
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
         # Has it doubled since it last held only what is needed?
-        grown = self._journal.journal_size_bytes > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
+        grown = (
+            self._journal.journal_size_bytes > 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
+        )
         if grown and self._gone_sessions:
-            rotation = self.plan_rotation()
-            await asyncio.to_thread(self.rotate, rotation)
-            self.forget_rotated(rotation)
+            rotation = self.plan_compaction()
+            await asyncio.to_thread(self.compact_journal, rotation)
+            self.forget_compacted(rotation)
 
-    def forget_rotated(self, rotation: JournalRotationPlan) -> None:
+    def forget_compacted(self, rotation: JournalCompactionPlan) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.journal_size_bytes
         self._gone_sessions -= rotation.gone
@@ -247,7 +249,7 @@ class MemoryRecorder(JournaledRecorder):
     def _apply_event(self, event: Event) -> None:
         self.store.apply(event)
 
-    async def rotate_if_due(self) -> None:
+    async def compact_if_due(self) -> None:
         """There is nothing on disk."""
 
     def close(self) -> None:

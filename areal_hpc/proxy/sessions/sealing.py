@@ -33,7 +33,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
-from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TicketSealer:
         repair_index(self._paths, self._cell)
         indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
         found = [
-            _build_settled_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
+            _build_sealed_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
             for ref in self._store.finished
             if (ref.ticket_id, ref.attempt) in indexed
         ]
@@ -93,7 +93,7 @@ class TicketSealer:
             try:
                 if self._is_seal_due():
                     await self._seal_finished()
-                await self._settle_sealed()
+                await self._report_to_ledger()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
@@ -108,7 +108,7 @@ class TicketSealer:
         """
         count = await self._seal_finished()
         try:
-            await self._settle_sealed()
+            await self._report_to_ledger()
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
         return count
@@ -139,7 +139,9 @@ class TicketSealer:
             self._recorder.record(TicketsSealed(settled))
             return len(settled)
 
-    def _write_shard(self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]) -> list[SealedTicket]:
+    def _write_shard(
+        self, rows_of: Mapping[TicketRef, Sequence[TrajectoryRow]]
+    ) -> list[SealedTicket]:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
@@ -154,11 +156,11 @@ class TicketSealer:
         )
         places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
         return [
-            _build_settled_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
+            _build_sealed_ticket(ref, shard.file, places[ref.ticket_id, ref.attempt])
             for ref in rows_of
         ]
 
-    async def _settle_sealed(self) -> None:
+    async def _report_to_ledger(self) -> None:
         async with self._settling:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):
@@ -173,7 +175,7 @@ class TicketSealer:
                 drop = DropRequest(self._cell, ref, reason)
                 await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
             self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
-            await self._recorder.rotate_if_due()
+            await self._recorder.compact_if_due()
 
     async def close(self) -> None:
         """Close pooled connections."""
@@ -182,9 +184,9 @@ class TicketSealer:
 
 def _build_rows(
     tickets: Sequence[FinishedTicket],
-) -> tuple[dict[TicketRef, list[Trajectory]], dict[TicketRef, str]]:
+) -> tuple[dict[TicketRef, list[TrajectoryRow]], dict[TicketRef, str]]:
     """The rows of each ticket that can be trained on, and what is wrong with the others."""
-    rows_of: dict[TicketRef, list[Trajectory]] = {}
+    rows_of: dict[TicketRef, list[TrajectoryRow]] = {}
     defects: dict[TicketRef, str] = {}
     for ticket in tickets:
         rows, defect = [], ticket.defect
@@ -202,5 +204,5 @@ def _build_rows(
     return rows_of, defects
 
 
-def _build_settled_ticket(ref: TicketRef, shard: str, place: ShardTicket) -> SealedTicket:
+def _build_sealed_ticket(ref: TicketRef, shard: str, place: ShardTicket) -> SealedTicket:
     return SealedTicket(ref, shard, place.rows, place.rewards, place.oldest_version)

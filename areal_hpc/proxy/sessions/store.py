@@ -10,7 +10,7 @@ from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
@@ -58,7 +58,7 @@ class Session:
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 
     @property
-    def is_recorded(self) -> bool:
+    def must_persist(self) -> bool:
         """True if what is said must outlive this process."""
         ref = self.request.ref
         return not self.request.disposable and (ref is None or ref.eval_step < 0)
@@ -67,7 +67,7 @@ class Session:
         """Put off the idle timeout."""
         self.touched_at = time.monotonic()
 
-    def build_rows(self, ref: TicketRef) -> list[Trajectory]:
+    def build_rows(self, ref: TicketRef) -> list[TrajectoryRow]:
         """The session's training rows."""
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
         return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.request.export)
@@ -90,7 +90,7 @@ class FinishedTicket:
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].num_sequence_tokens for p in plans)
 
-    def build_rows(self) -> list[Trajectory]:
+    def build_rows(self) -> list[TrajectoryRow]:
         """Every row of the ticket, episode by episode."""
         return [row for session in self.sessions for row in session.build_rows(self.ref)]
 
@@ -153,7 +153,7 @@ class SessionStore:
                     self.sealed[ticket.ref] = ticket
             case events.TicketsSettled():
                 for ref in event.refs:
-                    self._settle_ticket(ref)
+                    self._mark_ticket_settled(ref)
 
     def _finish_ticket(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
@@ -167,7 +167,7 @@ class SessionStore:
         for session in finished.sessions if finished else []:
             self._remove_session(session)
 
-    def _settle_ticket(self, ref: TicketRef) -> None:
+    def _mark_ticket_settled(self, ref: TicketRef) -> None:
         ticket = self.sealed.pop(ref, None)
         if ticket is None and self.dropped.pop(ref, None) is None:
             return
@@ -197,7 +197,7 @@ class SessionStore:
             ref = session.request.ref
             if session.in_flight or ref in self.finished:
                 return False
-            is_kept = session.is_recorded or not session.ended
+            is_kept = session.must_persist or not session.ended
             last_used = session.touched_at if ref is None else used_at[ref]
             return now - last_used > (older_than_s if is_kept else ENDED_RETENTION_S)
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
-OWN_KEY_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-num")
+REFUSED_SGLANG_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-num")
 """SGLang's options for keys, and for several tokenizers, which ask for none (sglang 0.5.23)."""
 
 
@@ -50,7 +50,7 @@ class InferenceConfig(BaseConfig):
     @classmethod
     def _refuse_key_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
         for option in (one.partition("=")[0] for one in extra_args):
-            if option in OWN_KEY_OPTIONS:
+            if option in REFUSED_SGLANG_OPTIONS:
                 raise ValueError(
                     f"{option} cannot be given: every server has keys of its own; leave it out"
                 )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import build_agent_error, hold_worker_process
+from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent, build_agent_error
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.ledger import Empty
@@ -73,12 +73,14 @@ async def run_episode(
     Raises:
         HttpStatusError: The proxy refused to open a session.
     """
-    async with hold_worker_process(agent) as one:
+    async with acquire_episode_agent(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.peer_started_at
         try:
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _send_rewards_and_end_session(validate_rewards(returned), session, proxy)
+            reward = await _send_rewards_and_end_session(
+                parse_agent_rewards(returned), session, proxy
+            )
         except (AgentError, TimeoutError) as error:
             is_served = await _close_session(session, proxy)
             is_late = isinstance(error, TimeoutError)
@@ -126,7 +128,7 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     return EpisodeOutcome("interrupted", session_id, reason=reason)
 
 
-def validate_rewards(returned: object) -> dict[str | None, float]:
+def parse_agent_rewards(returned: object) -> dict[str | None, float]:
     """What the agent returned, as rewards by interaction id (None: the last interaction).
 
     Raises:

@@ -101,7 +101,7 @@ def is_json_serializable(kwargs: Mapping[str, Any]) -> bool:
         return False
 
 
-class PickledFunction:
+class PicklableFunction:
     """A function that travels by value to a process that could not import it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -115,10 +115,10 @@ class PickledFunction:
         return _load_function, (cloudpickle.dumps(self._function),)
 
 
-def _load_function(data: bytes) -> PickledFunction:
-    return PickledFunction(cloudpickle.loads(data))
+def _load_function(data: bytes) -> PicklableFunction:
+    return PicklableFunction(cloudpickle.loads(data))
 
 
 def make_function_picklable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself if others can import it."""
-    return function if get_import_path(function) is not None else PickledFunction(function)
+    return function if get_import_path(function) is not None else PicklableFunction(function)

@@ -34,7 +34,7 @@ class SubprocessAgent:
         Raises:
             RecipeError: It cannot be built.
         """
-        await self._pool.call(_check_agent, self._workflow, self._kwargs)
+        await self._pool.call(_check_agent_builds, self._workflow, self._kwargs)
 
     @asynccontextmanager
     async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
@@ -70,7 +70,7 @@ class _WorkerAgentHandle:
 
 
 @asynccontextmanager
-async def hold_worker_process(agent: Agent) -> AsyncIterator[Agent]:
+async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
     """The agent, with a process for one episode if it needs one."""
     if isinstance(agent, SubprocessAgent):
         async with agent.acquire_worker_agent() as one:
@@ -101,7 +101,7 @@ def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     return _AGENT_CACHE[key]
 
 
-def _check_agent(workflow: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_agent_builds(workflow: Any, kwargs: Mapping[str, Any]) -> None:
     _get_agent(workflow, kwargs)
 
 

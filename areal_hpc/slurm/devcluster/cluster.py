@@ -24,7 +24,7 @@ from areal_hpc.slurm.devcluster.plan import (
 MAX_CANCEL_S = 3.0
 """Time that jobs get to end before the power is cut."""
 
-POLL_S = 0.05
+CANCEL_POLL_S = 0.05
 
 
 def start_cluster(
@@ -45,7 +45,7 @@ def start_cluster(
         made = _load_or_create_plan(paths, asked)
         nodes.ensure_bridge(made)
         for daemon in made.daemons:
-            daemons.start(made, daemon, deadline)
+            daemons.start_daemon(made, daemon, deadline)
             say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
         for node in made.nodes:
             if nodes.find_slurmd(paths, node) is None:
@@ -143,7 +143,7 @@ def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:
         if made.facts.limits_memory:
             nodes.remove_cgroups(made.bridge)  # its group is called as its bridge
         for daemon in reversed(made.daemons):
-            daemons.stop(made, daemon)
+            daemons.stop_daemon(made, daemon)
         nodes.remove_bridge(made)
         shutil.rmtree(paths.root)
     return True
@@ -160,7 +160,7 @@ def _cancel_all_jobs(made: DevclusterPlan) -> None:
         while time.monotonic() < deadline:
             if not processes.run_command(("squeue", "-h", "-t", "R,CG,S"), made.environ).stdout:
                 return
-            time.sleep(POLL_S)
+            time.sleep(CANCEL_POLL_S)
 
 
 def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -> None:

@@ -28,7 +28,7 @@ def is_responding(made: DevclusterPlan, daemon: Daemon) -> bool:
         return False
 
 
-def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
+def start_daemon(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     """Start a daemon that does not run; return when it answers.
 
     Raises:
@@ -58,7 +58,7 @@ def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
         time.sleep(POLL_S)
 
 
-def stop(made: DevclusterPlan, daemon: Daemon) -> None:
+def stop_daemon(made: DevclusterPlan, daemon: Daemon) -> None:
     """End a daemon, if it runs."""
     if process := processes.find_recorded_process(made.paths.process_record_file(daemon.name)):
         processes.terminate(process, GRACE_S)

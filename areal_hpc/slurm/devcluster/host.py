@@ -68,13 +68,13 @@ def inspect_host(settings: DevclusterSettings) -> HostFacts:
         hostname=socket.gethostname().partition(".")[0],
         user=pwd.getpwuid(os.geteuid()).pw_name,
         memory_mib=psutil.virtual_memory().total // 2**20,
-        first_port=_find_free_ports(count_ports(settings)),
-        network=_find_free_network() if settings.namespaces else 0,
+        first_port=_find_free_port_block(count_ports(settings)),
+        network=_find_free_subnet_number() if settings.namespaces else 0,
         limits_memory=settings.namespaces and all(os.access(path, os.W_OK) for path in controls),
     )
 
 
-def _find_free_ports(count: int) -> int:
+def _find_free_port_block(count: int) -> int:
     """The first of `count` ports in a row that nobody listens on."""
     for first in range(PORT_RANGE.start, PORT_RANGE.stop - count, 50):
         if all(_is_port_free(port) for port in range(first, first + count)):
@@ -94,7 +94,7 @@ def _is_port_free(port: int) -> bool:
     return True
 
 
-def _find_free_network() -> int:
+def _find_free_subnet_number() -> int:
     """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
     listed = processes.run_command(("ip", "-4", "-json", "route", "show"), {})
     listed.check_returncode()

@@ -42,7 +42,7 @@ def power_off(made: DevclusterPlan, node: DevclusterNode) -> None:
     block_traffic(node)
     if first := processes.find_recorded_process(made.paths.process_record_file(node.name)):
         processes.kill_tree(first)
-    detach_node(node)
+    disconnect_from_bridge(node)
     made.paths.process_record_file(node.name).unlink(missing_ok=True)
     if node.cgroup:
         remove_cgroups(node.cgroup)
@@ -92,7 +92,7 @@ def restart_node(made: DevclusterPlan, node: DevclusterNode) -> None:
     # Interrupted before the line, the pipe closes without it, and the node goes away again.
     with process.stdin as line:
         if node.link:
-            attach_node(made, node, process)
+            connect_to_bridge(made, node, process)
         line.write(b"start\n")
 
 
@@ -134,7 +134,7 @@ def remove_bridge(made: DevclusterPlan) -> None:
         _call_ip("link", "delete", made.bridge)
 
 
-def attach_node(
+def connect_to_bridge(
     made: DevclusterPlan, node: DevclusterNode, machine: subprocess.Popen[bytes]
 ) -> None:
     """Lead a cable from the bridge to `eth0` within the node's namespace.
@@ -163,7 +163,7 @@ def block_traffic(node: DevclusterNode) -> None:
         _call_ip("link", "set", node.link, "down")
 
 
-def detach_node(node: DevclusterNode) -> None:
+def disconnect_from_bridge(node: DevclusterNode) -> None:
     """Remove the cable. The kernel does so too, some time after the namespace's last process."""
     if node.link:
         _call_ip("link", "delete", node.link, may_fail=True)

@@ -31,7 +31,7 @@ class TrainingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PackSplit:
+class PackParallelism:
     """The parallel sizes that shape a pack."""
 
     tp: int = 1
@@ -68,13 +68,13 @@ class Pack:
     """The rows' channels at the predicted tokens."""
 
 
-def compute_padded_length(length: int, split: PackSplit) -> int:
+def compute_padded_length(length: int, split: PackParallelism) -> int:
     """Tokens a sequence takes in a pack."""
     return -(-length // split.sequence_multiple) * split.sequence_multiple
 
 
 def plan_packs(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: PackSplit
+    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: PackParallelism
 ) -> list[list[list[int]]]:
     """Sequences by data-parallel rank and micro-batch: `plan[rank][micro_batch]` lists indices.
 
@@ -105,7 +105,9 @@ def _assign_to_least_loaded(
     return plan
 
 
-def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: PackSplit) -> Pack:
+def build_pack(
+    rows: Sequence[TrainingRow], channels: Sequence[str], split: PackParallelism
+) -> Pack:
     """Lay rows end to end and keep this context-parallel rank's part.
 
     A pack without rows holds one filler sequence that is scored nowhere: the rank must still

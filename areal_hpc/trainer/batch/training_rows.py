@@ -19,17 +19,22 @@ from areal_hpc.trainer.objective.advantages import (
     compute_mean_episode_rewards,
 )
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
-from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
-ADVANTAGE, BEHAVIOR, CURRENT, AGE = "advantage", "behavior", "current", "age"
+ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL, STALENESS_CHANNEL = (
+    "advantage",
+    "behavior",
+    "current",
+    "age",
+)
 """Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
 current weights did the sampling, and how many versions old those that did it are."""
 
 
 def read_batch(
     manifest: BatchManifest, shards: CheckedShards, vocab_size: int
-) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
     """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none.
 
     Raises:
@@ -38,14 +43,16 @@ def read_batch(
         OtherRankError: The other way round.
     """
 
-    def read() -> tuple[list[Trajectory], list[UntrainedRecord]]:
-        with shards.check_digests({ticket.shard for ticket in manifest.tickets}):
-            return drop_unsound_tickets(read_tickets(manifest, shards), manifest, vocab_size)
+    def read() -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
+        with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
+            return drop_unsound_tickets(read_rows_by_ticket(manifest, shards), manifest, vocab_size)
 
     return read_on_all_ranks(read, ShardError)
 
 
-def read_tickets(manifest: BatchManifest, shards: CheckedShards) -> list[list[Trajectory]]:
+def read_rows_by_ticket(
+    manifest: BatchManifest, shards: CheckedShards
+) -> list[list[TrajectoryRow]]:
     """The trajectories of each ticket of a batch.
 
     Raises:
@@ -69,14 +76,14 @@ def read_tickets(manifest: BatchManifest, shards: CheckedShards) -> list[list[Tr
 
 
 def drop_unsound_tickets(
-    tickets: Sequence[Sequence[Trajectory]], manifest: BatchManifest, vocab_size: int
-) -> tuple[list[Trajectory], list[UntrainedRecord]]:
+    tickets: Sequence[Sequence[TrajectoryRow]], manifest: BatchManifest, vocab_size: int
+) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
     """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
     rows of sealed shards and decides alike.
     """
-    sound: list[Trajectory] = []
+    sound: list[TrajectoryRow] = []
     left_out = []
     for ticket, stored in zip(manifest.tickets, tickets, strict=True):
         rewarded = zip(stored, ticket.rewards, strict=False)
@@ -92,7 +99,7 @@ def drop_unsound_tickets(
     return sound, left_out
 
 
-def _find_first_defect(rows: list[Trajectory], ticket: SealedTicket, vocab_size: int) -> str:
+def _find_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_size: int) -> str:
     """Place and defect of a ticket's first unsound row; nothing when all are sound."""
     for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
@@ -103,7 +110,7 @@ def _find_first_defect(rows: list[Trajectory], ticket: SealedTicket, vocab_size:
 
 
 def build_rows(
-    batch: Sequence[Trajectory],
+    batch: Sequence[TrajectoryRow],
     current: WeightVersion,
     forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
@@ -121,12 +128,12 @@ def build_rows(
     for trajectory, advantage in zip(batch, advantages_B, strict=True):
         size = trajectory.num_tokens
         channels = {
-            ADVANTAGE: np.full(size, advantage, dtype=np.float32),
-            BEHAVIOR: trajectory.logprobs_T,
-            CURRENT: np.isin(trajectory.versions_T, held).astype(np.float32),
+            ADVANTAGE_CHANNEL: np.full(size, advantage, dtype=np.float32),
+            BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
+            CURRENT_WEIGHTS_CHANNEL: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
         if objective.proximal == "log_linear":
-            channels[AGE] = _compute_ages(trajectory.versions_T, current, forks)
+            channels[STALENESS_CHANNEL] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
@@ -159,13 +166,13 @@ def _compute_ages(
     return ages_T
 
 
-def _get_softmax_temperature(trajectory: Trajectory) -> float:
+def _get_softmax_temperature(trajectory: TrajectoryRow) -> float:
     """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
     return trajectory.temperature or 1.0
 
 
 def summarize_batch(
-    batch: Sequence[Trajectory], current: WeightVersion, forks: Sequence[GenerationFork]
+    batch: Sequence[TrajectoryRow], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> dict[str, float]:
     """Metrics of the batch before any training: rewards, sizes, ages of its tokens.
 

@@ -26,7 +26,7 @@ from areal_hpc.jobs.time_limit import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
-    MARKER_FILE,
+    COMPLETE_MARKER_FILE,
     Checkpoint,
     TrainerState,
     build_checkpoint_write_error,
@@ -169,7 +169,7 @@ class CheckpointStore:
         assert self._writer is not None
         trouble: ArealError | None = None
         try:
-            done = self._writer.poll(timeout_s)
+            done = self._writer.poll_write(timeout_s)
             progress = WriteStatus.DONE if done else WriteStatus.PENDING
         except ClusterError as error:
             progress, trouble = WriteStatus.FAILED, error
@@ -207,8 +207,8 @@ class CheckpointStore:
         )
         fault_point("checkpoint.before_marker")
         with _explain_storage_errors(partial):
-            (partial / MARKER_FILE).touch()
-            fsync_path(partial / MARKER_FILE)
+            (partial / COMPLETE_MARKER_FILE).touch()
+            fsync_path(partial / COMPLETE_MARKER_FILE)
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")
@@ -220,7 +220,7 @@ class CheckpointStore:
                 doomed = old.path.with_name(f".{old.path.name}.old")
                 old.path.rename(doomed)
                 if self._writer is not None:
-                    self._writer.remove(doomed)
+                    self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
 
     def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:

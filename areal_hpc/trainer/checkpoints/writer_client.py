@@ -20,7 +20,7 @@ from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteRep
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 2
+MAX_WRITE_TRIES = 2
 """Writers that one file may cost before the checkpoint is given up."""
 EXIT_TIMEOUT_S = 60.0
 """Time that a writer may still be deleting old checkpoints at the end of a run."""
@@ -73,7 +73,7 @@ class WriterClient:
         self._tries = 1
         self._send_request(self._request)
 
-    def poll(self, timeout_s: float) -> bool:
+    def poll_write(self, timeout_s: float) -> bool:
         """True once the file, its neighbors and their directory are on disk.
 
         A writer that died is replaced, and its work done again, once.
@@ -102,9 +102,9 @@ class WriterClient:
         assert self._request is not None
         self._close_pipes()
         code = self._process.wait()
-        if self._tries == MAX_TRIES:
+        if self._tries == MAX_WRITE_TRIES:
             raise ClusterError(
-                f"the writer of checkpoints died {MAX_TRIES} times, at last with exit code {code}",
+                f"the checkpoint writer died {MAX_WRITE_TRIES} times, last with exit code {code}",
                 key=self._request.path,
                 hint="look for the out-of-memory killer in dmesg",
             )
@@ -117,7 +117,7 @@ class WriterClient:
         for directory in self._doomed:
             self._send_request(RemoveRequest(str(directory)))
 
-    def remove(self, directory: Path) -> None:
+    def begin_remove_directory(self, directory: Path) -> None:
         """Delete a directory in the background, after what is in the writing."""
         self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
         self._send_request(RemoveRequest(str(directory)))

@@ -21,7 +21,7 @@ class AsyncEvaluationTracker:
 
     def has_unjudged_up_to(self, step: int) -> bool:
         """Weights up to `step` remain to be judged."""
-        due = self._schedule.list_evaluated(self._judged_step, step)
+        due = self._schedule.list_evaluation_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)
 
     def list_weight_receivers(
@@ -44,7 +44,7 @@ class AsyncEvaluationTracker:
 
         Those should have been judged, and never will be, as their weights are gone.
         """
-        due = self._schedule.list_evaluated(self._judged_step, current.step)
+        due = self._schedule.list_evaluation_steps(self._judged_step, current.step)
         self.under_way = current
         return [step for step in due if step != current.step]
 
@@ -59,7 +59,11 @@ class AsyncEvaluationTracker:
         """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._are_weights_lost(found):
             return self.under_way
-        return current if self._schedule.list_evaluated(self._judged_step, current.step) else None
+        return (
+            current
+            if self._schedule.list_evaluation_steps(self._judged_step, current.step)
+            else None
+        )
 
     def _are_weights_lost(self, found: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""

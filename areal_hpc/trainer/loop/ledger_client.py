@@ -29,7 +29,7 @@ ReplyT = TypeVar("ReplyT")
 START_TIMEOUT_S = 120.0
 UNREACHABLE_TIMEOUT_S = 120.0
 """Time that the ledger may be away. Its supervisor restarts it within seconds."""
-PATIENCE_S = 2.0
+CALL_RETRY_TIMEOUT_S = 2.0
 """After this long without a connection its address is looked up again."""
 REPLY_TIMEOUT_S = 15.0
 """A ledger that takes longer for what needs no waiting hangs."""
@@ -66,7 +66,7 @@ class LedgerClient:
             "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
         )
 
-    def report_published(self, step: int) -> None:
+    def report_weights_published(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
         self._call_ledger("/publish", WeightsPublishedRequest(self._generation, step), Acknowledged)
 
@@ -91,7 +91,11 @@ class LedgerClient:
             url = f"{self._url or self._find_ledger()}{route}"
             try:
                 return self._client.call(
-                    url, request, reply, patience_s=PATIENCE_S, timeout_s=wait_s + REPLY_TIMEOUT_S
+                    url,
+                    request,
+                    reply,
+                    patience_s=CALL_RETRY_TIMEOUT_S,
+                    timeout_s=wait_s + REPLY_TIMEOUT_S,
                 )
             except HttpStatusError as refusal:
                 if refusal.status == HTTP_CONFLICT:

@@ -11,7 +11,7 @@ import torch
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
-from areal_hpc.metrics.writer import summarize_update_pauses
+from areal_hpc.metrics.writer import summarize_weight_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 LONG_POLL_S = 1.0
 REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
-LOG_REPEAT_S = 600.0
-MISSING_LOG_PERIOD_S = 60.0
+EVALUATION_WAIT_LOG_PERIOD_S = 600.0
+NO_CELL_LOG_PERIOD_S = 60.0
 
 
 class LedgerSource(BatchSource):
@@ -82,7 +82,7 @@ class LedgerSource(BatchSource):
         Raises:
             AgentError: Agents do nothing but fail, so that no batch will form.
         """
-        with self._record.timer.phase("batch_wait"):
+        with self._record.timer.time_phase("batch_wait"):
             reply = self._ledger.request_batch(step, LONG_POLL_S)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
@@ -93,7 +93,7 @@ class LedgerSource(BatchSource):
             )
         return reply.manifest
 
-    def is_idle(self) -> bool:
+    def lacks_cells_too_long(self) -> bool:
         """No cell has been there for so long that the job's nodes are better given back."""
         return time.monotonic() - self._found_at > self._idle_timeout_s
 
@@ -110,7 +110,7 @@ class LedgerSource(BatchSource):
             self._stop.wait(NO_REPLICA_PAUSE_S)
             return "wait"
         if not self._is_announced:
-            self._ledger.report_published(self._record.version.step)
+            self._ledger.report_weights_published(self._record.version.step)
             self._is_announced = True
         if self._async_evaluation and self._target_evaluation_replicas(self._async_evaluation):
             return "publish"
@@ -120,12 +120,12 @@ class LedgerSource(BatchSource):
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
-        with self._record.timer.phase("publish"):
+        with self._record.timer.time_phase("publish"):
             outdated = self._publisher.discover_outdated(self._record.version)
         now = time.monotonic()
         if self._publisher.replica_count:
             self._found_at = self._missed_at = now
-        elif now - self._missed_at > MISSING_LOG_PERIOD_S:
+        elif now - self._missed_at > NO_CELL_LOG_PERIOD_S:
             self._missed_at = now
             logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
         self._targets = self._backoff.get_retryable(outdated, now)
@@ -148,7 +148,7 @@ class LedgerSource(BatchSource):
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version
         began_at = time.monotonic()
-        with self._record.timer.phase("publish"):
+        with self._record.timer.time_phase("publish"):
             report = self._publisher.publish(version, self._specs, parameters, self._targets)
         now = time.monotonic()
         self._backoff.record_update(report.ok, report.failed, now, now - began_at)
@@ -174,7 +174,7 @@ class LedgerSource(BatchSource):
 
     def get_weight_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
-        return summarize_update_pauses(self._publisher.pauses)
+        return summarize_weight_update_pauses(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class LedgerSource(BatchSource):
             or EVAL_REWARD_METRIC in row
         ):
             return True
-        with self._record.timer.phase("eval"):
+        with self._record.timer.time_phase("eval"):
             reply = self._ledger.request_evaluation(
                 step, self._schedule.evaluation_tasks, LONG_POLL_S
             )
@@ -228,12 +228,12 @@ class LedgerSource(BatchSource):
             evaluation.end()
             self._record.add(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
 
-    def is_async_evaluation_done(self) -> bool:
+    def poll_async_evaluation_done(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):
             return True
-        if time.monotonic() - self._logged_at > LOG_REPEAT_S:
+        if time.monotonic() - self._logged_at > EVALUATION_WAIT_LOG_PERIOD_S:
             self._logged_at = time.monotonic()
             under_way = evaluation.under_way
             what = f"has {under_way} to judge" if under_way else "is not there"

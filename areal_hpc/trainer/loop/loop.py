@@ -2,19 +2,20 @@
 
 One turn of `run_loop` is one command. For each version of the weights they come in this order:
 
-    command          what all ranks do                    what rank 0 does
-    --------------   ----------------------------------   ----------------------------------------
-    TrainOnBatch     `Learner.train_batch`: read it,      gets the batch from its `BatchSource`:
-                     advantages, loss, optimizer          the ledger, or recorded manifests
-    PublishWeights   gather the weights, tensor by        sends them to the replicas that lack
-                     tensor                               them, then tells the ledger
-    SaveCheckpoint   copy the state; writer processes     holds back the step's metrics until the
-                     put it on disk meanwhile             checkpoint is durable
-    Wait             nothing                              the ledger plays the held-out tasks
-    ExportModel      write a Hugging Face model
-    Wait             nothing                              writes the step's metrics; waits for the
-                                                          next batch
-    Stop             leave the loop
+    command                what all ranks do            what rank 0 does
+    ---------------------  ---------------------------  -------------------------------------
+    TrainOnBatchCommand    `Learner.train_batch`: read  gets the batch from its
+                           it, advantages, loss,        `BatchSource`: the ledger, or
+                           optimizer                    recorded manifests
+    PublishWeightsCommand  gather the weights, tensor   sends them to the replicas
+                           by tensor                    that lack them, then tells the ledger
+    SaveCheckpointCommand  copy the state; writer       holds back the step's metrics
+                           processes put it on disk     until the checkpoint is durable
+    WaitCommand            nothing                      the ledger plays the held-out tasks
+    ExportModelCommand     write a Hugging Face model
+    WaitCommand            nothing                      writes the step's metrics; waits for
+                                                        the next batch
+    StopCommand            leave the loop
 
 `Coordinator._decide_command` is this order in code. While rank 0 waits it looks once a second for
 replicas that came late, and every turn for a stop and for the checkpoint being written.
@@ -55,7 +56,7 @@ from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class TrainOnBatch(Struct, frozen=True, tag=True):
+class TrainOnBatchCommand(Struct, frozen=True, tag=True):
     """Take one step on this batch."""
 
     manifest: BatchManifest
@@ -63,33 +64,40 @@ class TrainOnBatch(Struct, frozen=True, tag=True):
     """Why the batch is consumed without being trained; None if it is trained."""
 
 
-class PublishWeights(Struct, frozen=True, tag=True):
+class PublishWeightsCommand(Struct, frozen=True, tag=True):
     """Export the weights; rank 0 sends them to replicas."""
 
 
-class SaveCheckpoint(Struct, frozen=True, tag=True):
+class SaveCheckpointCommand(Struct, frozen=True, tag=True):
     """Begin to make the work so far durable."""
 
     row: FlatRow
     """Metrics of the step, unfinished."""
 
 
-class ExportModel(Struct, frozen=True, tag=True):
+class ExportModelCommand(Struct, frozen=True, tag=True):
     """Write the weights as a Hugging Face model."""
 
 
-class Wait(Struct, frozen=True, tag=True):
+class WaitCommand(Struct, frozen=True, tag=True):
     """Command to do nothing yet. Rank 0 has waited a little."""
 
 
-class Stop(Struct, frozen=True, tag=True):
+class StopCommand(Struct, frozen=True, tag=True):
     """Leave the loop."""
 
     finished: bool
     """Every step has been trained, saved and exported."""
 
 
-RankCommand = TrainOnBatch | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
+RankCommand = (
+    TrainOnBatchCommand
+    | PublishWeightsCommand
+    | SaveCheckpointCommand
+    | ExportModelCommand
+    | WaitCommand
+    | StopCommand
+)
 """Next command of rank 0 to all ranks. Ranks act on nothing else."""
 
 _BATCH_ERRORS = (NonFiniteGradientError, ShardError, ClusterError, OtherRankError)
@@ -133,11 +141,11 @@ class BatchSource(ABC):
         """Cost of sending the weights to those who generate."""
         return {}
 
-    def is_idle(self) -> bool:
+    def lacks_cells_too_long(self) -> bool:
         """There is nobody to work with, and has not been for long."""
         return False
 
-    def is_async_evaluation_done(self) -> bool:
+    def poll_async_evaluation_done(self) -> bool:
         """Nothing is left to wait for after the last step. Waits a little."""
         return True
 
@@ -164,7 +172,7 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             stop.request()
         _poll_checkpoint(learner, coordinator, wait=False)
         command, trouble = _broadcast_next_command(coordinator)
-        if isinstance(command, Stop):
+        if isinstance(command, StopCommand):
             _poll_checkpoint(learner, coordinator, wait=True)
             if trouble is not None:
                 raise trouble
@@ -183,7 +191,7 @@ def _broadcast_next_command(
         except SupersededTrainerError:
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
-            command, trouble = Stop(finished=False), error
+            command, trouble = StopCommand(finished=False), error
     return broadcast_object(command, RankCommand), trouble
 
 
@@ -191,7 +199,7 @@ def _execute_command(
     command: RankCommand, learner: Learner, coordinator: Coordinator | None
 ) -> None:
     match command:
-        case TrainOnBatch(manifest, quarantine):
+        case TrainOnBatchCommand(manifest, quarantine):
             try:
                 row = learner.train_batch(manifest, quarantine)
             except _BATCH_ERRORS:
@@ -199,19 +207,19 @@ def _execute_command(
                 raise
             if coordinator:
                 coordinator.on_trained(learner.version, row)
-        case PublishWeights():
+        case PublishWeightsCommand():
             parameters = stream_hf(learner.policy)
             if coordinator:
                 coordinator.publish_weights(parameters)
             for _ in parameters:  # exporting is a collective: the others drain it
                 pass
-        case SaveCheckpoint(row):
+        case SaveCheckpointCommand(row):
             _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
             learner.begin_checkpoint(row)
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
-        case ExportModel():
+        case ExportModelCommand():
             learner.export_model()
             if coordinator:
                 coordinator.on_exported()
@@ -263,7 +271,7 @@ class Coordinator:
             ShardError: The manifest or the quarantine file of the next batch is gone or damaged.
             IdleError: No cell has been there for long. What was trained is saved.
         """
-        is_idle = self.source.is_idle()
+        is_idle = self.source.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:
                 return self._decide_command()
@@ -272,7 +280,7 @@ class Coordinator:
                     raise
                 # The ledger was told to stop as well.
         command = self._decide_stop_command()
-        if is_idle and isinstance(command, Stop) and not self._stop.requested:
+        if is_idle and isinstance(command, StopCommand) and not self._stop.requested:
             raise IdleError("no cell has been there for long: the trainer gives its nodes back")
         return command
 
@@ -280,33 +288,37 @@ class Coordinator:
         step = self._record.version.step
         match self.source.poll_publish_state():
             case "publish":
-                return PublishWeights()
+                return PublishWeightsCommand()
             case "wait":
-                return Wait()
+                return WaitCommand()
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_generation()
-            return SaveCheckpoint(self._record.row)
+            return SaveCheckpointCommand(self._record.row)
         if not self.source.poll_evaluation():
-            return Wait()
+            return WaitCommand()
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_generation()
-            return ExportModel()
+            return ExportModelCommand()
         self._record.write(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
             if manifest is None:
-                return Wait()
-            return TrainOnBatch(manifest, self._read_quarantine(manifest.step))
-        return Stop(finished=True) if self.source.is_async_evaluation_done() else Wait()
+                return WaitCommand()
+            return TrainOnBatchCommand(manifest, self._read_quarantine(manifest.step))
+        return (
+            StopCommand(finished=True)
+            if self.source.poll_async_evaluation_done()
+            else WaitCommand()
+        )
 
     def _decide_stop_command(self) -> RankCommand:
         """Save what was trained, then stop."""
         step = self._record.version.step
         if self._saved_step < step:
             self._check_generation()
-            return SaveCheckpoint(self._record.row)
+            return SaveCheckpointCommand(self._record.row)
         self._record.write(self.source.get_weight_update_metrics())
-        return Stop(finished=self._schedule.ends_with_checkpoint(step))
+        return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
@@ -322,12 +334,12 @@ class Coordinator:
         """The state is copied, and will be durable soon. The step's row waits for that."""
         self._saved_step = self._record.version.step
         self._record.metrics.hold_back_lines()
-        self._record.timer.add("checkpoint", seconds)
+        self._record.timer.add_seconds("checkpoint", seconds)
 
     def on_checkpoint_saved(self, seconds: float) -> None:
         """The checkpoint being written is durable; it kept the ranks from training so long."""
         self._record.metrics.write_held_lines()
-        self._record.timer.add("checkpoint", seconds)
+        self._record.timer.add_seconds("checkpoint", seconds)
 
     def on_exported(self) -> None:
         """The weights have been written as a Hugging Face model."""

@@ -21,7 +21,7 @@ class Schedule:
         regular = _is_multiple(step, self.evaluation_every_steps)
         return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
 
-    def list_evaluated(self, after: int, until: int) -> list[int]:
+    def list_evaluation_steps(self, after: int, until: int) -> list[int]:
         """The steps above `after`, up to `until`, whose weights are judged, in order."""
         return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
 
@@ -35,7 +35,7 @@ class Schedule:
             return False
         return step == self.total_steps or _is_multiple(step, self.export_every_steps)
 
-    def ends_with_checkpoint(self, step: int) -> bool:
+    def is_finished_once_saved(self, step: int) -> bool:
         """`step` is the last one, and its weights are neither exported nor evaluated."""
         return (
             step >= self.total_steps and not self.exports_model(step) and not self.evaluates(step)

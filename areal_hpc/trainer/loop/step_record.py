@@ -43,7 +43,7 @@ class StepRecord:
         if not self._is_open:
             return
         seconds = round(time.monotonic() - self._began_at, 4)
-        known: FlatRow = {"version": str(self.version), **self.timer.metrics(), **updates}
+        known: FlatRow = {"version": str(self.version), **self.timer.build_metrics(), **updates}
         # A row reopened by a resume keeps the times of its first writing.
         self.metrics.write(self.version.step, known | {"time/step_s": seconds} | self.row)
         self._is_open = False

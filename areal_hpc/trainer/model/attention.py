@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.batch.packing import Pack, PackSplit
+from areal_hpc.trainer.batch.packing import Pack, PackParallelism
 from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
 
@@ -33,7 +33,7 @@ class AttentionPlan:
 
 
 def plan_attention(
-    pack: Pack, split: PackSplit, frequencies: torch.Tensor, dtype: torch.dtype
+    pack: Pack, split: PackParallelism, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> AttentionPlan:
     """Index tables and rotary angles of a pack built for `split`, on the frequencies' device."""
     device = frequencies.device

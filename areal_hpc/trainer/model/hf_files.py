@@ -113,7 +113,7 @@ def _write_tensors(
     on_file: ReportBytes,
 ) -> None:
     parts = split_into_files(specs, file_bytes)
-    total_bytes = sum(map(get_tensor_bytes, specs))
+    total_bytes = sum(map(count_tensor_bytes, specs))
     written_bytes = 0
     file_of: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
@@ -125,7 +125,7 @@ def _write_tensors(
             for spec in part:
                 _write_tensor(stream, *next(tensors), spec)
         file_of |= dict.fromkeys((name for name, _, _ in part), file)
-        written_bytes += sum(map(get_tensor_bytes, part))
+        written_bytes += sum(map(count_tensor_bytes, part))
         on_file(written_bytes, total_bytes)
     # Exhausts a collective stream, and proves that nothing is left out.
     for name, _ in tensors:
@@ -140,15 +140,15 @@ def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSp
     parts: list[list[HfSpec]] = [[]]
     held_bytes = 0
     for spec in specs:
-        if held_bytes and held_bytes + get_tensor_bytes(spec) > file_bytes:
+        if held_bytes and held_bytes + count_tensor_bytes(spec) > file_bytes:
             parts.append([])
             held_bytes = 0
         parts[-1].append(spec)
-        held_bytes += get_tensor_bytes(spec)
+        held_bytes += count_tensor_bytes(spec)
     return parts
 
 
-def get_tensor_bytes(spec: HfSpec) -> int:
+def count_tensor_bytes(spec: HfSpec) -> int:
     """Size of the tensor in a file."""
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
@@ -160,7 +160,7 @@ def _build_header(specs: Sequence[HfSpec]) -> bytes:
     start = 0
     for spec in specs:
         name, shape, dtype = spec
-        end = start + get_tensor_bytes(spec)
+        end = start + count_tensor_bytes(spec)
         entries[name] = {
             "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),

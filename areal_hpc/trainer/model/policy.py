@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.trainer.batch.packing import PackSplit
+from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.megatron_private import ScoredTokenGPT
 from areal_hpc.trainer.model.attention import PackedCausalAttention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
@@ -46,7 +46,7 @@ class Policy:
     """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
     device: torch.device
-    split: PackSplit
+    split: PackParallelism
     frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
@@ -128,7 +128,7 @@ def build_policy(
         replica=replica,
         dtype=dtype,
         device=device,
-        split=PackSplit(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
+        split=PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
         frequencies=torch.tensor(
             arch.compute_rope_frequencies(), dtype=torch.float32, device=device
         ),

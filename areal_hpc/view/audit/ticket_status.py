@@ -87,7 +87,7 @@ class AuditReport:
     checkpoint_step: int
     is_finished: bool
 
-    def with_status(self, status: TicketStatus) -> list[AuditedTicket]:
+    def list_tickets_with_status(self, status: TicketStatus) -> list[AuditedTicket]:
         """The tickets of one status."""
         return [ticket for ticket in self.tickets if ticket.status is status]
 
@@ -95,8 +95,8 @@ class AuditReport:
     def is_clean(self) -> bool:
         """True if nothing was trained twice, nothing is lost and every file is believed."""
         return not (
-            self.with_status(TicketStatus.DUPLICATE)
-            or self.with_status(TicketStatus.LOST)
+            self.list_tickets_with_status(TicketStatus.DUPLICATE)
+            or self.list_tickets_with_status(TicketStatus.LOST)
             or self.problems
         )
 

@@ -66,7 +66,7 @@ class OpenBucket:
             self.tensors[name].copy_(tensor.detach())
 
     @property
-    def messages(self) -> Sequence[torch.Tensor]:
+    def tensors_to_send(self) -> Sequence[torch.Tensor]:
         """What crosses a group, one broadcast each, once it is full, in the bucket's order."""
         if self.flat is not None:
             return [self.flat]
@@ -93,7 +93,7 @@ SendBucket = Callable[[OpenBucket], WaitSent]
 """Begins to send a full bucket, which stays as it is until the `WaitSent` has returned."""
 
 
-def send_buckets(
+def fill_and_send_buckets(
     buckets: Sequence[BucketPlan],
     arrivals: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],

@@ -12,7 +12,12 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
+from areal_hpc.weights.buckets.bucket import (
+    OpenBucket,
+    PackingBuffers,
+    WaitSent,
+    fill_and_send_buckets,
+)
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
@@ -60,9 +65,9 @@ class BroadcastSession(UpdateSession):
         for call in joining:
             call.result()
 
-    def pause(self) -> None:
+    def pause_replicas(self) -> None:
         """Stop generation and open the update session."""
-        super().pause()
+        super().pause_replicas()
         self._loading = []
         self._call_all(lambda member: member.begin_update())
 
@@ -88,7 +93,7 @@ class BroadcastSession(UpdateSession):
         self._run_collective(
             receiving,
             lambda refused: self._group.broadcast(
-                full.messages, lambda: refused() or _any_failed(before)
+                full.tensors_to_send, lambda: refused() or _any_failed(before)
             ),
         )
         sent_at = time.monotonic()
@@ -199,12 +204,12 @@ class BroadcastTransport(Transport[BroadcastSession]):
             complete = order.version if full.bucket is last else None
             return update.start_step("send", lambda session: session.send_bucket(full, complete))
 
-        with timer.phase("group_join"):
+        with timer.time_phase("group_join"):
             self._reuse_or_form_groups(update, order)
-        with timer.phase("pause_call"):
-            update.run_step("pause", lambda session: session.pause())
-        with timer.phase("transfer"):
-            send_buckets(order.buckets, order.arrivals, self._open_bucket, ship, watch)
+        with timer.time_phase("pause_call"):
+            update.run_step("pause", lambda session: session.pause_replicas())
+        with timer.time_phase("transfer"):
+            fill_and_send_buckets(order.buckets, order.arrivals, self._open_bucket, ship, watch)
             update.run_step("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap

@@ -19,7 +19,12 @@ from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_buckets
+from areal_hpc.weights.buckets.bucket import (
+    OpenBucket,
+    PackingBuffers,
+    WaitSent,
+    fill_and_send_buckets,
+)
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
@@ -95,7 +100,7 @@ class DiskSession(UpdateSession):
     def __init__(self, member: ReplicaClient, config: WeightsConfig) -> None:
         super().__init__([member], config, str(member.key.cell_and_index))
 
-    def load(self, folder: str, version: WeightVersion) -> None:
+    def request_folder_load(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
@@ -125,7 +130,7 @@ class DiskTransport(Transport[DiskSession]):
         timer: PhaseTimer,
         watch: WatchBucket,
     ) -> None:
-        with timer.phase("write"):
+        with timer.time_phase("write"):
             try:
                 folder = self._write_folder(order, watch)
             except WeightStorageError as error:
@@ -135,10 +140,12 @@ class DiskTransport(Transport[DiskSession]):
             update.live.append(
                 DiskSession(self._build_replica_client(key, order.version), self._config)
             )
-        with timer.phase("pause_call"):
-            update.run_step("pause", lambda session: session.pause())
-        with timer.phase("load"):
-            update.run_step("load", lambda session: session.load(folder.name, order.version))
+        with timer.time_phase("pause_call"):
+            update.run_step("pause", lambda session: session.pause_replicas())
+        with timer.time_phase("load"):
+            update.run_step(
+                "load", lambda session: session.request_folder_load(folder.name, order.version)
+            )
 
     def _write_folder(self, order: UpdateRequest, watch: WatchBucket) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
@@ -148,7 +155,9 @@ class DiskTransport(Transport[DiskSession]):
             return self._pool.submit(folder.write_bucket, full).result
 
         try:
-            send_buckets(order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch)
+            fill_and_send_buckets(
+                order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch
+            )
             folder.put_in_place()
         except WeightStorageError:
             folder.discard_partial()

@@ -99,12 +99,12 @@ class UpdateProcessGroup:
             ]
             # Gloo tells when a message has left; NCCL only that it is queued, and must be asked.
             trouble = "the broadcast did not complete"
-            left = [_make_future(work) for work in works]
+            left = [_wrap_work_in_future(work) for work in works]
             self._wait_until(
                 lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _REFUSAL_POLL_S
             )
             self._wait_until(
-                lambda wait_s: _poll_once(works, wait_s), refused, trouble, _NCCL_POLL_S
+                lambda wait_s: _poll_completion(works, wait_s), refused, trouble, _NCCL_POLL_S
             )
             for work in works:
                 work.wait()
@@ -151,14 +151,14 @@ class UpdateProcessGroup:
         _start_daemon_thread(destroy)
 
 
-def _make_future(work: dist.Work) -> Future[None]:
+def _wrap_work_in_future(work: dist.Work) -> Future[None]:
     """Is done when torch says that the operation is, well or not."""
     future: Future[None] = Future()
     work.get_future().add_done_callback(lambda _: future.set_result(None))
     return future
 
 
-def _poll_once(works: Sequence[dist.Work], wait_s: float) -> bool:
+def _poll_completion(works: Sequence[dist.Work], wait_s: float) -> bool:
     if all(work.is_completed() for work in works):
         return True
     time.sleep(wait_s)

@@ -15,7 +15,7 @@ from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replica_client import ReplicaClient, get_step_deadline_s
+from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_deadline_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -66,7 +66,7 @@ class Transport(ABC, Generic[SessionT]):
         """Send, verify and put into service; see `Publisher.publish`."""
         timer = PhaseTimer()
         update: UpdateInProgress[SessionT] = UpdateInProgress(
-            self._pool, get_step_deadline_s(self._config.update_timeout_s)
+            self._pool, get_update_step_deadline_s(self._config.update_timeout_s)
         )
         compares = self._config.verify_checksum
         tp_sizes = {key.tp for key in order.replicas} if compares else set()
@@ -81,12 +81,12 @@ class Transport(ABC, Generic[SessionT]):
         try:
             self._transfer(update, order, timer, watch)
             digests = expected if compares else None
-            with timer.phase("verify"):
+            with timer.time_phase("verify"):
                 update.run_step("verify", lambda session: session.verify(order.version, digests))
-            with timer.phase("flush"):
+            with timer.time_phase("flush"):
                 update.run_step("flush", lambda session: session.flush_caches())
-            with timer.phase("resume"):
-                update.run_step("resume", lambda session: session.resume(order.version))
+            with timer.time_phase("resume"):
+                update.run_step("resume", lambda session: session.resume_replicas(order.version))
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.fail_all_sessions()
             raise

@@ -216,7 +216,7 @@ async def test_a_server_no_longer_called_is_forgotten(monkeypatch: pytest.Monkey
 
     async def forward(server: ScriptedServer) -> None:
         replica = ReplicaView(0, 1, "serving", server.url)
-        assert await calls.forward(replica, REQUEST, PATIENCE_S) == b"two"
+        assert await calls.generate_raw(replica, REQUEST, PATIENCE_S) == b"two"
 
     async with ScriptedServer(TWO) as old, ScriptedServer(TWO, TWO) as new:
         await forward(old)

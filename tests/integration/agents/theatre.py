@@ -16,7 +16,7 @@ from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.prompt_audit import prompt_ids
 from tests.support.proxy_stage import Stage
@@ -45,7 +45,7 @@ class Scene:
         return list(self.session.tree)
 
     @property
-    def rows(self) -> list[Trajectory]:
+    def rows(self) -> list[TrajectoryRow]:
         """The episode's training rows."""
         ref = self.session.request.ref
         assert ref is not None
@@ -56,7 +56,7 @@ class Scene:
         """Of the rows."""
         return [round(row.reward, 6) for row in self.rows]
 
-    def trained(self, row: Trajectory) -> int:
+    def trained(self, row: TrajectoryRow) -> int:
         """How many tokens of a row are trained."""
         return int(np.sum(row.loss_mask_T))
 

@@ -274,7 +274,7 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> No
 def test_idle_connections_leave_room_for_the_trainer(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_hpc.wire.asgi.count_free_descriptors", lambda: 8)
+    monkeypatch.setattr("areal_hpc.wire.asgi.get_connection_descriptor_limit", lambda: 8)
     replica = make(server())
     tick_until(replica, is_ready)
     with control_proxy(replica, tmp_path) as proxy, contextlib.ExitStack() as held:

@@ -15,7 +15,7 @@ import pytest
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, TaskExit
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
+from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
 
 ACTORS = """
@@ -61,16 +61,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-Submit = Callable[..., JobHandle]
+Submit = Callable[..., LocalJobHandle]
 
 
 @pytest.fixture
 def submit(folder: Path) -> Iterator[Submit]:
-    handles: list[JobHandle] = []
+    handles: list[LocalJobHandle] = []
 
     def submit_processes(
         *processes: ProcessSpec, name: str = "job", grace_s: float = 3.0, **options: Any
-    ) -> JobHandle:
+    ) -> LocalJobHandle:
         launch = LaunchFile(
             job=JobSpec(name, "agents", list(processes), tasks=options.pop("tasks", 1)),
             job_dir=str(folder / name),
@@ -101,8 +101,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def outcome_of(job: JobHandle) -> TaskExit:
-    wait_for(job.done)
+def outcome_of(job: LocalJobHandle) -> TaskExit:
+    wait_for(job.is_done)
     (outcome,) = job.read_task_exits()
     return outcome
 
@@ -142,7 +142,7 @@ def test_only_the_first_task_runs_first_task_processes(folder: Path, submit: Sub
         actor(folder, "all", "finish", ends_job=True),
         tasks=2,
     )
-    wait_for(job.done)
+    wait_for(job.is_done)
     assert len(job.read_task_exits()) == 2
     logs = sorted(path.name for path in (folder / "logs" / "job").iterdir())
     assert logs == ["all-0.log", "all-1.log", "only-0.log"]

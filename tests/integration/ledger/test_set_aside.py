@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from areal_hpc.wire.ledger import DropRequest, IrregularCounts, SealedTicket, TicketRef
+from areal_hpc.wire.ledger import DropRequest, IrregularTicketCounts, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
@@ -45,7 +45,7 @@ def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: Ledger
     manifest = ledger.batch(3).manifest
     assert manifest is not None
     assert [ticket.ref for ticket in manifest.tickets] == again
-    assert manifest.counts == IrregularCounts(stale_requeued=1)
+    assert manifest.counts == IrregularTicketCounts(stale_requeued=1)
 
 
 def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess) -> None:
@@ -61,4 +61,4 @@ def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess)
     sealed(ledger, refs[1:3], 0)
     manifest = ledger.batch(1).manifest
     assert manifest is not None
-    assert manifest.counts == IrregularCounts(filtered=1)
+    assert manifest.counts == IrregularTicketCounts(filtered=1)

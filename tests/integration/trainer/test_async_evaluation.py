@@ -18,12 +18,12 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.loop import (
     Coordinator,
-    ExportModel,
-    PublishWeights,
-    SaveCheckpoint,
-    Stop,
-    TrainOnBatch,
-    Wait,
+    ExportModelCommand,
+    PublishWeightsCommand,
+    SaveCheckpointCommand,
+    StopCommand,
+    TrainOnBatchCommand,
+    WaitCommand,
 )
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.wire.http import WireClient
@@ -92,19 +92,19 @@ class Court:
         while not until():
             assert time.monotonic() < give_up_at
             match self.coordinator.next_command():
-                case PublishWeights():
+                case PublishWeightsCommand():
                     self.coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
-                case TrainOnBatch(manifest) if manifest.step <= most_steps:
+                case TrainOnBatchCommand(manifest) if manifest.step <= most_steps:
                     self.step = manifest.step
                     self.coordinator.on_trained(WeightVersion(1, self.step), {})
-                case TrainOnBatch() | Wait():
+                case TrainOnBatchCommand() | WaitCommand():
                     pass
-                case SaveCheckpoint():
+                case SaveCheckpointCommand():
                     self.coordinator.on_checkpoint_started(0.0)
                     self.coordinator.on_checkpoint_saved(0.0)
-                case ExportModel():
+                case ExportModelCommand():
                     self.coordinator.on_exported()
-                case Stop(finished):
+                case StopCommand(finished):
                     self._finished = finished
                     return
 

@@ -23,7 +23,7 @@ from areal_hpc.errors import ClusterError, ShardError, SupersededTrainerError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
-    MARKER_FILE,
+    COMPLETE_MARKER_FILE,
     TrainerState,
     find_latest,
     list_checkpoints,
@@ -197,7 +197,7 @@ def place_checkpoint(paths: RunPaths, generation: int) -> Path:
     path = paths.checkpoints_dir / "step_00000002"
     path.mkdir()
     write_trainer_state(path, TrainerState(step=2, generation=generation, seed=1))
-    for name in ("data", MARKER_FILE):
+    for name in ("data", COMPLETE_MARKER_FILE):
         (path / name).touch()
     return path / "data"
 

@@ -24,7 +24,12 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
-from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainOnBatch, Wait
+from areal_hpc.trainer.loop.loop import (
+    Coordinator,
+    PublishWeightsCommand,
+    TrainOnBatchCommand,
+    WaitCommand,
+)
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
@@ -121,13 +126,13 @@ def train(coordinator: Coordinator, steps: int) -> float:
     while step < steps:
         assert time.monotonic() - began < 100
         command = coordinator.next_command()
-        if isinstance(command, PublishWeights):
+        if isinstance(command, PublishWeightsCommand):
             coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
-        elif isinstance(command, TrainOnBatch):
+        elif isinstance(command, TrainOnBatchCommand):
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})
         else:
-            assert isinstance(command, Wait)
+            assert isinstance(command, WaitCommand)
     return time.monotonic() - began
 
 

@@ -114,7 +114,11 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
     assert [line["step/skipped"] for line in lines] == [0, 1, 1, 0]
     assert ["reward/mean" in line for line in lines] == [True, False, True, True]
     audit = audit_run(paths)
-    assert [one.ticket_id for one in audit.with_status(TicketStatus.UNSOUND)] == [3, 4, 5]
+    assert [one.ticket_id for one in audit.list_tickets_with_status(TicketStatus.UNSOUND)] == [
+        3,
+        4,
+        5,
+    ]
     assert audit.summary_line == "trained_once=9 duplicates=0 lost=0 open=0"
     assert audit.is_clean
 
@@ -211,7 +215,9 @@ def test_the_third_bad_batch_ends_every_resume(ranks: RankServer, tmp_path: Path
         assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
     audit = audit_run(paths)
     assert [one.step for one in audit.untrained] == [2, 3]
-    assert [one.ticket_id for one in audit.with_status(TicketStatus.SKIPPED)] == [*range(3, 9)]
+    assert [one.ticket_id for one in audit.list_tickets_with_status(TicketStatus.SKIPPED)] == [
+        *range(3, 9)
+    ]
     assert audit.summary_line == "trained_once=3 duplicates=0 lost=0 open=6"
 
 

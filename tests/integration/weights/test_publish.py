@@ -220,7 +220,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
             WeightsConfig(),
         )
         session.form_group()
-        session.pause()
+        session.pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()
         with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):

@@ -19,7 +19,7 @@ from areal_hpc.areal.api.cli_args import (
 )
 from areal_hpc.areal.config.rules import flatten
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
-from areal_hpc.areal.loading import read_areal_tree
+from areal_hpc.areal.loading import read_areal_config_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import build_recipe
 
@@ -47,7 +47,7 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
 
 
 def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
-    translation = translate_to_recipe(read_areal_tree(EXAMPLE), train_rows=1000)
+    translation = translate_to_recipe(read_areal_config_file(EXAMPLE), train_rows=1000)
     recipe = build_recipe(translation.recipe)
     trainer, rollout, inference = recipe.trainer, recipe.rollout, recipe.inference
     assert (trainer.total_steps, trainer.export_every_steps) == (30, 10)
@@ -69,7 +69,7 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
 
 
 def test_what_is_lost_is_named_with_a_reason() -> None:
-    lost = reasons(read_areal_tree(EXAMPLE), 1000)
+    lost = reasons(read_areal_config_file(EXAMPLE), 1000)
     assert set(lost) == {"actor.adv_norm.mean_level", "actor.adv_norm.std_level", "my_own_key"}
     assert "workflow_kwargs" in lost["my_own_key"]
 

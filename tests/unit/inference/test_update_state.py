@@ -20,9 +20,9 @@ def call(state: WeightUpdateState, route: str, now: float, deadline_s: float = 1
 
 
 def test_fencing_and_pausing_again_do_not_put_off_the_end(state: WeightUpdateState) -> None:
-    state.fence(0, 10, stays=False)
+    state.mark_fenced(0, 10, stays=False)
     assert (state.served_version, state.has_sender) == ("", True)
-    state.fence(5, 10, stays=False)
+    state.mark_fenced(5, 10, stays=False)
     call(state, "pause_generation", 6)
     assert not state.is_sender_overdue(9.9)
     assert state.is_sender_overdue(10)
@@ -54,8 +54,8 @@ def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
     state: WeightUpdateState, stays: bool, version: str
 ) -> None:
     """One that gave the replica up keeps it out of service."""
-    state.fence(0, 10, stays=False)
+    state.mark_fenced(0, 10, stays=False)
     call(state, "pause_generation", 1)
-    state.fence(2, 10, stays=stays)
+    state.mark_fenced(2, 10, stays=stays)
     state.drop_lost_sender()
     assert (state.served_version, state.is_paused, state.has_sender) == (version, False, False)

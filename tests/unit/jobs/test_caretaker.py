@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.caretaker import CaretakerConfig, JobStatus, select_charges
+from areal_hpc.jobs.caretaker import CaretakerConfig, JobStatus, select_jobs_to_watch
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, Submission, TaskExit
 from areal_hpc.slurm.queue import QueuedJob, parse_sacct
 from areal_hpc.slurm.states import parse_state
@@ -66,7 +66,7 @@ def test_one_caretaker_looks_after_each_job(
     for name in jobs:
         config = CaretakerConfig(run_dir=tmp_path, job=name, leader="trainer", others=NAMES)
         if name == "trainer" or jobs[name].is_running:
-            found[name] = select_charges(config, jobs)
+            found[name] = select_jobs_to_watch(config, jobs)
     assert {name: names for name, names in found.items() if names} == {
         "trainer": NAMES,
         **charges,

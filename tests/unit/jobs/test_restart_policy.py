@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.jobs.requeue import ProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
-from areal_hpc.jobs.restart_policy import RestartPolicy, StartCounts, decide_restart
+from areal_hpc.jobs.restart_policy import FailureCounts, RestartPolicy, decide_restart
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
 
@@ -34,14 +34,14 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
     ],
 )
 def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
-    assert decide_restart(outcomes, StartCounts(failures)) == decision
+    assert decide_restart(outcomes, FailureCounts(failures)) == decision
 
 
 def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:
-    assert decide_restart([STOPPED], StartCounts(0, 2)) == "restart"
-    assert decide_restart([STOPPED], StartCounts(0, 3)) == "hold_for_user"
-    assert decide_restart([STOPPED, CRASHED], StartCounts(1, 3)) == "restart"
-    assert decide_restart([DONE], StartCounts(0, 3)) == "done"
+    assert decide_restart([STOPPED], FailureCounts(0, 2)) == "restart"
+    assert decide_restart([STOPPED], FailureCounts(0, 3)) == "hold_for_user"
+    assert decide_restart([STOPPED, CRASHED], FailureCounts(1, 3)) == "restart"
+    assert decide_restart([DONE], FailureCounts(0, 3)) == "done"
 
 
 def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path
         start = ProgressTracker(JobPaths(tmp_path), str(progress))
         if grows:
             progress.write_text("a step\n")
-        return start.update_failure_count(outcomes).time_limit_stops
+        return start.update_failure_counts(outcomes).time_limit_stops
 
     assert [end(late), end(late, STOPPED), end(STOPPED), end(late)] == [1, 2, 2, 3]
     assert [end(late, grows=True), end(late)] == [1, 2]
@@ -60,22 +60,22 @@ def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path
 def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
     assert (
-        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count([CRASHED]).failures
+        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts([CRASHED]).failures
         == 1
     )
     start = ProgressTracker(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
-    assert start.update_failure_count([CRASHED]).failures == 0
+    assert start.update_failure_counts([CRASHED]).failures == 0
     assert (
-        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count([CRASHED]).failures
+        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts([CRASHED]).failures
         == 1
     )
     for ends in ([STOPPED, DONE], [BAD_NODE]):
         assert (
-            ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_count(ends).failures
+            ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts(ends).failures
             == 1
         )
-    assert ProgressTracker(JobPaths(tmp_path), "").update_failure_count([CRASHED]).failures == 2
+    assert ProgressTracker(JobPaths(tmp_path), "").update_failure_counts([CRASHED]).failures == 2
 
 
 def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:

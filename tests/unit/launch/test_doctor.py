@@ -10,7 +10,7 @@ from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.slurm_checks import (
     _parse_minutes,
     judge_preemption,
-    judge_submission,
+    judge_resubmission,
 )
 from areal_hpc.launch.doctor.storage_checks import check_storage
 
@@ -83,5 +83,5 @@ def test_what_a_preemption_does_is_foretold(
 
 
 def test_who_may_submit_is_foretold() -> None:
-    assert judge_submission("p", {"AllocNodes": "ALL"}).verdict is CheckStatus.OK
-    assert "only login[1-2]" in judge_submission("p", {"AllocNodes": "login[1-2]"}).finding
+    assert judge_resubmission("p", {"AllocNodes": "ALL"}).verdict is CheckStatus.OK
+    assert "only login[1-2]" in judge_resubmission("p", {"AllocNodes": "login[1-2]"}).finding

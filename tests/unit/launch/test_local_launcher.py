@@ -3,9 +3,9 @@
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch.local_launcher import LOCAL_POLICY, count_other_cells, made_progress
+from areal_hpc.launch.local_launcher import LOCAL_RESTART_POLICY, count_other_cells, made_progress
 
-KILLED, HEALTHY_S = 137, LOCAL_POLICY.healthy_s
+KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ KILLED, HEALTHY_S = 137, LOCAL_POLICY.healthy_s
 def test_a_crash_must_follow_some_progress_and_one_cell_of_several_can_be_done_without(
     code: int, failures: int, decision: str, of_one_of_several: str
 ) -> None:
-    assert LOCAL_POLICY.decide([code], failures) == decision
-    assert LOCAL_POLICY.decide([code], failures, is_dispensable=True) == of_one_of_several
+    assert LOCAL_RESTART_POLICY.decide([code], failures) == decision
+    assert LOCAL_RESTART_POLICY.decide([code], failures, is_dispensable=True) == of_one_of_several
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ counts = st.builds(
 
 
 def outstanding(now: TicketCounts) -> int:
-    return now.held + now.settled + now.batched
+    return now.held_by_cells + now.settled + now.batched
 
 
 @given(policies, counts)
@@ -41,7 +41,7 @@ def test_what_is_granted_keeps_every_bound_and_one_ticket_more_would_break_one(
         return (
             after.leased <= policy.max_concurrent_tickets
             and outstanding(after) <= (policy.max_head_offpolicyness + 1) * policy.batch_size
-            and after.held + after.settled <= needed
+            and after.held_by_cells + after.settled <= needed
         )
 
     granted = count_admissible(policy, now)
@@ -70,7 +70,7 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, data: st.DataObject) -> 
         sizes.append(data.draw(st.integers(0, room)))
     sizes.append(data.draw(st.integers(0, policy.total_steps)))  # formed_steps
     now = TicketCounts(*sizes)
-    cells_work = now.held > 0
+    cells_work = now.held_by_cells > 0
     batch_forms = now.settled >= policy.batch_size
     trainer_publishes = now.batched > 0
     is_over = now.formed_steps == policy.total_steps

@@ -8,7 +8,7 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import IrregularCounts, StaleGroups, TicketRef
+from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
@@ -27,14 +27,14 @@ def train(tickets: TicketTable, steps: int) -> None:
     """Batches of fresh tickets, while one ticket (the first leased) is under way."""
     for _ in range(steps):
         manifest = fill_batch(tickets)
-        assert manifest.counts == IrregularCounts()
+        assert manifest.counts == IrregularTicketCounts()
         tickets.set_version_step(manifest.step)
 
 
 def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, TicketRef]:
     """A ticket sampled by version 1.0 settles when `steps` batches are trained."""
     tickets = tickets_of(stale_groups)
-    ref = tickets.lease("a", 1, 0.0)[0]
+    ref = tickets.lease_tickets("a", 1, 0.0)[0]
     train(tickets, steps)
     tickets.settle(settled(ref, WeightVersion(1, 0)))
     return tickets, ref
@@ -43,10 +43,10 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 @pytest.mark.parametrize(
     ("policy", "steps", "state", "trained_attempt", "counts"),
     [
-        ("drop", 1, "settled", 1, IrregularCounts()),
-        ("train_with_correction", 2, "settled", 1, IrregularCounts(stale_trained=1)),
-        ("drop", 2, "dropped", None, IrregularCounts(stale_dropped=1)),
-        ("requeue", 2, "waiting", 2, IrregularCounts(stale_requeued=1)),
+        ("drop", 1, "settled", 1, IrregularTicketCounts()),
+        ("train_with_correction", 2, "settled", 1, IrregularTicketCounts(stale_trained=1)),
+        ("drop", 2, "dropped", None, IrregularTicketCounts(stale_dropped=1)),
+        ("requeue", 2, "waiting", 2, IrregularTicketCounts(stale_requeued=1)),
     ],
 )
 def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
@@ -54,13 +54,13 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
     steps: int,
     state: str,
     trained_attempt: int | None,
-    counts: IrregularCounts,
+    counts: IrregularTicketCounts,
 ) -> None:
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
         tickets.drop_settled_ticket(drop)
-    assert tickets.state_of(ref.ticket_id) == state
+    assert tickets.get_state(ref.ticket_id) == state
     manifest = fill_batch(tickets)
     first, _ = (ticket.ref for ticket in manifest.tickets)
     assert (first.ticket_id == ref.ticket_id) == (trained_attempt is not None)
@@ -73,22 +73,22 @@ def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> Non
     tickets, ref = overtaken("requeue", steps=2)
     tickets.drop_settled_ticket(too_old(tickets)[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
-    tickets.reconcile_report("a", [], [ref], 1.0)
-    assert tickets.state_of(ref.ticket_id) == "waiting"
-    again = tickets.lease("a", 1, 1.0)
-    tickets.reconcile_report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
-    assert tickets.state_of(ref.ticket_id) == "waiting"
-    assert tickets.lease("a", 1, 3.0)[0].attempt == again[0].attempt + 1
+    tickets.reconcile_cell_report("a", [], [ref], 1.0)
+    assert tickets.get_state(ref.ticket_id) == "waiting"
+    again = tickets.lease_tickets("a", 1, 1.0)
+    tickets.reconcile_cell_report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
+    assert tickets.get_state(ref.ticket_id) == "waiting"
+    assert tickets.lease_tickets("a", 1, 3.0)[0].attempt == again[0].attempt + 1
 
 
 def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_number() -> None:
     tickets = tickets_of("requeue", bound=0)
-    ref = tickets.lease("a", 1, 0.0)[0]
+    ref = tickets.lease_tickets("a", 1, 0.0)[0]
     tickets.expire_leases(100.0)
-    second = tickets.lease("b", 1, 100.0)[0]
+    second = tickets.lease_tickets("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
     tickets.drop_settled_ticket(DroppedTicket(ref, "as stale", "requeued"))
-    assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
+    assert tickets.lease_tickets("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
 @pytest.mark.parametrize(("kind", "state"), [("requeued", "waiting"), ("stale", "dropped")])
@@ -98,13 +98,13 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str)
     drop = DroppedTicket(ref, "", kind)
     tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
     assert tickets.n_settled == 0
-    assert tickets.state_of(0) == state
+    assert tickets.get_state(0) == state
     assert tickets.drop_stats.build_batch_counts(0).stale_requeued == (kind == "requeued")
 
 
 def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
     tickets = tickets_of("drop")
-    ref = tickets.lease("a", 1, 0.0)[0]
+    ref = tickets.lease_tickets("a", 1, 0.0)[0]
     train(tickets, 2)
     tickets.settle(settled(ref, WeightVersion(1, 2)))
     assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
@@ -113,7 +113,7 @@ def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_bo
 
 def test_a_group_of_unknown_age_is_not_stale() -> None:
     tickets = tickets_of("drop", bound=0)
-    tickets.settle(settled(tickets.lease("a", 1, 0.0)[0]))
+    tickets.settle(settled(tickets.lease_tickets("a", 1, 0.0)[0]))
     assert too_old(tickets) == []
 
 
@@ -144,7 +144,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     """A trainer asks after every event: thousands of times a second in a large run."""
     tickets, ages = tickets_of("drop", bound=9), StalenessCheck()
     forks = CountedForks([GenerationFork(1, 0)])
-    for ref in tickets.lease("a", 20, 0.0):
+    for ref in tickets.lease_tickets("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
             assert ages.find_too_old(tickets, 1, forks) == []
@@ -165,8 +165,8 @@ def test_one_look_finds_what_looking_always_does(events: list[str], policy: Stal
     generation, forks = 1, [GenerationFork(1, 0)]
     for event in events:
         if event in ("fresh", "old"):
-            step = tickets.n_formed if event == "fresh" else 0
-            for ref in tickets.lease("a", 1, 0.0):
+            step = tickets.n_formed_batches if event == "fresh" else 0
+            for ref in tickets.lease_tickets("a", 1, 0.0):
                 tickets.settle(settled(ref, WeightVersion(generation, step)))
         elif event == "generation":
             generation += 1
@@ -187,7 +187,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
     """Whatever the ledger: one that lived through it, or one that reads the index of one writer."""
     policy = TicketPolicy(2, 20, 100, 20, 30.0)
     living = TicketTable(policy)
-    refs = living.lease("a", 12, 0.0)
+    refs = living.lease_tickets("a", 12, 0.0)
     arrivals, drops, formed = [], [], []
     for number in order:
         if number in failures:

@@ -12,11 +12,15 @@ def cells_heard(count: int) -> CellHeartbeats:
 
 
 def test_few_cells_ask_four_times_a_second() -> None:
-    assert cells_heard(1).pause_s == cells_heard(MAX_HEARTBEATS_PER_S // 4).pause_s == 0.25
+    assert (
+        cells_heard(1).heartbeat_interval_s
+        == cells_heard(MAX_HEARTBEATS_PER_S // 4).heartbeat_interval_s
+        == 0.25
+    )
 
 
 def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
     cells = cells_heard(2 * MAX_HEARTBEATS_PER_S)
-    assert len(cells) / cells.pause_s == MAX_HEARTBEATS_PER_S
+    assert len(cells) / cells.heartbeat_interval_s == MAX_HEARTBEATS_PER_S
     cells.drop_silent(MAX_HEARTBEATS_PER_S)
-    assert cells.pause_s == 1.0
+    assert cells.heartbeat_interval_s == 1.0

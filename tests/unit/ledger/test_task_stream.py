@@ -11,8 +11,8 @@ from areal_hpc.ledger.task_stream import (
     TaskStream,
     count_block_tickets_by_source,
     derive_seed,
-    get_mixed_task,
-    get_task,
+    get_mixed_task_index,
+    get_task_index,
 )
 from areal_hpc.wire.ledger import TicketRef
 
@@ -20,13 +20,13 @@ from areal_hpc.wire.ledger import TicketRef
 @given(st.integers(1, 40), st.integers(0, 3), st.integers())
 def test_every_pass_visits_every_task_once(n_tasks: int, pass_number: int, seed: int) -> None:
     start = pass_number * n_tasks
-    visited = [get_task(ticket, n_tasks, seed) for ticket in range(start, start + n_tasks)]
+    visited = [get_task_index(ticket, n_tasks, seed) for ticket in range(start, start + n_tasks)]
     assert sorted(visited) == list(range(n_tasks))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(get_task(50 * pass_number + i, 50, seed) for i in range(50))
+        tuple(get_task_index(50 * pass_number + i, 50, seed) for i in range(50))
         for pass_number in range(3)
         for seed in range(3)
     }
@@ -35,9 +35,11 @@ def test_passes_and_seeds_have_orders_of_their_own() -> None:
 
 def test_orders_and_seeds_never_change_between_versions_of_the_package() -> None:
     """A resumed run must go on with the tasks it would have got."""
-    tasks = [get_task(ticket, 8, 1) for ticket in range(16)]
+    tasks = [get_task_index(ticket, 8, 1) for ticket in range(16)]
     assert tasks == [1, 5, 4, 2, 7, 0, 3, 6, 1, 5, 2, 3, 6, 4, 0, 7]
-    mixed = [get_mixed_task(at, (TaskSource(3, 1.0), TaskSource(2, 2.0)), 1) for at in range(12)]
+    mixed = [
+        get_mixed_task_index(at, (TaskSource(3, 1.0), TaskSource(2, 2.0)), 1) for at in range(12)
+    ]
     assert mixed == [3, 4, 2, 4, 1, 3, 4, 0, 3, 4, 3, 1]
     assert derive_seed("train", 0, 1) == 881306757
 
@@ -85,7 +87,7 @@ def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], s
     shares = count_block_tickets_by_source(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)
-    tasks = [get_mixed_task(ticket, sources, seed) for ticket in range(3 * block)]
+    tasks = [get_mixed_task_index(ticket, sources, seed) for ticket in range(3 * block)]
     places = [source_of(task, sources) for task in tasks]
     first_task = 0
     for place, (share, source) in enumerate(zip(shares, sources, strict=True)):

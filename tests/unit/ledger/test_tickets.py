@@ -22,9 +22,9 @@ def policy(
 def test_synchronous_training_generates_one_batch_per_published_step() -> None:
     tickets = TicketTable(policy(offpolicyness=0))
     fill_batch(tickets)
-    assert tickets.lease("a", 9, 0.0) == []
+    assert tickets.lease_tickets("a", 9, 0.0) == []
     tickets.set_version_step(1)
-    assert len(tickets.lease("a", 9, 0.0)) == 2
+    assert len(tickets.lease_tickets("a", 9, 0.0)) == 2
 
 
 @pytest.mark.parametrize(
@@ -39,32 +39,32 @@ def test_as_many_run_as_staleness_concurrency_and_need_allow_and_one_that_is_dro
     limits: TicketPolicy, granted: int
 ) -> None:
     tickets = TicketTable(limits)
-    refs = tickets.lease("a", 100, 0.0)
+    refs = tickets.lease_tickets("a", 100, 0.0)
     assert len(refs) == granted
     assert tickets.drop(DroppedTicket(refs[0], "boom"))
-    assert tickets.lease("a", 100, 0.0) == [TicketRef(granted, 1)]
+    assert tickets.lease_tickets("a", 100, 0.0) == [TicketRef(granted, 1)]
 
 
 def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
     tickets = TicketTable(policy(offpolicyness=4, concurrent=3))
-    refs = tickets.lease("a", 100, 0.0)
+    refs = tickets.lease_tickets("a", 100, 0.0)
     assert len(refs) == 3
-    tickets.reconcile_report("a", refs[1:], refs[:1], 0.0)
-    assert len(tickets.lease("a", 100, 0.0)) == 1
+    tickets.reconcile_cell_report("a", refs[1:], refs[:1], 0.0)
+    assert len(tickets.lease_tickets("a", 100, 0.0)) == 1
 
 
 def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     tickets = TicketTable(policy())
-    (old, _) = tickets.lease("a", 9, 0.0)
+    (old, _) = tickets.lease_tickets("a", 9, 0.0)
     tickets.expire_leases(31.0)
-    tickets.lease("b", 9, 31.0)
+    tickets.lease_tickets("b", 9, 31.0)
     assert not tickets.drop(DroppedTicket(old, "boom"))
     assert tickets.n_leased == 2
 
 
 def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothing() -> None:
     tickets = TicketTable(policy(batch_size=3))
-    a, b, c = tickets.lease("a", 3, 0.0)
+    a, b, c = tickets.lease_tickets("a", 3, 0.0)
     for ref in (c, a, b):
         tickets.settle(settled(ref))
     asked = form_next_batch(tickets, generation=1)
@@ -75,42 +75,42 @@ def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothi
 
 def test_tickets_of_a_silent_cell_finished_or_not_come_first_and_need_no_own_room() -> None:
     tickets = TicketTable(policy(offpolicyness=1))
-    lost = tickets.lease("a", 2, 0.0)
-    tickets.reconcile_report("a", lost[:1], lost[1:], 0.0)
-    kept = tickets.lease("b", 2, 0.0)
-    tickets.reconcile_report("b", kept, [], 30.0)
+    lost = tickets.lease_tickets("a", 2, 0.0)
+    tickets.reconcile_cell_report("a", lost[:1], lost[1:], 0.0)
+    kept = tickets.lease_tickets("b", 2, 0.0)
+    tickets.reconcile_cell_report("b", kept, [], 30.0)
     assert tickets.expire_leases(31.0) == 2
-    again = tickets.lease("b", 9, 31.0)
+    again = tickets.lease_tickets("b", 9, 31.0)
     assert again == [TicketRef(ref.ticket_id, 2) for ref in lost]
 
 
 def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     """The cell lives and reports, but does not mention the ticket."""
     tickets = TicketTable(policy())
-    _, kept = tickets.lease("a", 2, 0.0)
-    tickets.reconcile_report("a", [kept], [], 1.0)
-    assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
-    assert tickets.state_of(kept.ticket_id) == "leased"
+    _, kept = tickets.lease_tickets("a", 2, 0.0)
+    tickets.reconcile_cell_report("a", [kept], [], 1.0)
+    assert tickets.lease_tickets("a", 9, 1.0) == [TicketRef(0, 2)]
+    assert tickets.get_state(kept.ticket_id) == "leased"
 
 
 def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
     tickets = TicketTable(policy())
-    refs = tickets.lease("a", 2, 0.0)
+    refs = tickets.lease_tickets("a", 2, 0.0)
     tickets.expire_leases(31.0)
-    tickets.reconcile_report("a", refs, [], 32.0)
+    tickets.reconcile_cell_report("a", refs, [], 32.0)
     assert tickets.n_leased == 2
-    assert tickets.lease("b", 2, 32.0) == []
+    assert tickets.lease_tickets("b", 2, 32.0) == []
 
 
 def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() -> None:
     tickets = TicketTable(policy(batch_size=1))
-    (first,) = tickets.lease("a", 1, 0.0)
+    (first,) = tickets.lease_tickets("a", 1, 0.0)
     tickets.expire_leases(31.0)
-    (second,) = tickets.lease("b", 1, 31.0)
+    (second,) = tickets.lease_tickets("b", 1, 31.0)
     tickets.expire_leases(62.0)
-    tickets.reconcile_report("a", [first], [], 62.0)
+    tickets.reconcile_cell_report("a", [first], [], 62.0)
     tickets.expire_leases(100.0)
-    (third,) = tickets.lease("b", 1, 100.0)
+    (third,) = tickets.lease_tickets("b", 1, 100.0)
     assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
 
 
@@ -121,7 +121,7 @@ def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
         tickets.set_version_step(step)
     tickets.set_version_step(1)
     assert tickets.n_batched == 4
-    assert tickets.lease("a", 9, 0.0) == []
+    assert tickets.lease_tickets("a", 9, 0.0) == []
     tickets.set_version_step(3)
     assert tickets.count_leasable() == 4
 
@@ -134,29 +134,29 @@ def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used
     manifest = BatchManifest(1, 1, [again, settled(TicketRef(1, 1))])
     index = [first, again, settled(TicketRef(2, 1))]
     tickets = rebuilt(AHEAD, manifests=[manifest], settled=index)
-    assert [tickets.state_of(i) for i in range(3)] == ["batched", "batched", "settled"]
+    assert [tickets.get_state(i) for i in range(3)] == ["batched", "batched", "settled"]
 
 
 def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> None:
     tickets = rebuilt(AHEAD, settled=[settled(TicketRef(2, 1))], grants_from_s=10.0)
-    assert tickets.lease("a", 9, 9.9) == []
-    tickets.reconcile_report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
-    assert [ref.ticket_id for ref in tickets.lease("a", 3, 10.0)] == [1, 3, 5]
-    assert tickets.state_of(0) == tickets.state_of(4) == "leased"
+    assert tickets.lease_tickets("a", 9, 9.9) == []
+    tickets.reconcile_cell_report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
+    assert [ref.ticket_id for ref in tickets.lease_tickets("a", 3, 10.0)] == [1, 3, 5]
+    assert tickets.get_state(0) == tickets.get_state(4) == "leased"
 
 
 def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
     tickets = rebuilt(AHEAD)
     assert tickets.settle(settled(TicketRef(3, 1)))
-    assert [tickets.state_of(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
+    assert [tickets.get_state(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
 
 
 def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     tickets = TicketTable(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
-    tickets.reconcile_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
+    tickets.reconcile_cell_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
     assert tickets.n_leased == tickets.n_finished == 0
-    assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
+    assert [tickets.get_state(i) for i in range(6)] == ["unissued"] * 6
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_suc
     tickets = TicketTable(policy())
     for _ in range(2):
         assert tickets.drop_stats.find_problem() == ""
-        for ref in tickets.lease("a", 2, 0.0):
+        for ref in tickets.lease_tickets("a", 2, 0.0):
             tickets.drop(DroppedTicket(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
     assert "ticket 3: KeyError 'answer'" in tickets.drop_stats.find_problem()
-    (ref,) = tickets.lease("a", 1, 0.0)
+    (ref,) = tickets.lease_tickets("a", 1, 0.0)
     tickets.settle(settled(ref))
     assert tickets.drop_stats.find_problem() == ""
 
@@ -191,10 +191,10 @@ def test_a_ticket_costs_the_same_however_many_went_before() -> None:
     count = 20_000
     tickets = TicketTable(policy(batch_size=count, concurrent=count, total_steps=2))
     began = time.process_time()
-    refs = [ref for _ in range(count) for ref in tickets.lease("a", 1, 0.0)]
-    tickets.reconcile_report("a", refs, [], 1.0)
+    refs = [ref for _ in range(count) for ref in tickets.lease_tickets("a", 1, 0.0)]
+    tickets.reconcile_cell_report("a", refs, [], 1.0)
     tickets.expire_leases(100.0)
-    refs = [ref for _ in range(count) for ref in tickets.lease("b", 1, 100.0)]
+    refs = [ref for _ in range(count) for ref in tickets.lease_tickets("b", 1, 100.0)]
     for ref in refs:
         tickets.settle(settled(ref))
     form_batch(tickets)

@@ -51,14 +51,14 @@ class TicketHistories(RuleBasedStateMachine):
     # Cells -----------------------------------------------------------------------------------
 
     def heartbeat(self, cell: Cell) -> None:
-        self.ledger.reconcile_report(cell.name, cell.held, cell.finished, self.now_s)
+        self.ledger.reconcile_cell_report(cell.name, cell.held, cell.finished, self.now_s)
         durable = {ticket.ref.ticket_id for ticket in self.disk.index}
         durable |= {drop.ref.ticket_id for drop in self.disk.drops}
         for ref in self.ledger.filter_settled_or_dropped(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
-        refs = self.ledger.lease(cell.name, count, self.now_s)
+        refs = self.ledger.lease_tickets(cell.name, count, self.now_s)
         self.granted.update(refs)
         self.sampled_by |= dict.fromkeys(
             refs, WeightVersion(self.generation, self.ledger.version_step)
@@ -168,7 +168,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def publish(self, crash: str) -> None:
-        if self.ledger.version_step == self.ledger.n_formed:
+        if self.ledger.version_step == self.ledger.n_formed_batches:
             return
         step = self.ledger.version_step + 1
         if crash != "before write":
@@ -202,7 +202,7 @@ class TicketHistories(RuleBasedStateMachine):
             manifests=list(self.disk.manifests),
             dropped=list(self.disk.drops),
             settled=list(self.disk.index),
-            grants_from_s=self.now_s + self.policy.report_within_s,
+            grants_from_s=self.now_s + self.policy.max_report_interval_s,
         )
 
     # What must always hold -------------------------------------------------------------------
@@ -210,7 +210,7 @@ class TicketHistories(RuleBasedStateMachine):
     def count(self, *states: TicketState) -> int:
         """Counted ticket by ticket, so independently of the sizes admission goes by."""
         highest = max((ref.ticket_id for ref in self.granted), default=-1)
-        found = [self.ledger.state_of(i) for i in range(highest + 1)]
+        found = [self.ledger.get_state(i) for i in range(highest + 1)]
         while found and found[-1] == "unissued":  # all that the last crash made the ledger forget
             found.pop()
         return sum(state in states for state in found)
@@ -251,9 +251,9 @@ class TicketHistories(RuleBasedStateMachine):
         assert ledger.n_leased == self.count("leased")
         assert ledger.n_finished == self.count("finished")
         assert ledger.n_settled == self.count("settled")
-        assert ledger.drop_stats.count("failed", "stale") == self.count("dropped")
-        assert ledger.drop_stats.count("filtered") == self.count("filtered")
-        assert ledger.drop_stats.count("requeued") == len(self.disk.requeued)
+        assert ledger.drop_stats.count_drops("failed", "stale") == self.count("dropped")
+        assert ledger.drop_stats.count_drops("filtered") == self.count("filtered")
+        assert ledger.drop_stats.count_drops("requeued") == len(self.disk.requeued)
         assert ledger.n_trained == self.count("trained")
         assert ledger.n_batched == self.count("batched")
 
@@ -280,11 +280,11 @@ class TicketHistories(RuleBasedStateMachine):
         audit = self.disk.audited(self.policy, is_finished=True)
         assert audit.is_clean, audit.summary_line
         assert self.policy.total_steps * self.policy.batch_size == len(
-            audit.with_status(TicketStatus.TRAINED)
+            audit.list_tickets_with_status(TicketStatus.TRAINED)
         )
 
     def work_one_round(self) -> None:
-        self.now_s += self.policy.report_within_s
+        self.now_s += self.policy.max_report_interval_s
         for cell in self.cells.values():
             self.heartbeat(cell)
         self.ledger.expire_leases(self.now_s)

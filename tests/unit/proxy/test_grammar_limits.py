@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import check_sampling
 
@@ -72,7 +72,7 @@ USUAL: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("name", "text", "problem"), HEAVY, ids=range(len(HEAVY)))
 def test_heavy_grammars_are_refused_at_once(name: str, text: str, problem: str) -> None:
     began, grammar = time.monotonic(), dict[str, Any]({name: text})
-    with pytest.raises(RequestError, match=problem) as refused:
+    with pytest.raises(ProxyRequestError, match=problem) as refused:
         check_sampling(SamplingParams(1.0, 16, **grammar))
     assert refused.value.status == 400
     assert time.monotonic() - began < 1
@@ -94,6 +94,6 @@ def test_usual_grammars_are_not(name: str, text: str) -> None:
     ],
 )
 def test_lists_without_end_are_refused_by_name(key: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"{key} is too large") as refused:
+    with pytest.raises(ProxyRequestError, match=f"{key} is too large") as refused:
         check_sampling(SamplingParams(1.0, 16, **{key: value}))
     assert refused.value.param == key

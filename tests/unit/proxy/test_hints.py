@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.hints import drop_nulls, list_ignored_params
 from areal_hpc.proxy.dialects.openai.chat import ChatRequest
@@ -69,5 +69,5 @@ def test_hints_are_named_where_they_stand() -> None:
     "body", [b'{"messages": null}', b'{"model": null}', b'{"n": "two"}', b"null"]
 )
 def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
-    with pytest.raises(RequestError):
+    with pytest.raises(ProxyRequestError):
         decode_json(body, ChatRequest)

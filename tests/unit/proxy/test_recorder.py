@@ -42,7 +42,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
         "sessions": {
             session_id: (session.opened, session.ended, list(session.tree))
             for session_id, session in store.sessions.items()
-            if session.is_recorded
+            if session.must_persist
         },
         "finished": {
             ref: (
@@ -149,9 +149,9 @@ class RecorderMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        rotation = self.recorder.plan_rotation()
-        self.recorder.rotate(rotation)
-        self.recorder.forget_rotated(rotation)
+        rotation = self.recorder.plan_compaction()
+        self.recorder.compact_journal(rotation)
+        self.recorder.forget_compacted(rotation)
 
     @rule()
     def crash(self) -> None:

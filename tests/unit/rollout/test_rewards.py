@@ -7,26 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.rollout.episodes.episode import validate_rewards
+from areal_hpc.rollout.episodes.episode import parse_agent_rewards
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
-    assert validate_rewards(reward) == {None: reward}
+    assert parse_agent_rewards(reward) == {None: reward}
 
 
 @pytest.mark.parametrize(
     "reward", [1, True, False, np.float32(0.5), np.int64(2), np.bool_(True), np.array(3.0)]
 )
 def test_other_real_numbers_become_floats(reward: Any) -> None:
-    (value,) = validate_rewards(reward).values()
+    (value,) = parse_agent_rewards(reward).values()
     assert type(value) is float
     assert value == reward
 
 
 @given(st.dictionaries(st.text(), st.floats(-1e6, 1e6), min_size=1))
 def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> None:
-    assert validate_rewards(rewards) == rewards
+    assert parse_agent_rewards(rewards) == rewards
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,6 @@ def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> N
 )
 def test_anything_else_is_refused_with_what_was_returned(returned: object, said: str) -> None:
     with pytest.raises(AgentError) as caught:
-        validate_rewards(returned)
+        parse_agent_rewards(returned)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 400  # long ones are cut short

@@ -50,13 +50,13 @@ def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: R
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
-    title, head, *lines = report.format_trajectory(paths.root, 5).splitlines()
+    title, head, *lines = report.format_trajectory_row(paths.root, 5).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
     assert head.split() == ["position", "id", "mask", "logprob", "version"]
     assert lines[0].split() == ["0", "3100", "0", "-", "-"]
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
-    of_the_file = report.format_trajectory(paths.shards_dir / "cell-0-000001.h5", 0)
+    of_the_file = report.format_trajectory_row(paths.shards_dir / "cell-0-000001.h5", 0)
     assert of_the_file.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
@@ -65,9 +65,9 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
     seal_in(paths, [trajectory(tokens=2)])
     tokenizer_json = tmp_path / "tokenizer.json"
     with pytest.raises(RecipeError, match="there is no tokenizer"):
-        report.format_trajectory(paths.root, 0, tokenizer_json)
+        report.format_trajectory_row(paths.root, 0, tokenizer_json)
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
-    lines = report.format_trajectory(paths.root, 0, tokenizer_json).splitlines()
+    lines = report.format_trajectory_row(paths.root, 0, tokenizer_json).splitlines()
     assert lines[1].split()[-1] == "text"
     assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
 
@@ -75,7 +75,7 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [-1, 6])
 def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
-        report.format_trajectory(paths.root, row)
+        report.format_trajectory_row(paths.root, row)
 
 
 def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:

@@ -15,7 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectories, trajectory
 
 
@@ -25,13 +25,13 @@ def ten_rows(paths: RunPaths) -> ShardReader:
     return reader_of(paths, [trajectory(number, tokens=number) for number in range(10)])
 
 
-def reader_of(paths: RunPaths, rows: list[Trajectory]) -> ShardReader:
+def reader_of(paths: RunPaths, rows: list[TrajectoryRow]) -> ShardReader:
     return ShardReader(paths.shards_dir / seal_in(paths, rows).file)
 
 
 @settings(max_examples=40)
 @given(st.lists(trajectories(), min_size=1, max_size=5))
-def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
+def test_what_is_sealed_is_what_is_read(rows: list[TrajectoryRow]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         reader = reader_of(paths, rows)

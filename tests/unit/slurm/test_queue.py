@@ -7,7 +7,7 @@ from areal_hpc.slurm.queue import (
     QueuedJob,
     QueuePoller,
     QueueSnapshot,
-    is_alive,
+    is_live_state,
     parse_sacct,
     parse_squeue,
 )
@@ -67,7 +67,7 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
     assert jobs["7"].start == at("2026-11-22T04:05:38"), "the start that is expected"
     assert jobs["9"].start is None
     assert jobs["12_0"].state.name == "PENDING"
-    assert "/runs/exp/one" in running.label
+    assert "/runs/exp/one" in running.name_and_comment
     assert (jobs["2"].exit_code, jobs["3"].exit_code) == (3, 78), "from wait statuses"
 
 
@@ -97,7 +97,7 @@ def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
 
 
 def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
-    alive = {name for name, state in STATE_BY_NAME.items() if is_alive(state)}
+    alive = {name for name, state in STATE_BY_NAME.items() if is_live_state(state)}
     assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED"} <= alive
     assert alive.isdisjoint({"COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.batch.packing import (
-    PackSplit,
+    PackParallelism,
     TrainingRow,
     build_pack,
     compute_padded_length,
@@ -12,7 +12,7 @@ from areal_hpc.trainer.batch.packing import (
 )
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
-SPLITS = st.builds(PackSplit, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
+SPLITS = st.builds(PackParallelism, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
 
 
 def row(length: int, seed: int = 0) -> TrainingRow:
@@ -26,7 +26,7 @@ def row(length: int, seed: int = 0) -> TrainingRow:
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
-    lengths: list[int], ranks: int, max_tokens: int, split: PackSplit
+    lengths: list[int], ranks: int, max_tokens: int, split: PackParallelism
 ) -> None:
     plan = plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split)
     assert len(plan) == ranks
@@ -38,7 +38,7 @@ def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_a_pack_over_the_limit_holds_one_sequence_that_is(
-    lengths: list[int], ranks: int, max_tokens: int, split: PackSplit
+    lengths: list[int], ranks: int, max_tokens: int, split: PackParallelism
 ) -> None:
     for packs in plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split):
         for pack in packs:
@@ -48,16 +48,16 @@ def test_a_pack_over_the_limit_holds_one_sequence_that_is(
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.integers(1, 4))
 def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None:
-    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=PackSplit())
+    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=PackParallelism())
     loads = [sum(lengths[index] for pack in packs for index in pack) for packs in plan]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 @given(LENGTHS, SPLITS)
-def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackSplit) -> None:
+def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackParallelism) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     parts = [
-        build_pack(rows, ("place",), PackSplit(split.tp, split.cp, rank))
+        build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         for rank in range(split.cp)
     ]
     total = int(parts[0].lengths.sum())
@@ -70,11 +70,13 @@ def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackSpli
 
 
 @given(LENGTHS, SPLITS)
-def test_scored_tokens_are_predicted_from_before(lengths: list[int], split: PackSplit) -> None:
+def test_scored_tokens_are_predicted_from_before(
+    lengths: list[int], split: PackParallelism
+) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     found = []
     for rank in range(split.cp):
-        pack = build_pack(rows, ("place",), PackSplit(split.tp, split.cp, rank))
+        pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         places = pack.channels_N["place"]
         # A channel is that of the predicted token; its position follows the one it is read at.
         assert (pack.positions_T[pack.targets_N] + 1 == places).all()
@@ -89,31 +91,31 @@ def test_scored_tokens_are_predicted_from_before(lengths: list[int], split: Pack
 
 
 @given(LENGTHS, SPLITS)
-def test_each_scored_token_names_its_sequence(lengths: list[int], split: PackSplit) -> None:
+def test_each_scored_token_names_its_sequence(lengths: list[int], split: PackParallelism) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     for seed, one in enumerate(rows):
         one.channels["place"][:] = seed
     for rank in range(split.cp):
-        pack = build_pack(rows, ("place",), PackSplit(split.tp, split.cp, rank))
+        pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         assert pack.rows_N.tolist() == pack.channels_N["place"].tolist()
 
 
 def test_the_first_token_of_a_sequence_is_never_scored() -> None:
     pack = build_pack(
-        [TrainingRow(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), PackSplit()
+        [TrainingRow(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), PackParallelism()
     )
     assert pack.labels_N.tolist() == [6]
     assert pack.targets_N.tolist() == [0]
 
 
 def test_without_parallelism_nothing_is_padded() -> None:
-    pack = build_pack([row(7), row(3), row(11)], (), PackSplit())
+    pack = build_pack([row(7), row(3), row(11)], (), PackParallelism())
     assert pack.lengths.tolist() == [7, 3, 11]
     assert len(pack.input_ids_T) == 21
 
 
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
-    pack = build_pack([], ("place",), PackSplit(tp=2, cp=2))
+    pack = build_pack([], ("place",), PackParallelism(tp=2, cp=2))
     assert len(pack.input_ids_T) == 2
     assert len(pack.targets_N) == 0
 

@@ -47,7 +47,10 @@ def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
     )
     steps = range(8)
     assert [step for step in steps if schedule.evaluates(step)] == [0, 5, 7]
-    assert (schedule.list_evaluated(-1, 7), schedule.list_evaluated(0, 6)) == ([0, 5, 7], [5])
+    assert (schedule.list_evaluation_steps(-1, 7), schedule.list_evaluation_steps(0, 6)) == (
+        [0, 5, 7],
+        [5],
+    )
     assert [step for step in steps if schedule.saves_checkpoint(step)] == [3, 6, 7]
     assert [step for step in steps if schedule.exports_model(step)] == [7]
 

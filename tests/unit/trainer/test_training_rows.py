@@ -5,16 +5,16 @@ from hypothesis import strategies as st
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE,
-    AGE,
-    CURRENT,
+    ADVANTAGE_CHANNEL,
+    CURRENT_WEIGHTS_CHANNEL,
+    STALENESS_CHANNEL,
     build_rows,
     drop_unsound_tickets,
     list_version_aliases,
     summarize_batch,
 )
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
+from areal_hpc.wire.trajectory import MAX_REWARD, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 NOW = WeightVersion(1, 9)
@@ -25,11 +25,13 @@ STRETCHES = st.lists(
 """Steps of the weights that sampled some tokens, None where nobody did; and how many tokens."""
 
 
-def row(episode: int, stretches: list[tuple[int | None, int]], reward: float = 1.0) -> Trajectory:
+def row(
+    episode: int, stretches: list[tuple[int | None, int]], reward: float = 1.0
+) -> TrajectoryRow:
     steps = [step for step, tokens in stretches for _ in range(tokens)]
     sampled = np.array([step is not None for step in steps])
     packed = [-1 if step is None else WeightVersion(1, step).packed for step in steps]
-    return Trajectory(
+    return TrajectoryRow(
         ticket_id=0,
         attempt=1,
         episode=episode,
@@ -57,16 +59,16 @@ def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
     rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
     good, bad = build_rows(rows, NOW, FORKS, ObjectiveConfig())
-    assert AGE not in good.channels
-    np.testing.assert_allclose(good.channels[ADVANTAGE], np.full(5, 0.5**0.5), rtol=1e-6)
-    np.testing.assert_allclose(bad.channels[ADVANTAGE], np.full(2, -(0.5**0.5)), rtol=1e-6)
-    assert good.channels[CURRENT].tolist() == [0, 0, 1, 0, 0]
+    assert STALENESS_CHANNEL not in good.channels
+    np.testing.assert_allclose(good.channels[ADVANTAGE_CHANNEL], np.full(5, 0.5**0.5), rtol=1e-6)
+    np.testing.assert_allclose(bad.channels[ADVANTAGE_CHANNEL], np.full(2, -(0.5**0.5)), rtol=1e-6)
+    assert good.channels[CURRENT_WEIGHTS_CHANNEL].tolist() == [0, 0, 1, 0, 0]
 
 
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     (found,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
-    assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
+    assert found.channels[STALENESS_CHANNEL].tolist() == [0, 6, 6, 0, 6]
 
 
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
@@ -79,7 +81,7 @@ def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     assert list_version_aliases(WeightVersion(3, 9), forks) == renamed
 
 
-def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[Trajectory]], BatchManifest]:
+def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[TrajectoryRow]], BatchManifest]:
     """A ticket for each list of rewards, with a row for each reward."""
     rows, tickets, first = [], [], 0
     for number, own in enumerate(rewards):

@@ -6,10 +6,10 @@ import pytest
 from areal_hpc.errors import NonFiniteGradientError, ShardError
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedRecord
 from areal_hpc.trainer.untrained import (
+    build_damaged_batch_record,
+    build_nonfinite_records,
     build_norm_metrics,
-    check_grad_norms,
     is_step_taken,
-    quarantine_damaged_batch,
 )
 
 
@@ -19,7 +19,7 @@ def judge(
     earlier: list[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"] = "skip",
 ) -> list[UntrainedRecord]:
-    return check_grad_norms(
+    return build_nonfinite_records(
         norms, step, earlier, on_nonfinite,
         section="trainer.optimizer", name="batch {}".format, hint="try something",
     )  # fmt: skip
@@ -60,10 +60,10 @@ def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedRecor
 
 def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
     earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert quarantine_damaged_batch(1, [], "gone") == UntrainedRecord(1, "gone", [], "damaged")
-    assert quarantine_damaged_batch(7, earlier, "gone").step == 7
+    assert build_damaged_batch_record(1, [], "gone") == UntrainedRecord(1, "gone", [], "damaged")
+    assert build_damaged_batch_record(7, earlier, "gone").step == 7
     with pytest.raises(ShardError) as caught:
-        quarantine_damaged_batch(6, earlier, "gone")
+        build_damaged_batch_record(6, earlier, "gone")
     assert caught.value.exit_code == 65
     problem = caught.value.problems[0]
     assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
@@ -73,7 +73,7 @@ def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
     odd, asked = UntrainedRecord(5, "the gradient norm is nan"), quarantined(5, "requested")
     for between in (odd, asked):
-        assert quarantine_damaged_batch(6, [quarantined(4), between], "gone").step == 6
+        assert build_damaged_batch_record(6, [quarantined(4), between], "gone").step == 6
     assert judge([math.nan], 6, [UntrainedRecord(4, "nan"), quarantined(5)])[0].step == 6
 
 

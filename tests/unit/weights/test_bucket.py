@@ -28,7 +28,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
         packed.place(name, TENSORS[name])
     assert packed.is_full
     named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
-    assert torch.equal(packed.messages[0], torch.cat(named))
+    assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
     for name, tensor in packed.tensors.items():
         assert tensor.dtype == TENSORS[name].dtype
         assert torch.equal(tensor, TENSORS[name])
@@ -36,7 +36,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
 
 def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
     bucket, buffers = only_bucket(), PackingBuffers(CPU)
-    held = [buffers.open_bucket(bucket).messages[0].fill_(number) for number in (1, 2, 3)]
+    held = [buffers.open_bucket(bucket).tensors_to_send[0].fill_(number) for number in (1, 2, 3)]
     assert held[0].data_ptr() == held[2].data_ptr(), "two buffers, used in turn"
     assert held[1].unique().tolist() == [2]
 
@@ -46,7 +46,7 @@ def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
     for name, tensor in reversed(TENSORS.items()):
         full.place(name, tensor)
     assert full.is_full
-    for slot, message in zip(full.bucket.slots, full.messages, strict=True):
+    for slot, message in zip(full.bucket.slots, full.tensors_to_send, strict=True):
         assert message.data_ptr() == TENSORS[slot.spec.name].data_ptr(), "without a copy"
         assert full.tensors[slot.spec.name] is message
 
@@ -56,7 +56,7 @@ def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
     full = OpenBucket(bucket)
     scattered = torch.arange(6.0).reshape(2, 3).T
     full.place("w", scattered)
-    (message,) = full.messages
+    (message,) = full.tensors_to_send
     assert message.is_contiguous()
     assert torch.equal(message, scattered)
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.checksum import compare_checksums, compute_rank_digests, hash_like_sglang
+from areal_hpc.weights.checksum import (
+    compute_rank_digests,
+    compute_sglang_gpu_hash,
+    require_matching_checksums,
+)
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"
@@ -54,9 +58,11 @@ def test_vocabulary_rows_are_padded_with_zeros() -> None:
 )
 def test_every_kind_of_difference_is_named(reported: dict[str, str], message: str) -> None:
     expected = {"a": frozenset("1"), "b": frozenset("2")}
-    compare_checksums(expected, {"a": "1", "b": "2", "model.experts.0.w13": "9"}, "replica 0")
+    require_matching_checksums(
+        expected, {"a": "1", "b": "2", "model.experts.0.w13": "9"}, "replica 0"
+    )
     with pytest.raises(WeightSyncError, match=message):
-        compare_checksums(expected, reported, "replica 0")
+        require_matching_checksums(expected, reported, "replica 0")
 
 
 @pytest.mark.parametrize(
@@ -75,4 +81,7 @@ def test_the_gpu_hash_equals_sglangs_own_kernel(size: int, expected: int) -> Non
 
     At 7 and 65542 bytes, that is; at the others from its definition, computed word by word.
     """
-    assert hash_like_sglang((torch.arange(size, dtype=torch.int32) * 31 % 251).byte()) == expected
+    assert (
+        compute_sglang_gpu_hash((torch.arange(size, dtype=torch.int32) * 31 % 251).byte())
+        == expected
+    )

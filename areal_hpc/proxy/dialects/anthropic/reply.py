@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import PromptTooLongError, RequestError
+from areal_hpc.errors import PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_model_call
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockStream,
+    BlockSplitter,
     ContentBlock,
     split_into_blocks,
 )
@@ -56,11 +56,11 @@ class _MessagesExchange(Exchange):
         (answer,) = answers
         blocks = split_into_blocks(_move_invalid_calls_to_text(answer.said))
         content = [_format_block(block) for block in blocks]
-        ending = {**_describe_stop(answer, blocks), "usage": _count_usage(answer)}
+        ending = {**_build_stop_fields(answer, blocks), "usage": _count_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
-        reader = BlockStream()
+        reader = BlockSplitter()
         usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
@@ -72,14 +72,14 @@ class _MessagesExchange(Exchange):
             else:
                 rest = _format_block_changes(reader.finish())
                 ending = {
-                    "delta": _describe_stop(happened, reader.blocks),
+                    "delta": _build_stop_fields(happened, reader.blocks),
                     "usage": _count_usage(happened),
                 }
                 end = format_named_event({"type": "message_delta", **ending})
                 yield beginning + rest + end + format_named_event({"type": "message_stop"})
             beginning = b""
 
-    def format_error_event(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         return format_named_event(_build_error_fields(refusal))
 
 
@@ -147,7 +147,7 @@ def _format_block_start(block: ContentBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _describe_stop(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+def _build_stop_fields(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Why the reply ended."""
     generation = answer.generation
     if generation.finish_reason == "length":
@@ -170,7 +170,7 @@ def _count_usage(answer: RecordedReply) -> dict[str, Any]:
     }
 
 
-def _build_error_fields(refusal: RequestError) -> dict[str, Any]:
+def _build_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
     """The parameter at fault stands in front of the message: Anthropic has no field for it."""
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
     message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
@@ -181,7 +181,7 @@ def _build_error_fields(refusal: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _format_error(refusal: RequestError) -> bytes:
+def _format_error(refusal: ProxyRequestError) -> bytes:
     return msgspec.json.encode(_build_error_fields(refusal))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
@@ -119,11 +119,11 @@ def build_model_call(
     """What a request asks of the model; the defaults apply where it is silent.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong or cannot be honored.
+        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"
-        raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
+        raise ProxyRequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*list_ignored_params(request)]
     tools = _parse_tools(request.tools or [], ignored)
     choice = _parse_tool_choice(request.tool_choice, tools, model)
@@ -165,7 +165,7 @@ def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
         else:
             yield normalize_chat_message(_build_assistant_message(message, i))
     if messages[-1].role == "assistant":
-        raise RequestError(
+        raise ProxyRequestError(
             400,
             "assistant prefill is not supported: the last message must not be from the assistant",
             key=f"messages[{len(messages) - 1}]",
@@ -177,7 +177,7 @@ def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
         return message.content
     for j, block in enumerate(message.content):
         if not isinstance(block, _Text):
-            raise _misplaced_block_error(message, i, j)
+            raise _build_misplaced_block_error(message, i, j)
     return [block for block in message.content if isinstance(block, _Text)]
 
 
@@ -197,7 +197,7 @@ def _build_user_messages(message: _InputMessage, i: int) -> Iterator[Message]:
             result = {"tool_call_id": block.tool_use_id, "content": _read_tool_result_text(block)}
             yield {"role": "tool", **result}
         else:
-            raise _misplaced_block_error(message, i, j)
+            raise _build_misplaced_block_error(message, i, j)
     if texts or not message.content:
         yield {"role": "user", "content": "\n".join(texts)}
 
@@ -224,15 +224,15 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(format_tool_call(block.id, block.name, arguments))
         else:
-            raise _misplaced_block_error(message, i, j)
+            raise _build_misplaced_block_error(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}
     return {"role": "assistant", "content": text, **fields}
 
 
-def _misplaced_block_error(message: _InputMessage, i: int, j: int) -> RequestError:
+def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> ProxyRequestError:
     assert not isinstance(message.content, str)
     kind = type(message.content[j]).__struct_config__.tag
-    return RequestError(
+    return ProxyRequestError(
         400,
         f"a {message.role} message cannot contain a {kind!r} block",
         key=f"messages[{i}].content[{j}].type",
@@ -259,7 +259,7 @@ def _parse_tool_choice(
     if asked is None:
         return parse_tool_choice(model, tools, None, None, parallel=True)
     if asked.type == "tool" and asked.name is None:
-        raise RequestError(400, "the tool's name is missing", key="tool_choice.name")
+        raise ProxyRequestError(400, "the tool's name is missing", key="tool_choice.name")
     mode = "required" if asked.type == "any" else asked.type
     name = asked.name if asked.type == "tool" else None
     return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)

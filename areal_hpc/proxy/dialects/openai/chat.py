@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
@@ -14,7 +14,7 @@ from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error,
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
-    check_consistency,
+    check_shared_params,
 )
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
@@ -108,17 +108,17 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
 def _build_model_call(
     request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    check_consistency(request, model)
+    check_shared_params(request, model)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise RequestError(
+        raise ProxyRequestError(
             400,
             f"max_tokens {request.max_tokens} and max_completion_tokens "
             f"{request.max_completion_tokens} contradict each other",
             key="max_tokens",
         )
     if request.top_logprobs and not request.logprobs:
-        raise RequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
+        raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
     messages, tools = normalize_messages(request.messages), validate_tools(request.tools)
     asked = request.tool_choice
     mode = asked if isinstance(asked, str) else None
@@ -144,12 +144,12 @@ def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """The messages in normal form.
 
     Raises:
-        RequestError: 400, naming a part that is no text: nothing else is served.
+        ProxyRequestError: 400, naming a part that is no text: nothing else is served.
     """
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text" or part.text is None:
-                raise RequestError(
+                raise ProxyRequestError(
                     400,
                     f"content parts of type {part.type!r} are not supported",
                     key=f"messages[{i}].content[{j}].type",
@@ -161,7 +161,7 @@ def validate_tools(raw: Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
     """The function schemas as the client wrote them, once they have been checked.
 
     Raises:
-        RequestError: 400, naming what is wrong.
+        ProxyRequestError: 400, naming what is wrong.
     """
     for i, one in enumerate(raw or ()):
         decode_json(one, _ChatTool, f"tools[{i}]")
@@ -198,7 +198,7 @@ class _ChatExchange(ChoiceExchange):
         }
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
-        said, chunks = delta.said, [self._begin_choice(delta.choice)]
+        said, chunks = delta.said, [self._format_first_chunk(delta.choice)]
         logprobs = self._format_logprobs(delta.piece) if delta.piece.output_ids else None
         if said.text or said.reasoning or logprobs is not None:
             fields = {"reasoning_content": said.reasoning, "content": said.text}
@@ -212,11 +212,13 @@ class _ChatExchange(ChoiceExchange):
             chunks.append(self._format_chunk(delta.choice, {"tool_calls": calls}))
         return b"".join(chunks)
 
-    def format_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedReply) -> bytes:
         reason = answer.finish_reason
-        return self._begin_choice(answer.choice) + self._format_chunk(answer.choice, {}, reason)
+        return self._format_first_chunk(answer.choice) + self._format_chunk(
+            answer.choice, {}, reason
+        )
 
-    def _begin_choice(self, choice: int) -> bytes:
+    def _format_first_chunk(self, choice: int) -> bytes:
         """The first chunk of a choice, once."""
         if choice in self._begun:
             return b""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.hints import list_ignored_params
@@ -17,7 +17,7 @@ from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error,
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
-    check_consistency,
+    check_shared_params,
 )
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
@@ -39,13 +39,13 @@ class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_o
 def _build_model_call(
     request: CompletionRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
-    check_consistency(request, model)
+    check_shared_params(request, model)
     if request.echo:
-        raise RequestError(400, "echo is not supported", key="echo")
+        raise ProxyRequestError(400, "echo is not supported", key="echo")
     if request.suffix:
-        raise RequestError(400, "suffix is not supported", key="suffix")
+        raise ProxyRequestError(400, "suffix is not supported", key="suffix")
     if request.best_of not in (None, request.n or 1):
-        raise RequestError(400, "best_of must equal n", key="best_of")
+        raise ProxyRequestError(400, "best_of must equal n", key="best_of")
     return ModelCall(
         messages=(),
         tools=None,
@@ -66,9 +66,9 @@ def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]
     if isinstance(prompt, str):
         return prompt
     if any(isinstance(part, str | list) for part in prompt):
-        raise RequestError(400, "only one prompt per request is supported", key="prompt")
+        raise ProxyRequestError(400, "only one prompt per request is supported", key="prompt")
     if any(type(part) is not int for part in prompt):
-        raise RequestError(400, "prompt must be a string or a list of token ids", key="prompt")
+        raise ProxyRequestError(400, "prompt must be a string or a list of token ids", key="prompt")
     check_token_ids(model, "prompt", prompt)
     return prompt
 
@@ -91,7 +91,7 @@ class _CompletionExchange(ChoiceExchange):
         logprobs = self._format_logprobs(delta.piece, delta.choice)
         return self.format_event(_format_choice(delta.choice, delta.said.text, logprobs, None))
 
-    def format_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedReply) -> bytes:
         return self.format_event(_format_choice(answer.choice, "", None, answer.finish_reason))
 
     def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.dialects.openai.sampling import SharedCompletionParams
@@ -22,7 +22,7 @@ _ERROR_TYPE_BY_STATUS = {
 }
 
 
-def format_error_fields(refusal: RequestError) -> dict[str, Any]:
+def format_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
     """A refusal as OpenAI's error object."""
     default = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {
@@ -33,7 +33,7 @@ def format_error_fields(refusal: RequestError) -> dict[str, Any]:
     }
 
 
-def format_error(refusal: RequestError) -> bytes:
+def format_error(refusal: ProxyRequestError) -> bytes:
     """A refusal in OpenAI's shape."""
     return msgspec.json.encode({"error": format_error_fields(refusal)})
 
@@ -68,7 +68,7 @@ class ChoiceExchange(Exchange):
         """The chunks that say a part of a choice."""
 
     @abstractmethod
-    def format_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedReply) -> bytes:
         """The chunk that says that a choice has ended."""
 
     def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
@@ -86,11 +86,11 @@ class ChoiceExchange(Exchange):
                 yield self.format_delta(happened)
             else:
                 answers.append(happened)
-                yield self.format_end(happened)
+                yield self.format_choice_end(happened)
         usage = self.format_event(usage=format_usage(answers)) if self._counts_usage else b""
         yield usage + DONE_EVENT
 
-    def format_error_event(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         """The error, and the end mark."""
         return b"data: " + format_error(refusal) + b"\n\n" + DONE_EVENT
 
@@ -117,14 +117,16 @@ def format_logprobs(said: Generation | TokenChunk, encoder: TokenEncoder) -> lis
     tops: Iterable[TopLogprobs] = said.top_logprobs or [None] * len(said.output_ids)
     return [
         {
-            **_format_token(token, logprob, encoder),
-            "top_logprobs": [_format_token(other, value, encoder) for value, other, _ in top or ()],
+            **_format_token_logprob(token, logprob, encoder),
+            "top_logprobs": [
+                _format_token_logprob(other, value, encoder) for value, other, _ in top or ()
+            ],
         }
         for token, logprob, top in zip(said.output_ids, said.logprobs, tops, strict=True)
     ]
 
 
-def _format_token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
+def _format_token_logprob(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
     text = encoder.decode([token])
     # A token that is part of a character has no text of its own.
     utf8 = None if "\ufffd" in text else list(text.encode())

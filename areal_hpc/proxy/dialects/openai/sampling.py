@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import Hint
 from areal_hpc.proxy.dialects.validation import (
     Bias,
@@ -72,17 +72,17 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def check_consistency(request: SharedCompletionParams, model: ServedModel) -> None:
+def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> None:
     """Refuse what cannot hold together, and tokens that the model does not have.
 
     Raises:
-        RequestError: 400, naming the parameter.
+        ProxyRequestError: 400, naming the parameter.
     """
     if request.stream_options is not None and not request.stream:
-        raise RequestError(400, "stream_options requires stream=true", key="stream_options")
+        raise ProxyRequestError(400, "stream_options requires stream=true", key="stream_options")
     form = request.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise RequestError(400, "the schema is missing", key="response_format.json_schema")
+        raise ProxyRequestError(400, "the schema is missing", key="response_format.json_schema")
     check_token_ids(model, "stop_token_ids", request.stop_token_ids)
     check_token_ids(model, "logit_bias", request.logit_bias)
 
@@ -96,8 +96,8 @@ def build_sampling_params(
     """The request's parameters; the session's where it is silent.
 
     Raises:
-        RequestError: 400, naming a grammar that cannot hold beside another or a tool choice: the
-            engine takes one at most, and that of a reply that must call a tool is one.
+        ProxyRequestError: 400, naming a grammar that cannot hold beside another or a tool choice:
+            the engine takes one at most, and that of a reply that must call a tool is one.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     form, schema = request.response_format, None
@@ -108,7 +108,7 @@ def build_sampling_params(
     names = [name for name, value in grammars.items() if value is not None]
     if len(names) > 1 or (names and choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
-        raise RequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
+        raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
     return SamplingParams(
         temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,

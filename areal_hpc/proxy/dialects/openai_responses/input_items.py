@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
@@ -59,7 +59,7 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     """The messages that items stand for, in normal form.
 
     Raises:
-        RequestError: 400, naming what cannot be read.
+        ProxyRequestError: 400, naming what cannot be read.
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
@@ -70,7 +70,7 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
                 yield _build_assistant_message(reply)
             reply = {}
         if said is None:
-            yield normalize_chat_message(_build_other_message(item, i))
+            yield normalize_chat_message(_build_non_assistant_message(item, i))
         else:
             calls = [*reply.get("tool_calls", ()), *said.pop("tool_calls", ())]
             reply |= said
@@ -95,11 +95,11 @@ def _check_item(item: InputItem, i: int) -> None:
     needed = _REQUIRED_FIELDS_BY_TYPE.get(item.type)
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"
-        raise RequestError(400, problem, key=f"input[{i}].type")
+        raise ProxyRequestError(400, problem, key=f"input[{i}].type")
     for name in needed:
         if getattr(item, name) is None:
             problem = f"an item of type {item.type!r} needs {name}"
-            raise RequestError(400, problem, key=f"input[{i}].{name}")
+            raise ProxyRequestError(400, problem, key=f"input[{i}].{name}")
 
 
 def _read_assistant_item(item: InputItem, i: int) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ def _read_assistant_item(item: InputItem, i: int) -> dict[str, Any] | None:
     return None
 
 
-def _build_other_message(item: InputItem, i: int) -> Message:
+def _build_non_assistant_message(item: InputItem, i: int) -> Message:
     if item.type == "function_call_output":
         text = _join_texts(item.output or "", f"input[{i}].output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
@@ -130,6 +130,6 @@ def _join_texts(content: str | Sequence[ContentPart], key: str, joint: str = "\n
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXT_PART_TYPES, "refusal") or text is None:
             problem = f"content parts of type {part.type!r} are not supported"
-            raise RequestError(400, problem, key=f"{key}[{j}].type")
+            raise ProxyRequestError(400, problem, key=f"{key}[{j}].type")
         texts.append(text)
     return joint.join(texts)

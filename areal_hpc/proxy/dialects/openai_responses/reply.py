@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
-    BlockStream,
+    BlockSplitter,
     ContentBlock,
     split_into_blocks,
 )
@@ -30,7 +30,7 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 _ID_PREFIX_BY_KIND = {"text": "msg", "reasoning": "rs", "call": "fc"}
-_EVENT_NAME_BY_KIND = {
+_EVENT_PREFIX_BY_KIND = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
@@ -48,7 +48,7 @@ class _ResponsesExchange(Exchange):
         super().__init__(call, model, prefix, request.stream)
         self._request = request
         self._session = session
-        self._reader = BlockStream()
+        self._reader = BlockSplitter()
         self._sent = 0
         """Events of the stream."""
         self._tokens: list[dict[str, Any]] = []
@@ -59,14 +59,14 @@ class _ResponsesExchange(Exchange):
 
     def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         (answer,) = answers
-        return self._store_response(answer, split_into_blocks(answer.said))
+        return self._format_and_store_response(answer, split_into_blocks(answer.said))
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in live:
             beginning = b""
             if not self._sent:
-                frame = self._build_unanswered_response()
+                frame = self._build_in_progress_response()
                 beginning = self._format_event("response.created", response=frame)
                 beginning += self._format_event("response.in_progress", response=frame)
             if isinstance(happened, ReplyChunk):
@@ -77,17 +77,19 @@ class _ResponsesExchange(Exchange):
             else:
                 self._end_status = _get_status(happened)
                 rest = b"".join(map(self._format_block_change, self._reader.finish()))
-                response = msgspec.Raw(self._store_response(happened, self._reader.blocks))
+                response = msgspec.Raw(
+                    self._format_and_store_response(happened, self._reader.blocks)
+                )
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
-    def format_error_event(self, refusal: RequestError) -> bytes:
+    def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
         return self._format_event("error", error=fields, **named)
 
-    def _build_unanswered_response(self) -> dict[str, Any]:
+    def _build_in_progress_response(self) -> dict[str, Any]:
         """A Response before the model speaks."""
         request, sampling = self._request, self.call.sampling
         return {
@@ -120,13 +122,15 @@ class _ResponsesExchange(Exchange):
             "metadata": request.metadata or {},
         }
 
-    def _store_response(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
+    def _format_and_store_response(
+        self, answer: RecordedReply, blocks: Sequence[ContentBlock]
+    ) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
         response = {
-            **self._build_unanswered_response(),
+            **self._build_in_progress_response(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [
@@ -141,12 +145,12 @@ class _ResponsesExchange(Exchange):
         return body
 
     def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
-        return format_logprobs(said, self.model.encoder) if self._request.with_logprobs else []
+        return format_logprobs(said, self.model.encoder) if self._request.wants_logprobs else []
 
     def _format_item(
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        fields: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        fields: dict[str, Any] = {"id": self._build_item_id(block), "status": status}
         if block.kind == "call":
             namespace, name = self._tool_origins.get(block.name, (None, block.name))
             fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
@@ -157,7 +161,7 @@ class _ResponsesExchange(Exchange):
             return {"type": "reasoning", **fields, "summary": [], "content": content}
         return {"type": "message", **fields, "role": "assistant", "content": content}
 
-    def _item_id(self, block: ContentBlock) -> str:
+    def _build_item_id(self, block: ContentBlock) -> str:
         number = self.answer_id[len(ID_PREFIX_WITHOUT_INSTRUCTIONS) :]
         return f"{_ID_PREFIX_BY_KIND[block.kind]}_{number}{block.index:02x}"
 
@@ -188,8 +192,8 @@ class _ResponsesExchange(Exchange):
             return self._format_block_delta(block, text)
         return self._format_block_end(block)
 
-    def _locate_block(self, block: ContentBlock) -> dict[str, Any]:
-        place = {"item_id": self._item_id(block), "output_index": block.index}
+    def _build_location_fields(self, block: ContentBlock) -> dict[str, Any]:
+        place = {"item_id": self._build_item_id(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
@@ -199,18 +203,21 @@ class _ResponsesExchange(Exchange):
         )
         if block.kind == "call":
             return begun
-        place, empty = self._locate_block(block), _format_part(block, "", [])
+        place, empty = self._build_location_fields(block), _format_part(block, "", [])
         return begun + self._format_event("response.content_part.added", **place, part=empty)
 
     def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
-        fields = {**self._locate_block(block), "delta": text}
+        fields = {**self._build_location_fields(block), "delta": text}
         if block.kind == "text":
             fields["logprobs"] = self._tokens[self._shown :]
             self._shown = len(self._tokens)
-        return self._format_event(f"{_EVENT_NAME_BY_KIND[block.kind]}.delta", **fields)
+        return self._format_event(f"{_EVENT_PREFIX_BY_KIND[block.kind]}.delta", **fields)
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
-        place, name = self._locate_block(block), f"{_EVENT_NAME_BY_KIND[block.kind]}.done"
+        place, name = (
+            self._build_location_fields(block),
+            f"{_EVENT_PREFIX_BY_KIND[block.kind]}.done",
+        )
         item = self._format_item(block, self._end_status, self._tokens)
         if block.kind == "call":
             ended = self._format_event(name, **place, name=item["name"], arguments=block.text)
@@ -241,11 +248,11 @@ def retrieve_response(session: Session, response_id: str) -> bytes:
     """The body of a Response that was answered before.
 
     Raises:
-        RequestError: 404, there is none of this id.
+        ProxyRequestError: 404, there is none of this id.
     """
     body = session.responses.get(response_id)
     if body is None:
-        raise RequestError(404, f"this session has no response {response_id!r}")
+        raise ProxyRequestError(404, f"this session has no response {response_id!r}")
     return body
 
 
@@ -253,7 +260,7 @@ def delete_response(session: Session, response_id: str) -> bytes:
     """Keep a Response no longer. What was said stays recorded, and may be gone on from.
 
     Raises:
-        RequestError: 404, there is none of this id.
+        ProxyRequestError: 404, there is none of this id.
     """
     retrieve_response(session, response_id)
     del session.responses[response_id]

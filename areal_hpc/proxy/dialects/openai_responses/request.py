@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestError
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
@@ -35,7 +35,7 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.completion_prompts import RAW_CONTEXT
+from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
@@ -129,7 +129,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     truncation: Hint = None
 
     @property
-    def with_logprobs(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """The reply's tokens and their log-probabilities are asked for."""
         return LOGPROBS_INCLUDE in (self.include or ())
 
@@ -140,9 +140,9 @@ def build_model_call(
     """What a request asks of the model, and where the tools come from that have a namespace.
 
     Raises:
-        RequestError: 400, naming the parameter that is wrong or cannot be honored.
+        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
-    _refuse_contradictions(request)
+    _validate_options(request)
     ignored = [*list_ignored_params(request)]
     tools, origins = _parse_tools(request.tools or [], ignored)
     asked_choice = request.tool_choice
@@ -158,7 +158,7 @@ def build_model_call(
     else:
         messages += build_messages(request.input or [])
     if not messages:
-        raise RequestError(400, "input is empty", key="input")
+        raise ProxyRequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None
     variables = build_effort_variables(effort, model, "reasoning.effort", ignored)
     if any(name != LOGPROBS_INCLUDE for name in request.include or ()):
@@ -187,20 +187,20 @@ def build_model_call(
     return call, origins
 
 
-def _refuse_contradictions(request: ResponsesRequest) -> None:
+def _validate_options(request: ResponsesRequest) -> None:
     if request.background:
-        raise RequestError(400, "background=true is not supported", key="background")
-    if request.top_logprobs and not request.with_logprobs:
-        raise RequestError(
+        raise ProxyRequestError(400, "background=true is not supported", key="background")
+    if request.top_logprobs and not request.wants_logprobs:
+        raise ProxyRequestError(
             400, f"top_logprobs needs {LOGPROBS_INCLUDE} in include", key="top_logprobs"
         )
     options = request.stream_options
     if options is not None and (options.include_obfuscation or not request.stream):
         problem = "stream_options supports only include_obfuscation=false"
-        raise RequestError(400, problem, key="stream_options")
+        raise ProxyRequestError(400, problem, key="stream_options")
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and form.schema is None:
-        raise RequestError(400, "the schema is missing", key="text.format.schema")
+        raise ProxyRequestError(400, "the schema is missing", key="text.format.schema")
 
 
 def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iterable[Message]:
@@ -210,11 +210,11 @@ def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iter
         return []
     if previous_id not in tree:
         problem = f"this session has no response {previous_id!r}"
-        raise RequestError(400, problem, key="previous_response_id")
+        raise ProxyRequestError(400, problem, key="previous_response_id")
     path = tree.get_path_to(tree[previous_id])
-    if any(one.context == RAW_CONTEXT for one in path):
+    if any(one.context == RAW_PROMPT_CONTEXT for one in path):
         problem = f"{previous_id!r} continues a plain prompt, not a conversation"
-        raise RequestError(400, problem, key="previous_response_id")
+        raise ProxyRequestError(400, problem, key="previous_response_id")
     messages = [message for one in path for message in (*one.new_messages, one.reply)]
     return messages[1:] if previous_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS) else messages
 

@@ -1,7 +1,7 @@
 """Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
 
 The table is data: one `ParamMap` per Megatron parameter, in export order. A new family adds
-rows (`_list_layer`).
+rows (`_list_layer_parameters`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,14 +59,14 @@ def build_weight_map(arch: Architecture) -> list[ParamMap]:
     norm = HfTensorSpec("model.norm.weight", (arch.hidden,))
     table = [ParamMap(EMBEDDING_NAME, (embed,), TpSplit.VOCAB)]
     for layer in range(arch.layers):
-        table += _list_layer(arch, layer)
+        table += _list_layer_parameters(arch, layer)
     table.append(ParamMap(FINAL_NORM_NAME, (norm,), TpSplit.WHOLE))
     if not arch.tied:
         table.append(ParamMap(OUTPUT_NAME, (HfTensorSpec("lm_head.weight", words),), TpSplit.VOCAB))
     return table
 
 
-def _list_layer(arch: Architecture, layer: int) -> Iterator[ParamMap]:
+def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]:
     hidden, head_dim = arch.hidden, arch.head_dim
     widths = {"q": arch.heads * head_dim, "k": arch.kv_heads * head_dim}
     widths["v"] = widths["k"]

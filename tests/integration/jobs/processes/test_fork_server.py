@@ -18,7 +18,7 @@ from areal_hpc.rundir.jobs import (
     TaskExit,
 )
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
+from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
 
@@ -106,7 +106,7 @@ class ForkedJob:
             variables={"agents": {"PYTHONPATH": str(folder)}},
             stop_grace_s=5.0,
         )
-        self.handle: JobHandle = submit_local(launch, run_task)
+        self.handle: LocalJobHandle = submit_local(launch, run_task)
 
     def words(self) -> list[str]:
         return self._words.read_text().splitlines() if self._words.exists() else []
@@ -121,7 +121,7 @@ class ForkedJob:
         return self.starts()
 
     def await_exits(self) -> list[TaskExit]:
-        wait_for(self.handle.done, why=self.logs)
+        wait_for(self.handle.is_done, why=self.logs)
         return self.handle.read_task_exits()
 
     def logs(self) -> str:
@@ -138,7 +138,7 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.handles: list[JobHandle] = []
+        self.handles: list[LocalJobHandle] = []
         (folder / "entries.py").write_text(ENTRIES)
 
     def submit(self, function: str, tasks: int = 1, **options: object) -> ForkedJob:
