@@ -96,7 +96,11 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.slurm.run_jobs import get_run_label, list_recorded_job_ids, list_unrecorded_jobs
+    from areal_hpc.slurm.run_jobs import (
+        get_experiment_label,
+        list_recorded_job_ids,
+        list_unrecorded_jobs,
+    )
     from areal_hpc.view.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
@@ -109,7 +113,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]
         return (*list_recorded_job_ids(paths), *unrecorded)
 
-    ended = cancel_jobs(find_jobs, label=get_run_label(paths), grace_s=grace_s, say=say)
+    ended = cancel_jobs(find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say)
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
 
@@ -220,7 +224,7 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     paths = RunPaths(out.resolve())
     replay = ReplayRun(run, first, last, arguments.overrides, paths)
     reporter = PlainReporter(paths, last, 0)
-    reporter.say(f"replay   steps {first} to {last} of {run.root}")
+    reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
     try:
         with catch_stop_signals(STOPPING_MESSAGE) as stop:
             replay.carry_out(reporter, stop)

@@ -154,7 +154,7 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.assign_incarnation(incarnation, get_rendezvous_address(ports))
+        self.nodes.order_node_parts(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _check_startup(self, server: SGLangServer, now: float) -> None:

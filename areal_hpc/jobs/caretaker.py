@@ -37,7 +37,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
 from areal_hpc.slurm.resubmit import submit_again
-from areal_hpc.slurm.run_jobs import get_run_label, list_unrecorded_jobs
+from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Caretaker:
     def _read_job_statuses(self) -> dict[str, JobStatus]:
         newest = get_latest_submissions(read_submissions(self._paths.submissions))
         ids = [one.job_id for one in newest.values()]
-        snapshot = self._queue.poll(ids).filter_jobs(ids, get_run_label(self._paths))
+        snapshot = self._queue.poll(ids).filter_jobs(ids, get_experiment_label(self._paths))
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         names = (self._config.leader, *self._config.others)

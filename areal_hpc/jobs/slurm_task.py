@@ -82,7 +82,7 @@ class SlurmTask:
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
-    def prepare_start(self) -> TaskExit | None:
+    def join_start(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
         Raises:

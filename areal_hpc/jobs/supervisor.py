@@ -122,7 +122,7 @@ class LocalTask:
         self._launch = launch
         self._position = position
 
-    def prepare_start(self) -> TaskExit | None:
+    def join_start(self) -> TaskExit | None:
         """Nothing stands in the way."""
         return None
 
@@ -202,7 +202,7 @@ class _Supervisor:
         return outcome
 
     def _run_processes(self) -> TaskExit:
-        if (refusal := self._task.prepare_start()) is not None:
+        if (refusal := self._task.join_start()) is not None:
             return refusal
         self._surroundings = self._task.build_environment()
         for child in self._children:
@@ -325,7 +325,7 @@ class _Supervisor:
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
         if decision == "fail":
-            return TaskExit(code, spec.name, child.read_exit_reason(), str(child.log_path))
+            return TaskExit(code, spec.name, child.read_error_or_log_tail(), str(child.log_path))
         if spec.is_rank:
             self._events.record("ranks_restarted", process=spec.name, failures=failures)
         else:

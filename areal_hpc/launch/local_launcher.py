@@ -40,7 +40,7 @@ LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses
 class ProgressReporter(Protocol):
     """Shows a person what is going on."""
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """One line that stays."""
 
     def show_progress(self, stage: str) -> None:
@@ -65,7 +65,7 @@ def run(
     """
     with lock_prepared_run(
         recipe,
-        say=reporter.say,
+        say=reporter.print_line,
         fresh=fresh,
         sys_path=sys_path,
         known_problems=find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
@@ -152,7 +152,7 @@ class LocalLauncher:
         self._jobs = []
         self._gpus = assign_gpus(stage, find_visible_gpus(os.environ), self._recipe)
         for line in format_assignment(self._gpus):
-            self._reporter.say(f"GPUs     {line}")
+            self._reporter.print_line(f"GPUs     {line}")
         try:
             for spec in stage.jobs:
                 handle = self._submit_job(spec)
@@ -217,10 +217,10 @@ class LocalLauncher:
         what = failure.problems[0].message.splitlines()[0].rstrip(":")
         job.handle.kill()
         if decision == "continue_without":
-            self._reporter.say(f"{what}; the run goes on without this job")
+            self._reporter.print_line(f"{what}; the run goes on without this job")
             self._jobs.remove(job)
         else:
-            self._reporter.say(f"{what}; this job is started again")
+            self._reporter.print_line(f"{what}; this job is started again")
             job.handle, job.begun_at_step, job.submitted_at = self._submit_job(job.spec), step, now
 
     def _find_failure(self, job: _Job) -> JobFailedError | None:

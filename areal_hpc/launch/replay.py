@@ -104,11 +104,11 @@ class ReplayRun:
         self, reporter: local_launcher.ProgressReporter, stop: threading.Event
     ) -> None:
         start, first = self.start, self._first_step
-        reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")
+        reporter.print_line(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._prepare_output_dir()
         if self._is_changed and start.step + 1 < first:
             steps = f"steps {start.step + 1} to {first - 1}"
-            reporter.say(f"lead-in  training {steps} with the recorded settings")
+            reporter.print_line(f"lead-in  training {steps} with the recorded settings")
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_leftovers(self._out.checkpoints_dir):
@@ -116,7 +116,7 @@ class ReplayRun:
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
         for line in compare_metrics(self._run, self._out, range(start.step + 1, last_same + 1)):
-            reporter.say(line)
+            reporter.print_line(line)
 
     def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out

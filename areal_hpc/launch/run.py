@@ -86,7 +86,7 @@ def run(
             open_progress_reporter(recipe, paths) as reporter,
         ):
             for note in (*notes, f"run      {paths.root}"):
-                reporter.say(note)
+                reporter.print_line(note)
             local_launcher.run(
                 recipe,
                 reporter=reporter,

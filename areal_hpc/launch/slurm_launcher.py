@@ -367,5 +367,5 @@ def _wait_for_jobs_to_end(
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
             live = find_live_job_ids(live)
         if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
-            reporter.say(f"the run is finished; jobs are still ending: {', '.join(live)}")
+            reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

@@ -32,7 +32,7 @@ def form_next_batch(
     Changes nothing: the caller makes it durable and then calls `record_batch`.
     """
     policy, size = tickets.policy, tickets.policy.batch_size
-    if tickets.n_settled < size or tickets.n_formed_batches >= policy.total_steps:
+    if tickets.n_ready_for_batch < size or tickets.n_formed_batches >= policy.total_steps:
         return None
     taken = tickets.list_first_settled(size)
     current = WeightVersion(generation, tickets.n_formed_batches)
@@ -67,16 +67,19 @@ class StalenessCheck:
         """
         policy, current = tickets.policy, WeightVersion(generation, tickets.n_formed_batches)
         known_young = self._passed if current == self._version else 0
-        if policy.stale_groups == "train_with_correction" or known_young == tickets.n_settled:
+        if (
+            policy.stale_groups == "train_with_correction"
+            or known_young == tickets.n_ready_for_batch
+        ):
             return []
         kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
         limit = policy.max_head_offpolicyness
         found = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
-            for ticket in tickets.list_first_settled(tickets.n_settled)[known_young:]
+            for ticket in tickets.list_first_settled(tickets.n_ready_for_batch)[known_young:]
             if (age := _compute_ticket_age(ticket, current, forks)) > limit
         ]
-        self._version, self._passed = (None, 0) if found else (current, tickets.n_settled)
+        self._version, self._passed = (None, 0) if found else (current, tickets.n_ready_for_batch)
         return found
 
 

@@ -172,7 +172,7 @@ class LedgerService:
                     self._work.notify_all()
                 if await patience.wait_for(self._progress, until_s):
                     continue
-            return wire.BatchReply(manifest, self._tickets.n_settled, trouble)
+            return wire.BatchReply(manifest, self._tickets.n_ready_for_batch, trouble)
 
     async def record_published_step(
         self, request: wire.WeightsPublishedRequest, patience: LongPoll
@@ -212,8 +212,8 @@ class LedgerService:
             generation=self._state.generation,
             version_step=tickets.version_step,
             leased=tickets.n_leased,
-            finished=tickets.n_finished,
-            settled=tickets.n_settled,
+            finished=tickets.n_awaiting_seal,
+            settled=tickets.n_ready_for_batch,
             trained=tickets.n_trained,
             dropped=tickets.drop_stats.count_drops("failed", "stale"),
             filtered=tickets.drop_stats.count_drops("filtered"),

@@ -108,12 +108,12 @@ class TicketTable:
         return len(self._leased)
 
     @property
-    def n_finished(self) -> int:
+    def n_awaiting_seal(self) -> int:
         """Tickets that ended and lie unsealed in some cell's journal."""
         return len(self._finished)
 
     @property
-    def n_settled(self) -> int:
+    def n_ready_for_batch(self) -> int:
         """Tickets sealed in a shard and in no batch yet."""
         return len(self._settled)
 
@@ -158,7 +158,11 @@ class TicketTable:
     def count_leasable(self) -> int:
         """Number of tickets that may be leased now (`admission.count_admissible`)."""
         counts = TicketCounts(
-            self.n_leased, self.n_finished, self.n_settled, self.n_batched, self.n_formed_batches
+            self.n_leased,
+            self.n_awaiting_seal,
+            self.n_ready_for_batch,
+            self.n_batched,
+            self.n_formed_batches,
         )
         return count_admissible(self.policy, counts)
 
@@ -285,7 +289,7 @@ class TicketTable:
             self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
-        self.drop_stats.record_batch(manifest.counts)
+        self.drop_stats.mark_reported(manifest.counts)
 
     def set_version_step(self, step: int) -> None:
         """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint."""

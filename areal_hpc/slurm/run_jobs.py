@@ -31,7 +31,7 @@ class LiveJob:
         return is_waiting and self.queued.reason == HELD_BY_USER_REASON
 
 
-def get_run_label(paths: RunPaths) -> str:
+def get_experiment_label(paths: RunPaths) -> str:
     """Text in the name or the comment of every Slurm job of a run."""
     return paths.root.parent.name
 
@@ -67,7 +67,7 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
     recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
-    label = get_run_label(paths)
+    label = get_experiment_label(paths)
     found = {job.job_id: job for job in call_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
         LiveJob(submission, found[job_id], is_recorded=True)

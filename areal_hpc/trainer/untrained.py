@@ -46,7 +46,7 @@ def build_nonfinite_records(
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
-    before = _list_steps_before(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
+    before = _list_rest_of_streak(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
     if {*before} <= {one.step for one in earlier if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
             f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
@@ -68,7 +68,7 @@ def build_damaged_batch_record(
     Raises:
         ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.
     """
-    before = _list_steps_before(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
+    before = _list_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
     if {*before} <= {one.step for one in earlier if one.quarantine == "damaged"}:
         raise ShardError(
             f"batch {step} cannot be read: {reason}; nor could "
@@ -82,7 +82,7 @@ def build_damaged_batch_record(
     return UntrainedRecord(step, reason, quarantine="damaged")
 
 
-def _list_steps_before(step: int, length: int) -> range:
+def _list_rest_of_streak(step: int, length: int) -> range:
     """The steps that make a streak of this length together with `step`."""
     return range(step - length + 1, step)
 

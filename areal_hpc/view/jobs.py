@@ -24,7 +24,7 @@ from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_live
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
-    get_run_label,
+    get_experiment_label,
     list_recorded_job_ids,
     list_unrecorded_jobs,
 )
@@ -125,7 +125,7 @@ def build_run_jobs(
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(submission.job_id for submission in submissions)
-    snapshot = answer.filter_jobs(ids, get_run_label(paths))
+    snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
     newest = get_latest_submissions(submissions)
     held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
     names = set(newest) or {

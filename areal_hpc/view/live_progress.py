@@ -36,7 +36,7 @@ class PlainReporter:
         self._evaluated = {step for step, _ in before.evaluations}
         self._looked_at = 0.0
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """Print a line."""
         self._console.print(message)
 
@@ -59,14 +59,14 @@ class PlainReporter:
             if row["step"] >= self._last_sft + self._sft_steps / MAX_SFT_LINES:
                 self._last_sft = row["step"]
                 loss = format_metric(row["loss"], ".4f")
-                self.say(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
+                self.print_line(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
         for row in snapshot.steps:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
-                self.say(format_step_line(row, self._total_steps))
+                self.print_line(format_step_line(row, self._total_steps))
             elif EVAL_REWARD_METRIC in row and row["step"] not in self._evaluated:
                 evaluation = {"step": row["step"], EVAL_REWARD_METRIC: row[EVAL_REWARD_METRIC]}
-                self.say(format_step_line(evaluation, self._total_steps))
+                self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = {step for step, _ in snapshot.evaluations}
 
     def close(self) -> None:

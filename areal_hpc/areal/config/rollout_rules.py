@@ -68,7 +68,7 @@ def _translate_partial_groups(value: Any, source: ArealConfigValues) -> dict[str
     return {} if value else {"rollout.min_samples": 2}
 
 
-def _generation_rules(section: str) -> tuple[Rule, ...]:
+def _non_sampling_generation_rules(section: str) -> tuple[Rule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
         fixed_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
@@ -150,7 +150,7 @@ ROLLOUT_RULES = (
     *_build_sampling_param_rules("top_k"),
     Rule("gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True),
     fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
-    *_generation_rules("gconfig"),
+    *_non_sampling_generation_rules("gconfig"),
     Rule(
         "gconfig.drop_incomplete_group",
         "`rollout.min_samples`: 2 if false",
@@ -161,7 +161,7 @@ ROLLOUT_RULES = (
     Rule(
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _translate_greedy_evaluation
     ),
-    *_generation_rules("eval_gconfig"),
+    *_non_sampling_generation_rules("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),

@@ -75,7 +75,7 @@ class ForkServerClient:
             if not content:
                 self._exit_code = -signal.SIGKILL
                 if self.pid is not None:
-                    _signal_session(self.pid, signal.SIGKILL)
+                    _signal_process_group(self.pid, signal.SIGKILL)
                 break
             reply = msgspec.json.decode(content, type=ForkReply)
             self.pid, self._exit_code = reply.pid, reply.exit_code
@@ -98,7 +98,7 @@ class ForkServerClient:
         if self.pid is None:
             self._server.kill()
         else:
-            _signal_session(self.pid, number)
+            _signal_process_group(self.pid, number)
 
     def wait(self) -> int:
         """Wait for the end of the killed process; its exit code. A server that hangs is killed."""
@@ -135,7 +135,7 @@ class ExecutedProcess:
 
     def signal_session(self, number: int) -> None:
         """Signal the process and all that it started, also when it has ended itself."""
-        _signal_session(self._process.pid, number)
+        _signal_process_group(self._process.pid, number)
 
 
 def _start_session(
@@ -154,7 +154,7 @@ def _start_session(
         )
 
 
-def _signal_session(pid: int, number: int) -> None:
+def _signal_process_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
@@ -216,7 +216,7 @@ class ManagedProcess:
         except FileNotFoundError:
             return 0
 
-    def read_exit_reason(self) -> str:
+    def read_error_or_log_tail(self) -> str:
         """The error the process left, or the end of its log."""
         left = get_process_error_path(self.config_path)
         if left.exists():

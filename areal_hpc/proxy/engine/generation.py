@@ -20,7 +20,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
 from areal_hpc.wire.weight_version import WeightVersion
 
-JSON_WHITESPACE = b" \t\r\n"
+JSON_WHITESPACE_BYTES = b" \t\r\n"
 Decoded = TypeVar("Decoded")
 SGLANG_DEFAULT_WEIGHT_VERSION = "default"
 """SGLang's version of weights that nobody gave one."""
@@ -264,7 +264,7 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
         raise EngineLostError(f"{where} aborted the generation: {reason.message}")
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
-    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE):
+    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
         raise EngineLostError(f"{where}: token ids and log-probabilities differ in length")
     spans = [
         VersionSpan(_pack_version(where, s.version), s.start, s.end) for s in meta.weight_versions

@@ -69,7 +69,7 @@ class TicketsSealed(Struct, tag="sealed", frozen=True):
     tickets: list[SealedTicket]
 
 
-class TicketsSettled(Struct, tag="settled", frozen=True):
+class TicketsAcknowledged(Struct, tag="settled", frozen=True):
     """The ledger acknowledged the tickets, sealed or dropped."""
 
     refs: list[TicketRef]
@@ -84,7 +84,7 @@ Event = (
     | TicketFinished
     | TicketDropped
     | TicketsSealed
-    | TicketsSettled
+    | TicketsAcknowledged
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -48,7 +48,7 @@ class JournalCompactionPlan:
                 return ref not in self.settled
             case events.TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
-            case events.TicketsSettled(refs=refs):
+            case events.TicketsAcknowledged(refs=refs):
                 return not self.all_settled or any(ref not in self.settled for ref in refs)
             case event:
                 return event.session_id not in self.gone
@@ -187,7 +187,7 @@ class JournaledRecorder:
             self._sealed_refs.add(event.ref)
         elif isinstance(event, events.TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
-        elif isinstance(event, events.TicketsSettled):
+        elif isinstance(event, events.TicketsAcknowledged):
             self._settled_refs.update(event.refs)
 
     # Forgetting ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.sessions.events import TicketDropped, TicketsSealed, TicketsSettled
+from areal_hpc.proxy.sessions.events import TicketDropped, TicketsAcknowledged, TicketsSealed
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket
 from areal_hpc.recipe.sections.recording import ShardConfig
@@ -174,7 +174,7 @@ class TicketSealer:
             for ref, reason in dropped.items():
                 drop = DropRequest(self._cell, ref, reason)
                 await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
-            self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
+            self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
             await self._recorder.compact_if_due()
 
     async def close(self) -> None:

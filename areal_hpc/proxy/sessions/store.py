@@ -151,7 +151,7 @@ class SessionStore:
                 for ticket in event.tickets:
                     self._remove_finished_ticket(ticket.ref)
                     self.sealed[ticket.ref] = ticket
-            case events.TicketsSettled():
+            case events.TicketsAcknowledged():
                 for ref in event.refs:
                     self._mark_ticket_settled(ref)
 

@@ -123,7 +123,7 @@ def build_rows(
         objective.min_reward_std,
     )
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
-    held = [version.packed for version in list_version_aliases(current, forks)]
+    held = [version.packed for version in list_current_weight_names(current, forks)]
     rows = []
     for trajectory, advantage in zip(batch, advantages_B, strict=True):
         size = trajectory.num_tokens
@@ -142,7 +142,7 @@ def build_rows(
     return rows
 
 
-def list_version_aliases(
+def list_current_weight_names(
     current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""

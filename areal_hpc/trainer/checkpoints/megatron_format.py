@@ -46,7 +46,7 @@ def save_sharded(policy: Policy, optimizer: Any, directory: Path, open_copy: Ope
     try:
         dist_checkpointing.save(state, str(directory), _StreamedSaveStrategy(files))
     except CheckpointException as error:
-        raise build_checkpoint_write_error(directory, _get_first_failure(error)) from error
+        raise build_checkpoint_write_error(directory, _describe_first_failure(error)) from error
     return files.data_name
 
 
@@ -61,7 +61,7 @@ def load_sharded(policy: Policy, optimizer: Any, directory: Path) -> None:
         loaded = dist_checkpointing.load(state, str(directory), TorchDistLoadShardedStrategy())
     except CheckpointException as error:
         raise ShardError(
-            f"a checkpoint cannot be read: {_get_first_failure(error)}",
+            f"a checkpoint cannot be read: {_describe_first_failure(error)}",
             key=str(directory),
             hint="move it aside: the run then goes on from the checkpoint before",
         ) from error
@@ -69,7 +69,7 @@ def load_sharded(policy: Policy, optimizer: Any, directory: Path) -> None:
     load_optimizer_state(optimizer, loaded["optimizer"])
 
 
-def _get_first_failure(collected: CheckpointException) -> str:
+def _describe_first_failure(collected: CheckpointException) -> str:
     """One of the failures that PyTorch collects, in an exception that is no `Exception`."""
     rank, (failure, _) = next(iter(collected.failures.items()))
     return f"{type(failure).__name__} on rank {rank}: {failure}"

@@ -16,11 +16,11 @@ class StepRecord:
 
     def __init__(self, metrics: MetricsWriter, version: WeightVersion, row: FlatRow | None) -> None:
         self.metrics = metrics
-        self._begin_timing()
+        self._restart_timing()
         self.begin(version, row or {})
         self._is_open = row is not None
 
-    def _begin_timing(self) -> None:
+    def _restart_timing(self) -> None:
         self.timer = PhaseTimer()
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
@@ -47,4 +47,4 @@ class StepRecord:
         # A row reopened by a resume keeps the times of its first writing.
         self.metrics.write(self.version.step, known | {"time/step_s": seconds} | self.row)
         self._is_open = False
-        self._begin_timing()
+        self._restart_timing()

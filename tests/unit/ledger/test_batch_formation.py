@@ -97,7 +97,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: DropKind, state: str)
     sealed = settled(ref, WeightVersion(1, 0))
     drop = DroppedTicket(ref, "", kind)
     tickets = rebuilt(tickets_of().policy, dropped=[drop], settled=[sealed])
-    assert tickets.n_settled == 0
+    assert tickets.n_ready_for_batch == 0
     assert tickets.get_state(0) == state
     assert tickets.drop_stats.build_batch_counts(0).stale_requeued == (kind == "requeued")
 

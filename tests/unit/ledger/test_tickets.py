@@ -68,7 +68,7 @@ def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothi
     for ref in (c, a, b):
         tickets.settle(settled(ref))
     asked = form_next_batch(tickets, generation=1)
-    assert tickets.n_settled == 3
+    assert tickets.n_ready_for_batch == 3
     assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
     assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])
 
@@ -155,7 +155,7 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     tickets = TicketTable(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
     tickets.reconcile_cell_report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
-    assert tickets.n_leased == tickets.n_finished == 0
+    assert tickets.n_leased == tickets.n_awaiting_seal == 0
     assert [tickets.get_state(i) for i in range(6)] == ["unissued"] * 6
 
 

@@ -249,8 +249,8 @@ class TicketHistories(RuleBasedStateMachine):
         assert self.count("unissued") == 0
         ledger = self.ledger
         assert ledger.n_leased == self.count("leased")
-        assert ledger.n_finished == self.count("finished")
-        assert ledger.n_settled == self.count("settled")
+        assert ledger.n_awaiting_seal == self.count("finished")
+        assert ledger.n_ready_for_batch == self.count("settled")
         assert ledger.drop_stats.count_drops("failed", "stale") == self.count("dropped")
         assert ledger.drop_stats.count_drops("filtered") == self.count("filtered")
         assert ledger.drop_stats.count_drops("requeued") == len(self.disk.requeued)

@@ -45,7 +45,9 @@ def form_batch(tickets: TicketTable) -> BatchManifest:
 
 def fill_batch(tickets: TicketTable) -> BatchManifest:
     """The next batch, of what is settled and of fresh tickets."""
-    for ref in tickets.lease_tickets("b", tickets.policy.batch_size - tickets.n_settled, 0.0):
+    for ref in tickets.lease_tickets(
+        "b", tickets.policy.batch_size - tickets.n_ready_for_batch, 0.0
+    ):
         tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
     return form_batch(tickets)
 

@@ -20,8 +20,8 @@ from areal_hpc.proxy.sessions.events import (
     SessionOpened,
     TicketDropped,
     TicketFinished,
+    TicketsAcknowledged,
     TicketsSealed,
-    TicketsSettled,
     decode_event,
     encode_event,
 )
@@ -145,7 +145,7 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def settle(self, draw: int) -> None:
         refs = [*self.store.sealed, *self.store.dropped]
-        self.recorder.record(TicketsSettled(refs[: 1 + draw % 2]))
+        self.recorder.record(TicketsAcknowledged(refs[: 1 + draw % 2]))
 
     @rule()
     def compact(self) -> None:
