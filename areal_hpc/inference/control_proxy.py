@@ -68,7 +68,7 @@ class ControlProxyApp(JsonApp):
         """Status and text for what `answer` has raised."""
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
-        return super().describe_error(request, error)
+        return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, then act or ask SGLang."""

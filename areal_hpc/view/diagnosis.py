@@ -20,9 +20,9 @@ CASCADE_WINDOW_S = 120.0
 that lost their trainer."""
 RUNNING_CASCADE_WINDOW_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
-MIN_STALL_STEPS = 5
+MIN_STEPS_WITHOUT_PROGRESS = 5
 """A run that has trained no step for longer than so many take is stalled..."""
-MIN_STALL_S = 300.0
+MIN_TIME_WITHOUT_PROGRESS_S = 300.0
 """...and for longer than a start, an evaluation or a checkpoint takes."""
 MIN_FREE_DISK_BYTES = 256 << 20
 """With less the next checkpoint or shard may not fit."""
@@ -137,7 +137,7 @@ def _diagnose_no_progress(
         return None
     began_at = max(evidence.pace.last_at, leader.queued.start or 0.0)
     silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
-    if silent_s < max(MIN_STALL_STEPS * usual_s, MIN_STALL_S):
+    if silent_s < max(MIN_STEPS_WITHOUT_PROGRESS * usual_s, MIN_TIME_WITHOUT_PROGRESS_S):
         return None
     headline = (
         f"the run is stalled: no step for {format_duration(silent_s)}, "

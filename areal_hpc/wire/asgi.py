@@ -52,7 +52,7 @@ class JsonApp(ABC):
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Status and JSON of the answer to a request. May raise whatever it likes."""
 
-    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
         if isinstance(error, HTTPException):
             return error.status_code, error.detail
@@ -69,7 +69,7 @@ class JsonApp(ABC):
         except ClientDisconnect:
             return
         except Exception as error:  # boundary: one bad request must not end the service
-            status, text = self.describe_error(request, error)
+            status, text = self.get_error_status_and_text(request, error)
             content = msgspec.json.encode({"error": text})
         await Response(content, status, media_type="application/json")(scope, receive, send)
 

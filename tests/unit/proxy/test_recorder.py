@@ -126,7 +126,7 @@ class RecorderMachine(RuleBasedStateMachine):
         session = self.pick(draw, ended=True)
         if not session or not any(one.reward for one in session.tree):
             return
-        if session.is_recorded and (ref := session.request.ref):
+        if session.must_persist and (ref := session.request.ref):
             self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
 
     @precondition(lambda self: self.store.finished)

@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.diagnosis import MIN_STALL_S, diagnose
+from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
 from areal_hpc.view.jobs import JobView, get_run_state
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
@@ -36,7 +36,7 @@ def event(name: str, role: str, at: float = NOW, **facts: Any) -> dict[str, Any]
 
 KILLED = event("process_exited", "trainer", NOW - 1, process="trainer", exit_code=137)
 GLOO = LogTraceback(NOW, log_file("trainer", "trainer-1"), ("Traceback", "RuntimeError: gloo"))
-SLOW, QUICK = StepPace(20.0, -MIN_STALL_S - 1), StepPace(20.0, -90)
+SLOW, QUICK = StepPace(20.0, -MIN_TIME_WITHOUT_PROGRESS_S - 1), StepPace(20.0, -90)
 """The time of the last step is from now: the table is made long before its tests run."""
 LOST_CELL = "cell-1 (job 9) "
 

@@ -40,7 +40,7 @@ from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
-such a reply brings its own. Other ids begin with `PLAIN`."""
+such a reply brings its own. Other ids begin with `ID_PREFIX_WITHOUT_INSTRUCTIONS`."""
 ID_PREFIX_WITHOUT_INSTRUCTIONS = "resp_n"
 ToolOrigins = dict[str, tuple[str, str]]
 """Namespace and name of the tools that have a namespace, by the name the model knows."""
