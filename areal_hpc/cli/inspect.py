@@ -254,11 +254,11 @@ def _verify_shards(arguments: argparse.Namespace) -> int:
 
 def _find_tokenizer_file(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.rundir.run_recipe import read_run_recipe
 
     folders = [paths.sft_export, paths.tiny_model_dir]
     if paths.recipe.exists():
-        named = load_recipe(paths.recipe).model.path
-        folders += [named] if named else []
+        named = read_run_recipe(paths.recipe).get("model", {}).get("path")
+        folders += [Path(named)] if named else []
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.is_file()), None)

@@ -228,7 +228,7 @@ def _read_caller(request: Request) -> ControlCaller:
 async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
     try:
         return msgspec.json.decode(await _read_body(request), type=form)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPException(400, str(error)) from error
 
 

@@ -68,7 +68,7 @@ class LedgerApp(JsonApp):
         form, handler = self._routes[path]
         try:
             decoded = msgspec.json.decode(body, type=form)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LedgerRequestError(400, f"{path} cannot read its request: {error}") from error
         patience = LongPoll(request.receive, self._clock, self._closing)
         try:

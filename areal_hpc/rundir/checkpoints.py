@@ -106,7 +106,7 @@ def read_trainer_state(path: Path) -> TrainerState:
     file = path / STATE_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrainerState)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = f"move {path} away: the checkpoint before it takes its place"
         raise ShardError(
             f"the checkpoint cannot be read: {error}", key=str(file), hint=hint

@@ -150,20 +150,22 @@ def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
 
 def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
     """Exit status of a task of one start of a job; None while it runs."""
-    try:
-        content = job.task_exit(rank).read_bytes()
-    except FileNotFoundError:
-        return None
-    task_exit = msgspec.json.decode(content, type=TaskExit)
-    return task_exit if task_exit.incarnation == incarnation else None
+    task_exit = _decode_task_exit(job.task_exit(rank))
+    return task_exit if task_exit and task_exit.incarnation == incarnation else None
 
 
 def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
     """Exit statuses of the tasks that have ended, by rank, in order."""
-    return {
-        rank: msgspec.json.decode(path.read_bytes(), type=TaskExit)
-        for rank, path in job.find_task_exit_files().items()
-    }
+    found = ((rank, _decode_task_exit(path)) for rank, path in job.find_task_exit_files().items())
+    return {rank: task_exit for rank, task_exit in found if task_exit is not None}
+
+
+def _decode_task_exit(path: Path) -> TaskExit | None:
+    """None if there is none; a damaged one tells nothing, and Slurm knows the job's end."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TaskExit)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 class Submission(Struct, frozen=True):

@@ -171,7 +171,7 @@ def read_json_file(path: Path, kind: type[RecordT]) -> RecordT | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(
             f"{path} is not a {kind.__name__}: {error}",
             key=str(path),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
@@ -18,23 +19,32 @@ RUN_NAME_KEYS = ("experiment_name", "trial_name")
 
 
 def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
-    """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
-    advances = [read_run_progress(paths) for paths in runs]
-    states = _read_states(runs, queue)
+    """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished.
+
+    A run whose recipe is damaged is named below the table.
+    """
+    notes, advance_by_run = [], {}
+    for paths in runs:
+        try:
+            advance_by_run[paths] = read_run_progress(paths)
+        except RecipeError as error:
+            notes.append(f"left out: {paths.root}: {error}")
+    advances = list(advance_by_run.values())
+    states = _read_states(list(advance_by_run), queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
             f"{paths.root.parent.name}/{paths.root.name}",
             state,
-            f"{advance.step}/{advance.total_steps}",
+            f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),
             _format_last_value(advance, "eval/reward"),
             *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
-        for paths, advance, state in zip(runs, advances, states, strict=True)
+        for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
     ]
-    return format_table([head, *rows])
+    return [*format_table([head, *rows]), *notes]
 
 
 def _read_states(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:

@@ -124,11 +124,12 @@ def _read_free_disk_bytes(paths: RunPaths) -> int | None:
 
 
 def _read_launch_time(paths: RunPaths) -> float:
-    """Unix time of the last `run` or `submit`; 0 if that was not written down."""
-    if not paths.provenance.exists():
+    """Unix time of the last `run` or `submit`; 0 if nobody can tell."""
+    try:
+        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
+        return datetime.fromisoformat(newest["time"]).timestamp()
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
         return 0.0
-    newest = json.loads(paths.provenance.read_text())["launches"][-1]
-    return datetime.fromisoformat(newest["time"]).timestamp()
 
 
 def _read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
 from areal_hpc.view.tables import format_duration
@@ -28,8 +27,8 @@ class RunProgress:
 
     @property
     def total_steps(self) -> int:
-        """The steps that the recipe asks for."""
-        return int(self.recipe["trainer"]["total_steps"])
+        """The steps that the recipe asks for; 0 if that is not known."""
+        return int(self.recipe["trainer"].get("total_steps") or 0)
 
     @property
     def step(self) -> int:
@@ -38,12 +37,16 @@ class RunProgress:
 
 
 def read_run_progress(paths: RunPaths) -> RunProgress:
-    """Look at a run without touching it."""
+    """Look at a run without touching it.
+
+    Raises:
+        RecipeError: The run's recipe is damaged.
+    """
     found = list_checkpoints(paths.checkpoints_dir, problems=[])  # audit tells of damaged ones
     checkpoint = found[-1] if found else None
     now = time.time()
     return RunProgress(
-        recipe=yaml.safe_load(paths.recipe.read_text()),
+        recipe=read_run_recipe(paths.recipe),
         snapshot=read_run_snapshot(paths),
         checkpoint_step=checkpoint.state.step if checkpoint else None,
         checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
@@ -54,7 +57,8 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
 def format_run_progress(advance: RunProgress) -> list[str]:
     """Step, speed, staleness and last checkpoint, for people."""
     rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
-    lines = [f"  step              {advance.step} of {advance.total_steps}"]
+    asked = f" of {advance.total_steps}" if advance.total_steps else ""
+    lines = [f"  step              {advance.step}{asked}"]
     if rows:
         last = rows[-1]
         lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"

@@ -170,5 +170,5 @@ class ReplicaClient:
     def _decode_reply(self, body: bytes, reply: type[ReplyT]) -> ReplyT:
         try:
             return msgspec.json.decode(body, type=reply)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WeightSyncError(f"{self.key} sent invalid JSON: {error}") from error

@@ -5,13 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, list_checkpoints
 from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine_files
+from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
@@ -121,8 +120,8 @@ def _read_recipe_limits(paths: RunPaths) -> tuple[int, int, int]:
     """
     batch_size = offpolicyness = total_steps = 0
     for path in paths.list_recipe_files():
-        recipe = yaml.safe_load(path.read_text()) or {}
-        trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
+        recipe = read_run_recipe(path)
+        trainer, rollout = recipe["trainer"], recipe.get("rollout") or {}
         batch_size = max(batch_size, trainer.get("batch_size", 0))
         offpolicyness = max(offpolicyness, rollout.get("max_head_offpolicyness", 0))
         if path == paths.recipe:

@@ -1,0 +1,35 @@
+"""Recipe of a run as its directory keeps it: resolved, read as plain YAML.
+
+Looking at a run needs no more, and so runs of older and newer versions can be looked at, too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_hpc.errors import RecipeError
+
+UNREADABLE_RECIPE: dict[str, Any] = {"trainer": {}}
+"""What others see of a recipe: it may hold keys of other services, and its owner alone reads it."""
+
+
+def read_run_recipe(path: Path) -> dict[str, Any]:
+    """The values of a resolved recipe by section; `UNREADABLE_RECIPE` for another user's.
+
+    Raises:
+        RecipeError: There is none, or it is damaged.
+    """
+    try:
+        found = yaml.safe_load(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"expected sections, got {type(found).__name__}")
+        if not isinstance(found.get("trainer"), dict):
+            raise ValueError("it has no section `trainer`")
+    except PermissionError:
+        return UNREADABLE_RECIPE
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        hint = "restore the file from a backup, or from an earlier launch among jobs/"
+        message = f"the run's recipe cannot be read: {' '.join(str(error).split())}"
+        raise RecipeError(message, key=str(path), hint=hint) from error
+    return found

@@ -1,0 +1,124 @@
+"""Looking at a run directory in whatever state: an answer, never a traceback, never a write."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.commands import exit_code_of, run_program
+from tests.support.kept_run import unpack_kept_run
+
+LOOKS = (
+    ("status",),
+    ("why",),
+    ("list",),
+    ("audit",),
+    ("logs",),
+    ("shards", "ls"),
+    ("shards", "verify"),
+)
+DOCUMENTED_EXIT_CODES = {0, 1, 65, 70, 75, 78}
+NO_OVERRIDE = "-dac_override,-dac_read_search"
+"""Capabilities by which root reads everything."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_kept_run(tmp_path_factory.mktemp("runs"))
+
+
+def list_files(run: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of everything below a directory."""
+    found = ((path, path.lstat()) for path in run.rglob("*"))
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found}
+
+
+def look_at(run: Path) -> None:
+    before = list_files(run)
+    for command in LOOKS:
+        assert exit_code_of(*command, run) in DOCUMENTED_EXIT_CODES, command
+    assert list_files(run) == before
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_file_may_be_cut_or_damaged(run: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
+    path = data.draw(st.sampled_from(files), label="file")
+    whole = path.read_bytes()
+    left = bytearray(whole[: data.draw(st.integers(0, len(whole)), label="bytes left")])
+    if left and data.draw(st.booleans(), label="one byte is wrong"):
+        place = data.draw(st.integers(0, len(left) - 1), label="place")
+        left[place] = data.draw(st.integers(0, 255), label="byte")
+    path.write_bytes(left)
+    try:
+        look_at(run)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
+    for command in LOOKS:
+        assert exit_code_of(*command, tmp_path) in DOCUMENTED_EXIT_CODES - {0}, command
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_a_newer_version_is_looked_at(run: Path, tmp_path: Path) -> None:
+    newer = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
+    with (newer / "recipe.yaml").open("a") as recipe:
+        print("a_later_section: {key: value}", file=recipe)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (newer / name).open("a") as rows:
+            print('{"step": 99, "event": "later", "role": "later", "time": 1e9}', file=rows)
+    look_at(newer)
+
+
+@pytest.mark.parametrize("whose", ["read-only", "a colleague's"])
+def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str) -> None:
+    theirs = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
+    before = list_files(theirs)
+    for command in LOOKS:
+        words = [sys.executable, "-m", "areal_hpc", *command, str(theirs)]
+        if whose == "read-only":
+            mount = f"mount --bind {theirs} {theirs} && mount -o remount,ro,bind {theirs}"
+            script = f'{mount} && exec "$@"'
+            words = [
+                "unshare",
+                "--user",
+                "--map-root-user",
+                "--mount",
+                "sh",
+                "-c",
+                script,
+                "-",
+                *words,
+            ]
+        else:
+            words = [*give_away(theirs), *words]
+        answer = run_program(*words)
+        assert answer.returncode in DOCUMENTED_EXIT_CODES, answer.stderr
+        assert "Traceback" not in answer.stderr, answer.stderr
+        if command[0] != "shards":
+            assert answer.returncode == 0, answer.stderr
+    assert list_files(theirs) == before
+
+
+def give_away(run: Path) -> list[str]:
+    """Make a run another user's, whose group may read it; what a command of ours begins with."""
+    for path in [run, *run.rglob("*")]:
+        if path.is_symlink():
+            continue
+        is_private = path.is_file() and path.stat().st_mode & 0o077 == 0
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 0)
+            path.chmod(0o600 if is_private else 0o750)
+        elif is_private:
+            path.chmod(0)
+    options = [f"--bounding-set={NO_OVERRIDE}", f"--inh-caps={NO_OVERRIDE}"]
+    return ["setpriv", *options] if os.geteuid() == 0 else []
