@@ -8,11 +8,12 @@ covered by `RESERVE_BYTES`, which is an assumption. Sources:
 - activations: what each operation keeps for its backward pass, counted as in Korthikanti et al.,
   "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for the
   operations of `trainer/model/`: no dropout, FlashAttention, a gated MLP that keeps its input,
-  sequence parallelism whenever tp > 1, nothing recomputed;
+  sequence parallelism whenever tp > 1; what is recomputed is kept of one layer at a time;
 - serving: SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
@@ -20,9 +21,15 @@ from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import (
+    OffloadConfig,
+    ParallelConfig,
+    RecomputableModule,
+    TrainerConfig,
+)
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
+    find_layout_problems,
     parse_architecture,
     read_architecture,
 )
@@ -31,6 +38,9 @@ GIB = 2**30
 RESERVE_BYTES = 2 * GIB
 """CUDA's context, NCCL's channels, workspace of matrix products. An assumption, not measured."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
+RECOMPUTE_MODES = ("none", "selective", "full")
+"""From the one that keeps most to the one that keeps least."""
+PARALLEL_NAMES = ("tp", "pp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class TrainerMemory:
     optimizer: int
     activations: int
     logits: int
+    host: int = 0
+    """Bytes of host memory that offloaded activations of this GPU take."""
 
     @property
     def total(self) -> int:
@@ -128,32 +140,65 @@ def _estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int
     tokens = config.max_tokens_per_microbatch
     # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
     begun = parallel.pp - stage
-    kept = arch.layers // parallel.pp * count_layer_activations(arch, parallel, tokens)
+    layers = arch.layers // parallel.pp
+    kept = count_stage_activations(arch, config, layers, tokens) * element * begun
+    # The backward pass has one layer's at a time, however they were kept meanwhile.
+    whole = count_layer_activations(arch, parallel, tokens) * element
+    is_thrifty = config.recompute != "none" or config.offload.activations
+    host = kept if config.offload.activations else 0
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
     return TrainerMemory(
         stage=stage,
         parameters=(dense + experts) * element,
         gradients=(dense + experts) * 4,
         optimizer=state * dense // sharers + state * experts // expert_sharers,
-        activations=kept * element * begun,
+        activations=kept - host + whole * is_thrifty,
         logits=logits if stage == parallel.pp - 1 else 0,
+        host=host,
     )
 
 
-def count_layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int) -> int:
+def count_stage_activations(
+    arch: Architecture, config: TrainerConfig, layers: int, tokens: int
+) -> int:
+    """Numbers that the `layers` of a stage keep of a micro-batch between forward and backward."""
+    activations = config.activations
+    recomputed = activations.count_recomputed_layers(layers)
+    inputs = recomputed * _count_places(config.parallel, tokens, arch.hidden)
+    modules = activations.recompute_modules if activations.recompute == "selective" else ()
+    each = count_layer_activations(arch, config.parallel, tokens, modules)
+    return inputs + (layers - recomputed) * each
+
+
+def _count_places(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
+    """Numbers of one rank, where each token of a micro-batch has `numbers` over all ranks."""
+    return tokens // parallel.cp * numbers // parallel.tp
+
+
+def count_layer_activations(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    tokens: int,
+    recomputed: Collection[RecomputableModule] = (),
+) -> int:
     """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
 
     The inputs and outputs of both norms; query, key and value as projected and as rotated; what
     was attended; the MLP's gate, up and product. Routing to experts is taken as even. `tokens` are
-    those of all context-parallel ranks.
+    those of all context-parallel ranks. Of `recomputed` norms the outputs are not kept,
+    of an MLP nothing within.
     """
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    kept = 4 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
-    if arch.experts is None:
+    kept = 2 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
+    if "layernorm" not in recomputed:
+        kept += 2 * arch.hidden
+    if "mlp" in recomputed:
+        pass
+    elif arch.experts is None:
         kept += 3 * arch.ffn
     else:  # sent tokens, gate, up and product, and what comes back to be weighed
         kept += arch.experts.per_token * (2 * arch.hidden + 3 * arch.experts.ffn)
-    numbers = tokens // parallel.cp * kept // parallel.tp
+    numbers = _count_places(parallel, tokens, kept)
     if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
         numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp
     return numbers
@@ -177,17 +222,62 @@ def estimate_serving_memory(
     return ServingMemory(weights, per_token, tokens)
 
 
+def find_fitting_change(arch: Architecture, config: TrainerConfig, gpu_bytes: int) -> str:
+    """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
+
+    Recomputation costs a third of a forward and backward pass at most, and is tried first; then
+    other layouts of the same ranks, with the least communication first.
+    """
+    for overrides, changed in _list_thriftier_configs(arch, config):
+        total = estimate_trainer_memory(arch, changed).total
+        if total <= gpu_bytes:
+            return f"{overrides} takes {total / GIB:.1f} GiB"
+    return ""
+
+
+def _list_thriftier_configs(
+    arch: Architecture, config: TrainerConfig
+) -> Iterator[tuple[str, TrainerConfig]]:
+    full = config
+    for mode in ("selective", "full"):
+        if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
+            full = config.model_copy(update={"recompute": mode})
+            yield f"trainer.recompute={mode}", full
+    recompute = "" if full is config else "trainer.recompute=full "
+    now = config.parallel
+    sizes = [1, 2, 4, 8, 16, 32]
+    layouts = [
+        now.model_copy(
+            update={"tp": tp, "cp": cp, "pp": pp, "dp": now.world_size // (tp * cp * pp)}
+        )
+        for pp, cp, tp in itertools.product(sizes, sizes, sizes[:4])
+        if tp >= now.tp and cp >= now.cp and pp >= now.pp and now.world_size % (tp * cp * pp) == 0
+    ]
+    for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
+        if parallel != now and not [*find_layout_problems(arch, parallel)]:
+            named = ", ".join(f"{name}: {getattr(parallel, name)}" for name in PARALLEL_NAMES)
+            changed = full.model_copy(update={"parallel": parallel})
+            yield f"{recompute}trainer.parallel={{{named}}}", changed
+    offloading = full.model_copy(update={"offload": OffloadConfig(activations=True)})
+    yield f"{recompute}trainer.offload.activations=true", offloading
+
+
 def find_memory_problems(
-    trainer: TrainerMemory, serving: ServingMemory, config: InferenceConfig, gpu_bytes: int
+    trainer: TrainerMemory,
+    serving: ServingMemory,
+    config: InferenceConfig,
+    gpu_bytes: int,
+    fitting_change: str = "",
 ) -> Iterator[Problem]:
-    """Parts that will not fit a GPU of `gpu_bytes`."""
+    """Parts that will not fit a GPU of `gpu_bytes`; with `fitting_change` the trainer would."""
     gpu = gpu_bytes / GIB
     if trainer.total > gpu_bytes:
         yield Problem(
             f"a trainer rank of stage {trainer.stage} takes {trainer.total / GIB:.1f} GiB, "
             f"a GPU has {gpu:.0f}",
             "trainer.parallel",
-            "raise tp or pp, or lower trainer.max_tokens_per_microbatch: "
+            fitting_change
+            or "more ranks, or lower trainer.max_tokens_per_microbatch: "
             f"activations and logits are {(trainer.activations + trainer.logits) / GIB:.1f} GiB",
         )
     room = gpu_bytes * config.mem_fraction_static
@@ -235,18 +325,25 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     if gpu_bytes is None:
         yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
         return
-    for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes):
+    change = (
+        "" if trainer.total <= gpu_bytes else find_fitting_change(arch, recipe.trainer, gpu_bytes)
+    )
+    for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes, change):
         yield f"warning: {problem}"
 
 
 def _format_trainer_lines(memory: TrainerMemory, split: ParallelConfig, of: str) -> Iterator[str]:
-    sizes = " ".join(f"{name}={getattr(split, name)}" for name in ("tp", "pp", "cp", "dp", "ep"))
+    sizes = " ".join(f"{name}={getattr(split, name)}" for name in PARALLEL_NAMES)
     stage = f"highest use on pipeline stage {memory.stage}"
     yield f"  trainer  {split.world_size} ranks, {sizes}; {stage}"
     for name in ("parameters", "gradients", "optimizer", "activations", "logits"):
         yield f"    {name:<12} {getattr(memory, name) / GIB:8.2f}"
     yield f"    {'reserve':<12} {RESERVE_BYTES / GIB:8.2f}"
     yield f"    {'total':<12} {memory.total / GIB:8.2f}{of}"
+    if memory.host:
+        ranks = min(split.world_size, 8)
+        host = memory.host * ranks / GIB
+        yield f"    offloaded to the host: {host:.0f} GiB on a node of {ranks} ranks"
 
 
 def _format_serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:

@@ -80,6 +80,7 @@ def plan_run(
         seed=recipe.seed,
         sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
+        activations=recipe.trainer.activations,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)

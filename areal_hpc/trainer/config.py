@@ -6,7 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.recipe.sections.trainer import ParallelConfig, SftConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import (
+    ActivationConfig,
+    ParallelConfig,
+    SftConfig,
+    TrainerConfig,
+)
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
 
@@ -85,6 +90,8 @@ class SftJobConfig(RankJobConfig):
     """Steps and learning rate."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
+    activations: ActivationConfig = ActivationConfig()
+    """How activations wait for the backward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

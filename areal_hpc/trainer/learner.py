@@ -82,7 +82,8 @@ class Learner:
         check_generation: Callable[[], None] = lambda: None,
     ) -> None:
         arch = read_architecture(model_path)
-        self.policy = build_policy(arch, config.parallel, TORCH_DTYPE_BY_NAME[config.dtype], device)
+        dtype = TORCH_DTYPE_BY_NAME[config.dtype]
+        self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
         load_hf(self.policy, HfModelReader(model_path).read_tensor)
         self._config = config
         self._paths = paths

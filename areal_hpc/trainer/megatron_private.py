@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 OPTIMIZER_STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
@@ -56,6 +57,15 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
             hidden_states=hidden_states, packed_seq_params=packed_seq_params, **others
         )
         return logits
+
+
+def enable_norm_recompute() -> None:
+    """Let norms be recomputed where Transformer Engine is absent. Safe to repeat.
+
+    `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py takes its default `False`
+    for a recipe of fp8, and then looks up a name of Transformer Engine.
+    """
+    parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def build_sharded_state(gpt: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def run(config: dict[str, Any]) -> None:
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
-    policy = build_policy(arch, job.parallel, TORCH_DTYPE_BY_NAME[job.dtype], device)
+    dtype = TORCH_DTYPE_BY_NAME[job.dtype]
+    policy = build_policy(arch, job.parallel, dtype, device, job.activations)
     trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = trainer.train(stop)

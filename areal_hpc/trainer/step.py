@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from areal_hpc.trainer.batch.packing import (
 )
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.optimizer import step_optimizer
@@ -113,7 +115,9 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
         rows=TokenRowMap(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
-        attention=plan_attention(pack, policy.split, policy.frequencies, policy.dtype),
+        attention=plan_attention(
+            pack, policy.split, policy.frequencies, policy.dtype, policy.arch.rope_scale
+        ),
         places=len(pack.input_ids_T),
     )
 
@@ -149,7 +153,9 @@ def run_forward_backward(
         return output, partial(score, batch)
 
     run = get_forward_backward_func()
-    with torch.set_grad_enabled(backward):
+    offloads = backward and policy.offloads_activations
+    offload = ActivationOffload(policy.replica.parameters()) if offloads else nullcontext()
+    with torch.set_grad_enabled(backward), offload:
         run(
             forward_step_func=forward,
             data_iterator=iter(batches),

@@ -29,7 +29,13 @@ ON_ONE_NODE = (
     *("gsm8k_qwen3_0.6b", "gsm8k_team", "gsm8k_tools"),
     *("hotpotqa_search", "online_chat", "sorting"),
 )
-NODES = {"agentic_code_32b": 16, "math_7b": 8, **dict.fromkeys(ON_ONE_NODE, 1)}
+NODES = {
+    "agentic_code_8b_32k": 2,
+    "agentic_code_32b": 16,
+    "agentic_code_32b_128k": 8,
+    "math_7b": 8,
+    **dict.fromkeys(ON_ONE_NODE, 1),
+}
 NAMES = sorted(NODES)
 FITS = """
 import inspect, json, sys
@@ -138,6 +144,10 @@ def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_p
     said = plan("agentic_code_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
     assert "warning: a trainer rank of stage 0 takes" in said
     assert "at: trainer.parallel" in said
+    said = plan("agentic_code_8b_32k", "trainer.recompute=none")
+    assert "try: trainer.recompute=selective takes 68.9 GiB" in said
+    said = plan("agentic_code_8b_32k", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
+    assert "try: trainer.recompute=full trainer.parallel={tp: 2, pp: 1, cp: 1, dp: 4" in said
     said = plan("math_7b", cache=tmp_path)
     assert "job trainer: 32 tasks" in said
     assert "memory: unknown" in said

@@ -87,6 +87,8 @@ SOURCES: list[tuple[object, list[str]]] = [
     ),
     # A name that is looked up and may not have been bound.
     (moe_utils, ["te_general_gemm is not None"]),
+    # A default that asks for Transformer Engine.
+    (parallel_random.CheckpointWithoutOutput, ["fp8=False", "self.fp8 = fp8 is not None"]),
     (LocalJob, ["self._process = "]),
 ]
 

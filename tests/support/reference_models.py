@@ -23,11 +23,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def hf_model(family: str) -> Any:
     """The same random model on every rank and in every launch."""
     config = {
-        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+        "qwen3": lambda: transformers.Qwen3Config(
+            **SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE
+        ),
         "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
         "llama": lambda: transformers.LlamaConfig(
             **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE

@@ -245,10 +245,10 @@ ACTOR_RULES = (
     ignored_rule(
         "actor.disable_dropout", "dropout is always off: it would add noise to importance ratios"
     ),
-    fixed_rule(
+    Rule(
         "actor.gradient_checkpointing",
-        False,
-        "activations are kept: use smaller micro-batches, or more tensor or context parallel ranks",
+        "`trainer.recompute`: `full` or `none`",
+        lambda value, _: {"trainer.recompute": "full" if value else "none"},
     ),
     fixed_rule("actor.pad_to_maximum", False, "rows are packed without padding"),
     fixed_rule(

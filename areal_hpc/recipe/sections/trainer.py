@@ -29,6 +29,35 @@ class ParallelConfig(BaseConfig):
         return self.tp * self.pp * self.cp * self.dp
 
 
+RecomputableModule = Literal["layernorm", "mlp"]
+"""Attention is none of them: FlashAttention recomputes its scores by itself."""
+
+
+class ActivationConfig(BaseConfig):
+    """How activations wait for the backward pass; the recipe's keys of `trainer` in one."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: int | None = None
+    recompute_modules: tuple[RecomputableModule, ...] = ("layernorm", "mlp")
+    offload: bool = False
+
+    def count_recomputed_layers(self, layers: int) -> int:
+        """Layers that keep their input alone, of the `layers` of one pipeline stage."""
+        if self.recompute != "full":
+            return 0
+        return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
+
+
+KEEP_ALL = ActivationConfig()
+
+
+class OffloadConfig(BaseConfig):
+    """What waits in host memory while the GPU has no use for it."""
+
+    activations: bool = False
+    """What the backward pass needs is copied to the host in the forward pass, and back."""
+
+
 class AdamConfig(BaseConfig):
     """AdamW with linear warm-up."""
 
@@ -120,6 +149,14 @@ class TrainerConfig(BaseConfig):
     """Optimizer steps per batch."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, some modules', or whole layers'."""
+    recompute_layers: Annotated[int, Field(ge=1)] | None = None
+    """With `full`, the layers of each pipeline stage that are recomputed; all unless set."""
+    recompute_modules: tuple[RecomputableModule, ...] = ("layernorm", "mlp")
+    """With `selective`, what is recomputed; `mlp` is the feed-forward part, experts or not."""
+    offload: OffloadConfig = OffloadConfig()
+    """Host memory in the place of GPU memory."""
     optimizer: AdamConfig = AdamConfig()
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -130,6 +167,33 @@ class TrainerConfig(BaseConfig):
     """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between Hugging Face exports; 0 exports only the last step."""
+
+    @property
+    def activations(self) -> ActivationConfig:
+        """How activations wait for the backward pass."""
+        return ActivationConfig(
+            recompute=self.recompute,
+            recompute_layers=self.recompute_layers,
+            recompute_modules=self.recompute_modules,
+            offload=self.offload.activations,
+        )
+
+    @model_validator(mode="after")
+    def _check_recompute_keys(self) -> TrainerConfig:
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(
+                "recompute_layers counts whole layers and needs recompute=full, "
+                f"got recompute={self.recompute}"
+            )
+        # A recipe that a run recorded names every key, those with their defaults, too.
+        default = type(self).model_fields["recompute_modules"].default
+        if self.recompute_modules != default and self.recompute != "selective":
+            raise ValueError(
+                f"recompute_modules needs recompute=selective, got recompute={self.recompute}"
+            )
+        if not self.recompute_modules:
+            raise ValueError("recompute_modules is empty: name a module, or set recompute=none")
+        return self
 
 
 class SftAdamConfig(AdamConfig):

@@ -33,7 +33,11 @@ class AttentionPlan:
 
 
 def plan_attention(
-    pack: Pack, split: PackParallelism, frequencies: torch.Tensor, dtype: torch.dtype
+    pack: Pack,
+    split: PackParallelism,
+    frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    rope_scale: float = 1.0,
 ) -> AttentionPlan:
     """Index tables and rotary angles of a pack built for `split`, on the frequencies' device."""
     device = frequencies.device
@@ -41,8 +45,8 @@ def plan_attention(
     plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
     return AttentionPlan(
         layout=plan(pack.lengths, cp=split.cp, cp_rank=split.cp_rank, device=device),
-        cos_TD=angles.cos().to(dtype)[:, None],
-        sin_TD=angles.sin().to(dtype)[:, None],
+        cos_TD=angles.cos().mul_(rope_scale).to(dtype)[:, None],
+        sin_TD=angles.sin().mul_(rope_scale).to(dtype)[:, None],
         scored_N=torch.from_numpy(pack.targets_N).to(device),
     )
 
@@ -91,7 +95,7 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
 class _Rotary(torch.autograd.Function):
     """Rotary position embedding, the two halves of a head forming the pairs.
 
-    The gradient of a rotation is turned back by the same angle.
+    The gradient of a rotation is turned back by the same angle, and has the same scale.
     """
 
     @staticmethod

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import PackParallelism
-from areal_hpc.trainer.megatron_private import ScoredTokenGPT
+from areal_hpc.trainer.megatron_private import ScoredTokenGPT, enable_norm_recompute
 from areal_hpc.trainer.model.attention import PackedCausalAttention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
 from areal_hpc.trainer.model.families.weight_map import (
@@ -49,6 +49,8 @@ class Policy:
     split: PackParallelism
     frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
+    offloads_activations: bool = False
+    """Copy what the backward pass needs to host memory meanwhile."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,11 @@ class Policy:
 
 
 def build_policy(
-    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: ActivationConfig = KEEP_ALL,
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
 
@@ -99,7 +105,7 @@ def build_policy(
     """
     if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.from_problems(problems)
-    config = build_transformer_config(arch, parallel, dtype, device)
+    config = build_transformer_config(arch, parallel, dtype, device, activations)
     gpt = ScoredTokenGPT(
         config,
         _build_block_spec(config),
@@ -132,11 +138,16 @@ def build_policy(
         frequencies=torch.tensor(
             arch.compute_rope_frequencies(), dtype=torch.float32, device=device
         ),
+        offloads_activations=activations.offload,
     )
 
 
 def build_transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: ActivationConfig = KEEP_ALL,
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
     experts = arch.experts
@@ -196,7 +207,29 @@ def build_transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **mixture,
+        **_build_recompute_options(arch, parallel, activations),
     )
+
+
+def _build_recompute_options(
+    arch: Architecture, parallel: ParallelConfig, activations: ActivationConfig
+) -> dict[str, Any]:
+    """Megatron's options for activation recomputation (`recompute_*` of `TransformerConfig`)."""
+    if activations.recompute == "none":
+        return {}
+    if activations.recompute == "selective":
+        enable_norm_recompute()
+        feed_forward = "mlp" if arch.experts is None else "moe"
+        modules = [feed_forward if one == "mlp" else one for one in activations.recompute_modules]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    layers = arch.layers // parallel.pp
+    recomputed = activations.count_recomputed_layers(layers)
+    return {
+        "recompute_granularity": "full",
+        # One layer at a time: each keeps its input, and one at once has its activations.
+        "recompute_method": "uniform" if recomputed == layers else "block",
+        "recompute_num_layers": 1 if recomputed == layers else recomputed,
+    }
 
 
 def _skip_weight_init(weights: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,12 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.launch import memory
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import (
+    KEEP_ALL,
+    ActivationConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
@@ -24,9 +29,9 @@ DENSE = Architecture("qwen2", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 192, norm_weights=True))
 
 
-def count_kept(arch: Architecture) -> int:
+def count_kept(arch: Architecture, activations: ActivationConfig = KEEP_ALL) -> int:
     """Float32 numbers that autograd holds between forward and backward, weights apart."""
-    policy = build_policy(arch, ParallelConfig(), torch.float32, torch.device("cpu"))
+    policy = build_policy(arch, ParallelConfig(), torch.float32, torch.device("cpu"), activations)
     for parameter in policy.gpt.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.gpt.parameters()}
@@ -34,18 +39,23 @@ def count_kept(arch: Architecture) -> int:
     mask[-1] = 1
     row = TrainingRow(np.arange(TOKENS, dtype=np.int32) % arch.vocab, mask, {})
     held: dict[int, torch.Tensor] = {}
+    kept_bytes = 0
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in own:
             held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so addresses stay taken
         return tensor
 
+    def end_forward(_: object, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        nonlocal kept_bytes
+        # What is recomputed is saved anew in the backward pass; what is discarded has size 0 now.
+        kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+        return logprobs_N.sum(), LossStats()
+
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         batches = make_micro_batches(policy, [row], [], TOKENS)
-        run_forward_backward(
-            policy, batches, lambda _, logprobs_N: (logprobs_N.sum(), LossStats()), backward=True
-        )
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values()) // 4
+        run_forward_backward(policy, batches, end_forward, backward=True)
+    return kept_bytes // 4
 
 
 @pytest.mark.on_ranks(1)
@@ -54,3 +64,27 @@ def test_a_layer_keeps_as_much_as_is_estimated(scenario: Scenario, paths: RunPat
         measured = (count_kept(replace(arch, layers=3)) - count_kept(arch)) // 2
         estimated = memory.count_layer_activations(arch, ParallelConfig(), TOKENS)
         assert measured == pytest.approx(estimated, rel=0.04), arch.family
+
+
+@pytest.mark.on_ranks(1)
+def test_recomputed_layers_keep_as_much_as_is_estimated(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    settings = [
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_layers": 4},
+        {"recompute": "selective"},
+        {"recompute": "selective", "recompute_modules": ["mlp"]},
+        {"recompute": "selective", "recompute_modules": ["layernorm"]},
+    ]
+    for arch in (DENSE, MIXTURE):
+        deep = replace(arch, layers=8)
+        plain = count_kept(deep)
+        besides = count_kept(arch) - memory.count_layer_activations(arch, ParallelConfig(), TOKENS)
+        for setting in settings:
+            config = TrainerConfig.model_validate(setting)
+            measured = count_kept(deep, config.activations) - besides
+            estimated = memory.count_stage_activations(deep, config, 8, TOKENS)
+            assert measured == pytest.approx(estimated, rel=0.04), (arch.family, setting)
+            if setting == {"recompute": "full"}:
+                assert measured < (plain - besides) / 8

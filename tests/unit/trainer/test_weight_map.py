@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -127,13 +129,31 @@ def test_rotary_settings_are_read_from_old_and_new_configs() -> None:
     assert old.compute_rope_frequencies()[-1] == pytest.approx(5e5 ** -(14 / 16) / 8.0)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_yarn_is_that_of_transformers(head_dim: int, theta: float) -> None:
+    rope = YARN | {"rope_theta": theta}
+    config = transformers.Qwen3Config(
+        hidden_size=64, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    arch = parse_architecture(config.to_dict(), "config.json")
+    assert arch.compute_rope_frequencies() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert arch.rope_scale == pytest.approx(scale)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"model_type": "mamba"},
         {"attention_bias": True},
         {"use_sliding_window": True},
+        {"rope_scaling": {"type": "dynamic"}},
         {"rope_scaling": {"type": "yarn"}},
+        {"rope_scaling": YARN | {"mscale": 1.0}},
         {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
     ],
 )

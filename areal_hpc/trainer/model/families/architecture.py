@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,20 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRopeScaling:
+    """Stretched rotary frequencies of YaRN (arXiv 2309.00071; transformers' rope type `yarn`)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    """Pairs that turn more often than this within the original positions stay as they are..."""
+    beta_slow: float
+    """...those that turn less often than this are stretched by the factor."""
+    attention_factor: float
+    """Scale of rotated queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class Architecture:
     vocab: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: Llama3RopeScaling | YarnRopeScaling | None
     tied: bool
     """Input embedding and output head are one matrix."""
     experts: MoeConfig | None = None
@@ -73,7 +87,15 @@ class Architecture:
         scaling = self.rope_scaling
         if scaling is None:
             return plain
+        if isinstance(scaling, YarnRopeScaling):
+            return _stretch_by_yarn(plain, scaling, self.rope_theta)
         return [_scale_rope_frequency(frequency, scaling) for frequency in plain]
+
+    @property
+    def rope_scale(self) -> float:
+        """Scale of rotated queries and keys: 1 but for YaRN."""
+        scaling = self.rope_scaling
+        return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -176,18 +198,62 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
             )
 
 
-def _parse_rope_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | None:
+def _parse_rope_scaling(
+    rope: Mapping[str, Any], where: str
+) -> Llama3RopeScaling | YarnRopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
+    if kind == "yarn":
+        return _parse_yarn(rope, where)
     if kind != "llama3":
-        raise RecipeError(f"rope type must be default or llama3, got {kind!r}", key=where)
+        raise RecipeError(f"rope type must be default, llama3 or yarn, got {kind!r}", key=where)
     return Llama3RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
         original_positions=int(rope["original_max_position_embeddings"]),
     )
+
+
+def _parse_yarn(rope: Mapping[str, Any], where: str) -> YarnRopeScaling:
+    if refused := sorted({"mscale", "mscale_all_dim"}.intersection(rope)):
+        raise RecipeError(f"{' and '.join(refused)} of YaRN are not supported", key=where)
+    if not rope.get("truncate", True):
+        raise RecipeError("truncate=false of YaRN is not supported", key=where)
+    factor = float(rope["factor"])
+    by_paper = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return YarnRopeScaling(
+        factor=factor,
+        original_positions=int(rope["original_max_position_embeddings"]),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=float(rope.get("attention_factor") or by_paper),
+    )
+
+
+def _stretch_by_yarn(
+    frequencies: Sequence[float], scaling: YarnRopeScaling, theta: float
+) -> list[float]:
+    """Frequencies of slow pairs divided by the factor, of fast ones kept, of those between mixed.
+
+    As in transformers' modeling_rope_utils.py.
+    """
+    pairs = len(frequencies)
+
+    def find_pair(turns: float) -> float:
+        """Where a pair turns so often within the original positions, counted from the fastest."""
+        ratio = scaling.original_positions / (turns * 2 * math.pi)
+        return pairs * math.log(ratio) / math.log(theta)
+
+    first = max(0, math.floor(find_pair(scaling.beta_fast)))
+    last = min(2 * pairs - 1, math.ceil(find_pair(scaling.beta_slow)))
+    span = (last - first) or 0.001
+    stretched = []
+    for pair, frequency in enumerate(frequencies):
+        slow = min(1.0, max(0.0, (pair - first) / span))
+        stretched.append(frequency * (slow / scaling.factor + 1 - slow))
+    return stretched
 
 
 def _scale_rope_frequency(frequency: float, scaling: Llama3RopeScaling) -> float:
