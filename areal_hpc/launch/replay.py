@@ -35,7 +35,11 @@ COMPUTE_KEYS = (
     "trainer.device",
     "trainer.keep_checkpoints",
     "trainer.max_tokens_per_microbatch",
+    "trainer.offload",
     "trainer.parallel",
+    "trainer.recompute",
+    "trainer.recompute_layers",
+    "trainer.recompute_modules",
 )
 """Keys that say how a step is computed and kept. They hold for every step of a replay."""
 LEARNING_KEYS = (
