@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environments .venvs/<role> from requirements/<role>.txt:
-#   scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests]
+#   scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests|gpu]
 # `all` is what runs need: serve, train, agents. `tests` adds the agent frameworks, which live in
-# two environments because CAMEL wants older packages than the others do.
+# two environments because CAMEL wants older packages than the others do. `gpu` makes those that runs
+# need with CUDA, from requirements/gpu/<role>.txt; it needs no GPU. The others leave such an environment alone.
 #
 # Idempotent: an environment whose stamp names the present lock is left alone. Anything else - a changed
 # lock, a moved checkout, a set-up that was interrupted - is built again from nothing.
@@ -12,6 +13,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venvs=$root/.venvs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 needed_mib=5000 # all environments together
+with_cuda=false
 on_terminal=false
 [ ! -t 1 ] || on_terminal=true
 
@@ -32,10 +34,19 @@ packages() { # how this distribution installs its Debian-named ($1) or Fedora-na
   fi
 }
 
-wanted_stamp() { printf '%s\n' "$root" | cat "$root/requirements/$1.txt" - | sha256sum | cut -d' ' -f1; }
+lock_of() { # role: the lock that is asked for
+  local gpu_lock=$root/requirements/gpu/$1.txt
+  if $with_cuda && [ -f "$gpu_lock" ]; then echo "$gpu_lock"; else echo "$root/requirements/$1.txt"; fi
+}
 
-is_installed() {
-  [ -x "$venvs/$1/bin/python" ] && [ "$(cat "$venvs/$1/.installed" 2>/dev/null)" = "$(wanted_stamp "$1")" ]
+stamp_of() { printf '%s\n' "$root" | cat "$1" - | sha256sum | cut -d' ' -f1; } # lock
+
+is_installed() { # also with CUDA where that was not asked for
+  [ -x "$venvs/$1/bin/python" ] || return 1
+  local stamp gpu_lock=$root/requirements/gpu/$1.txt
+  stamp=$(cat "$venvs/$1/.installed" 2>/dev/null) || return 1
+  [ "$stamp" = "$(stamp_of "$(lock_of "$1")")" ] && return
+  [ -f "$gpu_lock" ] && [ "$stamp" = "$(stamp_of "$gpu_lock")" ]
 }
 
 is_current() { # installed, and the console script and metadata are those of this pyproject.toml
@@ -81,10 +92,11 @@ if (3, 11) <= sys.version_info[:2] <= (3, 13) and os.path.exists(headers):
     "or name another one: AREAL_HPC_PYTHON=/path/to/python3.11 scripts/setup.sh"
 }
 
-# PyPI's torch is the CUDA build: several GB that nothing here uses. So the CPU build is asked for by its
-# local version, first from wherever pip is configured to look, then from PyTorch's own index.
+# PyPI's torch is the CUDA build: several GB that a CPU does not use. So there the CPU build is asked for by
+# its local version, first from wherever pip is configured to look, then from PyTorch's own index.
 install_torch() {
   local pin
+  $with_cuda && return
   pin=$(grep -E '^torch==' "$root/requirements/$2.txt") || return 0
   "$1" -m pip install --no-deps "$pin+cpu" ||
     "$1" -m pip install --no-deps --extra-index-url "$torch_cpu_index" "$pin+cpu"
@@ -107,17 +119,17 @@ build() { # role: runs with its output in the log
     rm -f "$venvs/$role/.installed"
     "$base_python" -m venv --clear "$venvs/$role"
     install_torch "$python" "$role"
-    "$python" -m pip install --no-deps -r "$root/requirements/$role.txt"
+    "$python" -m pip install --no-deps -r "$(lock_of "$role")"
   fi
   "$python" -m pip install --no-deps --no-build-isolation -e "$root"
   prove "$python" "$role"
-  wanted_stamp "$role" >"$venvs/$role/.installed"
+  stamp_of "$(lock_of "$role")" >"$venvs/$role/.installed"
 }
 
 build_with_progress() {
   local role=$1 log=$venvs/$1.log began=$SECONDS
   printf 'set-up: %-10s %s packages, log in .venvs/%s.log\n' \
-    "$role" "$(grep -c == "$root/requirements/$role.txt")" "$role"
+    "$role" "$(grep -c == "$(lock_of "$role")")" "$role"
   # In a process group of its own (set -m), so that an interrupted set-up stops pip and its children too;
   # in a subshell of its own, because bash ignores `set -e` in whatever is part of a condition.
   set -m
@@ -143,8 +155,9 @@ build_with_progress() {
 case ${1:-all} in
   all) roles=(serve train agents) ;;
   tests) roles=(serve train agents frameworks camel) ;;
+  gpu) roles=(serve train agents) with_cuda=true needed_mib=25000 ;;
   serve | train | agents | frameworks | camel) roles=("$1") ;;
-  *) fail "unknown environment $1" "scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests]" ;;
+  *) fail "unknown environment $1" "scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests|gpu]" ;;
 esac
 
 missing=()

@@ -15,6 +15,7 @@ from tests.support.commands import run_program, write_program
 from tests.support.environments import CHECKOUT
 
 CONTAINERS = CHECKOUT / "slurm" / "containers"
+GPU_ROLES = ("serve", "train")
 ROLES = {"train": ["train"], "serve": ["serve", "agents"]}
 STAND_IN = r"""
 echo "$*" >>"$ASKED"
@@ -39,18 +40,34 @@ def test_every_role_gets_an_environment_from_its_lock(tmp_path: Path, roles: lis
     assert code == 0
     for role in roles:
         assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_CHECKOUT_DIR)).is_file()
-        pins = ".venvs/serve/pins.txt" if role == "serve" else f"requirements/{role}.txt"
-        assert any(str(tmp_path / pins) in line for line in asked)
+        lock = "requirements/agents.txt" if role == "agents" else f"requirements/gpu/{role}.txt"
+        assert any(line.endswith(f"--no-deps --requirement {tmp_path / lock}") for line in asked)
 
 
-def test_sglang_brings_its_own_pytorch_and_keeps_the_other_pins(tmp_path: Path) -> None:
-    _, asked = install(tmp_path, "serve")
-    lock = (CHECKOUT / "requirements" / "serve.txt").read_text().splitlines()
-    pins = (tmp_path / ".venvs" / "serve" / "pins.txt").read_text().splitlines()
-    assert [line for line in lock if line not in pins] == [
-        line for line in lock if line.startswith("torch==")
-    ]
-    assert any(line.endswith("sglang==0.5.23") for line in asked)
+def read_pins(lock: Path) -> dict[str, str]:
+    """Versions of a lock by the name of the package, in the form of the package index."""
+    lines = (line.partition("==") for line in lock.read_text().splitlines() if "==" in line)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in lines}
+
+
+def test_trainer_and_servers_have_one_torch_and_one_nccl() -> None:
+    """NCCL refuses a peer of another version, and processes of both meet in update groups."""
+    serve, train = (read_pins(CHECKOUT / "requirements/gpu" / f"{role}.txt") for role in GPU_ROLES)
+    for package in ("torch", "nvidia-nccl-cu13", "triton"):
+        assert serve[package] == train[package]
+
+
+@pytest.mark.parametrize("role", GPU_ROLES)
+def test_a_gpu_has_the_packages_that_the_cpu_was_tested_with(role: str) -> None:
+    gpu = read_pins(CHECKOUT / "requirements/gpu" / f"{role}.txt")
+    cpu = read_pins(CHECKOUT / "requirements" / f"{role}.txt")
+    assert [name for name, version in cpu.items() if gpu.get(name) != version] == ["torch"]
+
+
+@pytest.mark.parametrize("definition", ["Dockerfile", "serve.def", "train.def"])
+def test_images_have_the_libraries_of_rdma(definition: str) -> None:
+    text = (CONTAINERS / definition).read_text()
+    assert all(name in text for name in ("libibverbs1", "ibverbs-providers", "rdma-core"))
 
 
 def test_an_unknown_role_is_refused(tmp_path: Path) -> None:

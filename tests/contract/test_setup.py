@@ -101,6 +101,22 @@ def test_a_second_set_up_does_nothing(tree: Tree) -> None:
     assert tree.builds() == list(ENVIRONMENTS)
 
 
+def test_environments_with_cuda_are_made_on_request_and_left_alone(tree: Tree) -> None:
+    tree.lock("gpu/train").parent.mkdir()
+    for role in ("serve", "train"):
+        tree.lock(f"gpu/{role}").write_text("numpy==2.0.0\nnvidia-nccl-cu13==2.30.7\n")
+    tree.set_up()
+    code, output = tree.set_up("gpu")
+    assert code == 0, output
+    assert tree.builds() == [*ROLES, "serve", "train"]  # those of the agents need no CUDA
+    asked = tree.asked.read_text()
+    assert f"--no-deps -r {tree.lock('gpu/serve')}" in asked
+    assert tree.set_up("gpu") == tree.set_up("all") == (0, "")
+    tree.lock("gpu/train").write_text("numpy==2.0.1\n")
+    tree.set_up("gpu")
+    assert tree.builds()[-1] == "train"
+
+
 def test_a_changed_lock_builds_its_environment_again(tree: Tree) -> None:
     tree.set_up()
     tree.lock("train").write_text("numpy==2.0.1\n")
