@@ -10,6 +10,16 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.container import get_image_python
 
+NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang's choice where nothing else is set, for both ends of a weight broadcast: with different
+ones each makes memory handles that the other cannot open (sglang/srt/entrypoints/engine.py)."""
+TRAINER_GPU_VARIABLES = {
+    # One queue of kernels: communication and the matrix product that hides it keep their order.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Packs differ in size. Not for SGLang, whose all-reduce hands memory to other processes.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
 
 def raise_file_limit() -> None:
     """Raise this process's limit to what its administrator allows.
@@ -63,8 +73,13 @@ def build_role_variables(
     """Variables of each role's processes: the shared ones, and the recipe's, which win."""
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
     # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
-    eager = {"TORCHDYNAMO_DISABLE": "1"} if recipe.trainer.device == "cpu" else {}
-    of_devices = {"train": eager}
+    of_trainer = (
+        {"TORCHDYNAMO_DISABLE": "1"}
+        if recipe.trainer.device == "cpu"
+        else NCCL_VARIABLES | TRAINER_GPU_VARIABLES
+    )
+    of_servers = {} if recipe.inference.device == "cpu" else NCCL_VARIABLES
+    of_devices = {"train": of_trainer, "serve": of_servers}
     return {
         role: {
             **(shared or {}),

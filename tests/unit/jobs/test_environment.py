@@ -1,0 +1,30 @@
+"""Variables of a job's processes."""
+
+from areal_hpc.jobs.environment import build_role_variables
+from areal_hpc.recipe.loading import load_recipe
+from tests.support.environments import CHECKOUT
+
+GPU_RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
+
+
+def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
+    variables = build_role_variables(load_recipe(GPU_RECIPE))
+    assert variables == {
+        "serve": {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
+        "train": {
+            "NCCL_CUMEM_ENABLE": "0",
+            "NCCL_NVLS_ENABLE": "0",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        },
+        "agents": {},
+    }
+
+
+def test_the_recipe_wins_and_a_cpu_needs_none() -> None:
+    own = "cluster.serve.variables={NCCL_CUMEM_ENABLE: '1'}"
+    variables = build_role_variables(load_recipe(GPU_RECIPE, [own]), {"NCCL_SOCKET_IFNAME": "ib0"})
+    assert variables["serve"]["NCCL_CUMEM_ENABLE"] == "1"
+    assert {role["NCCL_SOCKET_IFNAME"] for role in variables.values()} == {"ib0"}
+    on_cpu = build_role_variables(load_recipe(CHECKOUT / "recipes" / "quickstart.yaml"))
+    assert on_cpu == {"serve": {}, "train": {"TORCHDYNAMO_DISABLE": "1"}, "agents": {}}
