@@ -72,10 +72,13 @@ class TicketRunner:
             "valid": SamplingDefaults(**job.evaluation_sampling.model_dump()),
         }
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
+        self._records_calls = {
+            split: isinstance(one, RolloutWorkflow) for split, one in agents.items()
+        }
         # The clients of a workflow have passed rewards back already.
         self._export = {
-            split: job.rollout.agent.build_export_settings(isinstance(one, RolloutWorkflow))
-            for split, one in agents.items()
+            split: job.rollout.agent.build_export_settings(is_workflow)
+            for split, is_workflow in self._records_calls.items()
         }
         self._acceptance = GroupFilter(job.rollout)
         self._ledger, self._proxy = services.ledger, services.proxy
@@ -192,6 +195,7 @@ class TicketRunner:
             self._export[split],
             disposable=split == "valid",
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
+            records_calls=self._records_calls[split],
         )
         return EpisodeSpec(session, task, limits.timeout_s)
 

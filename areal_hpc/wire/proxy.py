@@ -9,7 +9,7 @@ sessions of their own, end them and export them; those routes and names are ARea
 |--------------------|---------|---------------------|---------------------|
 | /rl/start_session  | admin   | StartSessionRequest | StartSessionReply   |
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
-| /rl/record         | session | RecordCallsRequest       | RecordCallsReply         |
+| /rl/record         | session with `records_calls` | RecordCallsRequest | RecordCallsReply |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
 | /rl/offer_episode  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
@@ -69,6 +69,9 @@ class StartSessionRequest(Struct, frozen=True):
     disposable: bool = False
     """Nobody exports it: kept in memory alone, and forgotten soon after it ends."""
     limits: SessionLimits = SessionLimits()
+    records_calls: bool = False
+    """The agent's own client generates (`/generate`) and records calls (`/rl/record`). Sessions of
+    agents that may run what a model wrote go without: they could record what was never said."""
 
 
 class EngineAddress(Struct, frozen=True):

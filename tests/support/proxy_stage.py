@@ -246,6 +246,7 @@ class Stage:
         episode: int = 0,
         export: ExportSettings | None = None,
         limits: SessionLimits | None = None,
+        records_calls: bool = True,
         **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
@@ -256,6 +257,7 @@ class Stage:
             SamplingDefaults(**sampling),
             export=export or ExportSettings(),
             limits=limits or SessionLimits(),
+            records_calls=records_calls,
         )
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text

@@ -82,7 +82,9 @@ class ProxyApp:
         self._routes = Routes(
             (
                 *_list_driver_routes(driver_api),
-                Route("POST", "/generate", "session", self._forward_generate, GenerateBody),
+                Route(
+                    "POST", "/generate", "recording_session", self._forward_generate, GenerateBody
+                ),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
                     for route in self._list_agent_routes()
@@ -209,11 +211,15 @@ class ProxyApp:
             key.encode("latin-1"), self._admin_key
         ):
             raise ProxyRequestError(401, "this route requires the admin key")
-        if route.opened_by != "session":
+        if route.opened_by in ("admin", "anyone"):
             return None
         session = self._store.find_session_by_key(key)
         if session is None:
             raise ProxyRequestError(401, "invalid session key")
+        if route.opened_by == "recording_session" and not session.request.records_calls:
+            raise ProxyRequestError(
+                403, "this session was not opened for a client that records its own calls"
+            )
         session.touch()
         return session
 
@@ -284,7 +290,11 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/grant_capacity", driver_api.grant_capacity),
         Route("POST", "/rl/set_reward", "session", driver_api.set_reward, wire.SetRewardRequest),
         Route(
-            "POST", "/rl/record", "session", driver_api.record_interactions, wire.RecordCallsRequest
+            "POST",
+            "/rl/record",
+            "recording_session",
+            driver_api.record_interactions,
+            wire.RecordCallsRequest,
         ),
         Route("POST", "/rl/end_session", "session", driver_api.end_session, when_ended=True),
     )

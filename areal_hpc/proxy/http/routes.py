@@ -23,8 +23,9 @@ class Route:
     method: Literal["GET", "POST", "DELETE"]
     path: str
     """The last part may be a `{name}`: anything but empty."""
-    opened_by: Literal["admin", "session", "anyone"]
-    """Key that opens it, checked before the request's body is read."""
+    opened_by: Literal["admin", "session", "recording_session", "anyone"]
+    """Key that opens it, checked before the request's body is read. `recording_session`: that of a
+    session whose client records its own calls."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name that the path ends with, or
     the request, if there is one."""

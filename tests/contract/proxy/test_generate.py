@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -82,3 +83,18 @@ def test_a_body_that_is_no_text_costs_no_replica(stage: Stage, key: str) -> None
     assert answer.status_code == 400
     stage.sglang.script = lambda request: Script()
     assert stage.post("/generate", BODY, key).status_code == 200
+
+
+def test_only_a_session_opened_for_it_generates_and_records_by_itself(stage: Stage) -> None:
+    _, key = stage.open_session(TicketRef(1, 0), records_calls=False)
+    assert stage.ask(key, "hi").status_code == 200
+    (said,) = stage.await_journaled(key)
+    fields = {name: getattr(said, name) for name in said.__struct_fields__}
+    never_said = {"interactions": [fields | {"interaction_id": "never-said"}]}
+    requests = len(stage.sglang.requests)
+    for route, body in (("/generate", BODY), ("/rl/record", never_said)):
+        answer = stage.post(route, body, key)
+        assert answer.status_code == 403
+        assert "not opened for a client that records its own calls" in answer.text
+    assert len(stage.sglang.requests) == requests
+    assert [one.interaction_id for one in stage.journaled(key)] == [said.interaction_id]
