@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     paths = parse_run_dir(arguments.run)
     run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
     lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
-    lines += format_run_progress(advance)
+    lines += format_run_progress(advance, paths)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
@@ -103,9 +104,13 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.diagnosis import diagnose, format_diagnosis
     from areal_hpc.view.inspection import inspect_run
+    from areal_hpc.view.summary import describe_quarantined_batches
 
-    diagnosis = diagnose(inspect_run(parse_run_dir(arguments.run), QueuePoller()))
-    print("\n".join(format_diagnosis(diagnosis, str(arguments.run))))
+    paths = parse_run_dir(arguments.run)
+    diagnosis = diagnose(inspect_run(paths, QueuePoller()))
+    lines = format_diagnosis(diagnosis, shlex.quote(str(arguments.run)))
+    lines += [f"quarantined: {one}" for one in describe_quarantined_batches(paths)]
+    print("\n".join(lines))
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
 

@@ -3,6 +3,8 @@
 The file that is written counts whenever the trainer is handed the batch, now or after a restart.
 """
 
+import shlex
+
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
 from areal_hpc.rundir.generations import read_newest_number
@@ -16,9 +18,6 @@ from areal_hpc.rundir.quarantine import (
 from areal_hpc.view.run_state import read_run_snapshot
 
 _REASON = "areal-hpc quarantine asked for it"
-_CANCEL_NOW_HINT = (
-    "areal-hpc cancel RUN --now ends the run without another checkpoint; then try again"
-)
 
 
 def set_batch_aside(paths: RunPaths, step: int) -> str:
@@ -55,7 +54,7 @@ def set_batch_aside(paths: RunPaths, step: int) -> str:
             f"batch {step} was trained already: the trainer at work has reached step "
             f"{trained_step}, and its next checkpoint will hold it",
             key="BATCH",
-            hint=_CANCEL_NOW_HINT,
+            hint=_build_cancel_hint(paths),
         )
     write_quarantine(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
     return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
@@ -84,11 +83,16 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
         raise RecipeError(
             f"the trainer at work has reached step {trained_step} without batch {step}",
             key="BATCH",
-            hint=_CANCEL_NOW_HINT,
+            hint=_build_cancel_hint(paths),
         )
     delete_quarantine(paths, step)
     effect = _describe_effect(step, trained_step, "trains it")
     return f"batch {step} is no longer quarantined: {effect}"
+
+
+def _build_cancel_hint(paths: RunPaths) -> str:
+    run = shlex.quote(str(paths.root))
+    return f"areal-hpc cancel {run} --now ends the run without another checkpoint; then try again"
 
 
 def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:

@@ -83,10 +83,16 @@ MAX_HEARTBEATS_PER_S = 1000
 
 
 class CellHeartbeats:
-    """Time of each cell's last heartbeat, and the start of its job that sent it."""
+    """Time of each cell's last heartbeat, and the start of its job that sent it.
+
+    Adds up how long cells had no ticket: between two heartbeats in a row that report none.
+    """
 
     def __init__(self) -> None:
         self._heard_at_s: dict[str, float] = {}
+        self._idle_since_s: dict[str, float] = {}
+        """Time of the last heartbeat of cells that reported no ticket then."""
+        self._idle_s = 0.0
         self._job_starts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -103,8 +109,19 @@ class CellHeartbeats:
         require_newest_job_start(request.cell, request.job_start, newest)
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
+        idle_since_s = self._idle_since_s.pop(request.cell, now_s)
+        if not request.held:
+            self._idle_s += now_s - idle_since_s
+            self._idle_since_s[request.cell] = now_s
+
+    def pop_idle_s(self) -> float:
+        """Seconds without a ticket, of all cells together, since this was last called."""
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
 
     def drop_silent(self, before_s: float) -> None:
         """Count no cell that has not been heard of since `before_s`."""
         heard = self._heard_at_s.items()
         self._heard_at_s = {cell: at_s for cell, at_s in heard if at_s >= before_s}
+        idle = self._idle_since_s.items()
+        self._idle_since_s = {cell: at_s for cell, at_s in idle if cell in self._heard_at_s}

@@ -172,7 +172,8 @@ class LedgerService:
                     self._work.notify_all()
                 if await patience.wait_for(self._progress, until_s):
                     continue
-            return wire.BatchReply(manifest, self._tickets.n_ready_for_batch, trouble)
+            idle_cell_s = self._cells.pop_idle_s() if manifest else 0.0
+            return wire.BatchReply(manifest, self._tickets.n_ready_for_batch, trouble, idle_cell_s)
 
     async def record_published_step(
         self, request: wire.WeightsPublishedRequest, patience: LongPoll

@@ -15,6 +15,12 @@ RECENT_BYTES = 1 << 20
 """The end of the log that is read, for those who look for what happened lately."""
 
 
+NO_CELL_EVENT, CELL_FOUND_EVENT = "no_cell", "cell_found"
+"""The trainer has waited for any cell for a while, and waits no more."""
+SUBMISSION_REFUSED_EVENT = "submission_refused"
+"""Slurm did not take a job."""
+
+
 class EventLog:
     """Append-only `events.jsonl`: what happened, when, to which service."""
 

@@ -189,7 +189,7 @@ class Learner:
         A collective. Raises as `train_batch` does.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
-        record = build_damaged_batch_record(step, self.state.untrained, reason)
+        record = build_damaged_batch_record(step, self.state.untrained, reason, self._paths.root)
         trouble = None
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it

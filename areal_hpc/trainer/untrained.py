@@ -1,7 +1,9 @@
 """Untrained parts of consumed batches: tickets left out, steps not taken, batches quarantined."""
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 from areal_hpc.errors import NonFiniteGradientError, ShardError
@@ -58,7 +60,7 @@ def build_nonfinite_records(
 
 
 def build_damaged_batch_record(
-    step: int, earlier: Sequence[UntrainedRecord], reason: str
+    step: int, earlier: Sequence[UntrainedRecord], reason: str, run_dir: Path
 ) -> UntrainedRecord:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
@@ -70,14 +72,15 @@ def build_damaged_batch_record(
     """
     before = _list_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
     if {*before} <= {one.step for one in earlier if one.quarantine == "damaged"}:
+        run = shlex.quote(str(run_dir))
         raise ShardError(
             f"batch {step} cannot be read: {reason}; nor could "
             f"{' and '.join(f'batch {one}' for one in before)}: "
             f"{MAX_CONSECUTIVE_DAMAGED_BATCHES} in a row end the run",
             key="shards/",
-            hint="areal-hpc shards verify names what is damaged: restore it from a copy, undo with "
-            f"areal-hpc quarantine RUN BATCH --undo and resume, or go on without batch {step} by "
-            f"areal-hpc quarantine RUN {step}",
+            hint=f"areal-hpc shards verify {run} names what is damaged: restore it from a copy, "
+            f"undo with areal-hpc quarantine {run} {step - 1} --undo and so on, and resume; or go "
+            f"on without batch {step} by areal-hpc quarantine {run} {step}",
         )
     return UntrainedRecord(step, reason, quarantine="damaged")
 

@@ -1,13 +1,18 @@
 """Progress of a run, and the summary of a finished one on one screen."""
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.idle_time import describe_idle_time, find_missing_cell_s, read_run_size
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
 from areal_hpc.view.tables import format_duration
@@ -29,6 +34,12 @@ class RunProgress:
     def total_steps(self) -> int:
         """The steps that the recipe asks for; 0 if that is not known."""
         return int(self.recipe["trainer"].get("total_steps") or 0)
+
+    @property
+    def cell_count(self) -> int:
+        """The cells that the recipe asks for; 1 if that is not known."""
+        section = self.recipe.get("inference")
+        return int(section.get("cells") or 1) if isinstance(section, dict) else 1
 
     @property
     def step(self) -> int:
@@ -54,8 +65,8 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
     )
 
 
-def format_run_progress(advance: RunProgress) -> list[str]:
-    """Step, speed, staleness and last checkpoint, for people."""
+def format_run_progress(advance: RunProgress, paths: RunPaths) -> list[str]:
+    """Step, speed, staleness, last checkpoint, idle time and quarantined batches, for people."""
     rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
     asked = f" of {advance.total_steps}" if advance.total_steps else ""
     lines = [f"  step              {advance.step}{asked}"]
@@ -78,13 +89,41 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             f"  last checkpoint   step {advance.checkpoint_step}, "
             f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
+    lines += [f"  idle              {one}" for one in _describe_idle_time(advance, paths)]
+    return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
+
+
+def _describe_idle_time(advance: RunProgress, paths: RunPaths) -> list[str]:
+    """Lines on the time that trainer and cells waited for one another."""
+    size = read_run_size(paths, advance.cell_count)
+    lines = []
+    if size is not None and advance.snapshot.steps:
+        lines += describe_idle_time(advance.snapshot.steps, size)
+    missing_s = find_missing_cell_s(read_recent_events(paths.events), time.time())
+    if missing_s is not None and not paths.finished_marker.exists():
+        lines.append(f"no cell has been there for {format_duration(missing_s)}")
     return lines
+
+
+def describe_quarantined_batches(paths: RunPaths) -> list[str]:
+    """A line on the batches that were set aside untrained, for people; none if there are none."""
+    try:
+        held = read_quarantined_batches(paths)
+    except ShardError as error:
+        return [error.problems[0].message]
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    if not held:
+        return []
+    steps = ", ".join(str(step) for step in sorted(held))
+    hint = f"areal-hpc audit {shlex.quote(str(paths.root))} says why"
+    return [f"batch{'es' if len(held) > 1 else ''} {steps}; {hint}"]
 
 
 def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
-    `program` is how the reader calls this command line.
+    `program` is how the reader calls this command line, in shell words.
     """
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
@@ -124,11 +163,13 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         lines.append(f"  learning curve    {shown_as.learning_curve}")
     if exported.is_dir():
         lines.append(f"  trained model     {exported}")
+    tensorboard = Path(shlex.split(program)[0]).with_name("tensorboard")
+    quoted = shlex.quote(str(root))
     lines += [
         "try next:",
-        f"  {program} shards show {root} 0    # one recorded reply, token by token",
-        f"  {program} shards verify {root}    # every digest checked",
-        f"  {Path(program).with_name('tensorboard')} --logdir {shown_as.tensorboard_dir}",
+        f"  {program} shards show {quoted} 0    # one recorded reply, token by token",
+        f"  {program} shards verify {quoted}    # every digest checked",
+        f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",
     ]
     return "\n".join(lines)
 

@@ -175,6 +175,8 @@ class BatchReply(Struct, frozen=True):
     trouble: str = ""
     """Why the batch cannot form (agents that keep failing, groups that are never accepted), in
     words for the user."""
+    idle_cell_s: float = 0.0
+    """With a batch: seconds for which cells had no ticket since the batch before, all added up."""
 
 
 class WeightsPublishedRequest(Struct, frozen=True):

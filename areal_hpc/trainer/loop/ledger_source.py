@@ -10,9 +10,14 @@ import torch
 
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import (
+    BATCH_WAIT_PHASE,
+    CELL_WAIT_PHASE,
+    EVAL_REWARD_METRIC,
+    IDLE_CELLS_METRIC,
+)
 from areal_hpc.metrics.writer import summarize_weight_update_pauses
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
@@ -62,6 +67,8 @@ class LedgerSource(BatchSource):
         self._idle_timeout_s = idle_timeout_s
         self._found_at = self._missed_at = time.monotonic()
         """When a replica was found last."""
+        self._is_cell_missing = False
+        """The event log says so."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
         self._ticket_counts: FlatRow = {}
@@ -82,11 +89,12 @@ class LedgerSource(BatchSource):
         Raises:
             AgentError: Agents do nothing but fail, so that no batch will form.
         """
-        with self._record.timer.time_phase("batch_wait"):
+        with self._record.timer.time_phase(BATCH_WAIT_PHASE):
             reply = self._ledger.request_batch(step, LONG_POLL_S)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
+            self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
         elif reply.trouble:
             raise AgentError(
                 reply.trouble, hint="read the logs of ledger and drivers in logs/latest"
@@ -107,7 +115,8 @@ class LedgerSource(BatchSource):
         if self._poll_outdated_replicas():
             return "publish"
         if not self._is_served:
-            self._stop.wait(NO_REPLICA_PAUSE_S)
+            with self._record.timer.time_phase(CELL_WAIT_PHASE):
+                self._stop.wait(NO_REPLICA_PAUSE_S)
             return "wait"
         if not self._is_announced:
             self._ledger.report_weights_published(self._record.version.step)
@@ -124,9 +133,15 @@ class LedgerSource(BatchSource):
             outdated = self._publisher.discover_outdated(self._record.version)
         now = time.monotonic()
         if self._publisher.replica_count:
+            if self._is_cell_missing:
+                self._events.record(CELL_FOUND_EVENT, waited_s=round(now - self._found_at, 1))
             self._found_at = self._missed_at = now
+            self._is_cell_missing = False
         elif now - self._missed_at > NO_CELL_LOG_PERIOD_S:
             self._missed_at = now
+            if not self._is_cell_missing:
+                self._events.record(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
+            self._is_cell_missing = True
             logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
         self._targets = self._backoff.get_retryable(outdated, now)
         if not self._targets and not self._is_served:

@@ -28,7 +28,8 @@ def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: Sm
         assert row["tokens/trained"] > 0
         assert row["staleness/max"] == 0
         assert row["version"] == f"1.{row['step']}"
-        assert {"time/batch_wait_s", "time/train_s", "time/publish_s"} <= row.keys()
+        phases = {"time/batch_wait_s", "time/train_s", "time/publish_s", "time/idle_cells_s"}
+        assert phases <= row.keys()
         assert row["logprob/engine_trainer_max_abs_diff"] <= 1e-4
         assert row["logprob/compared_tokens"] == row["tokens/sampled"]
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import yaml
 
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.quarantine import write_quarantine
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 
@@ -97,3 +100,26 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
     odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
     append_line(paths.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
     assert "training reward   0.500 -> not finite" in status()
+
+
+def test_idle_time_and_batches_set_aside_are_named(
+    paths: RunPaths, status: Callable[[], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("trainer", "cell-0"):
+        job = paths.job(name)
+        job.root.mkdir(exist_ok=True)
+        launch = LaunchFile(JobSpec(name, "agents", []), "", "", "", {})
+        job.launch.write_bytes(msgspec.json.encode(launch))
+    waits = {"time/step_s": 3600.0, "time/batch_wait_s": 1800.0, "time/idle_cells_s": 900.0}
+    append_line(paths.metrics, STEP | waits)
+    append_line(paths.events, {"time": time.time(), "event": "no_cell", "waited_s": 240.0})
+    for step in (7, 9):
+        write_quarantine(paths, UntrainedRecord(step, "damaged", quarantine="damaged"))
+    said = status()
+    assert "idle              trainer waiting for cells 0.50 of 1.00 node-hours\n" in said
+    assert "idle              cells waiting for the trainer 0.25 of 1.00 node-hours\n" in said
+    assert "idle              no cell has been there for 4 min\n" in said
+    named = f"batches 7, 9; areal-hpc audit {paths.root} says why\n"
+    assert f"quarantined       {named}" in said
+    assert exit_code_of("why", paths.root) == 1
+    assert f"quarantined: {named}" in capfd.readouterr().out

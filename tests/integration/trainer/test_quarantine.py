@@ -141,6 +141,7 @@ def test_the_third_unreadable_batch_in_a_row_ends_every_resume_until_somebody_ac
         assert report["kind"] == "ShardError"
         assert "batch 4 cannot be read: " in report["error"]
         assert "nor could batch 2 and batch 3: 3 in a row end the run" in report["error"]
+        assert f"areal-hpc quarantine {paths.root} 4" in report["error"]
         assert tickets_by_status(paths) == {"quarantined": ids_of(2, 3), "open": ids_of(4, 5, 6)}
     assert quarantine(paths, 4) == 0
     assert train(ranks, paths, 2).codes == [0, 0]

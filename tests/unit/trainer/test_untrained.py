@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -54,26 +55,31 @@ def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
     assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
 
 
+RUN = Path("/my runs/a")
+
+
 def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedRecord:
     return UntrainedRecord(step, "reason", quarantine=cause)
 
 
 def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
     earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert build_damaged_batch_record(1, [], "gone") == UntrainedRecord(1, "gone", [], "damaged")
-    assert build_damaged_batch_record(7, earlier, "gone").step == 7
+    assert build_damaged_batch_record(1, [], "gone", RUN) == UntrainedRecord(
+        1, "gone", [], "damaged"
+    )
+    assert build_damaged_batch_record(7, earlier, "gone", RUN).step == 7
     with pytest.raises(ShardError) as caught:
-        build_damaged_batch_record(6, earlier, "gone")
+        build_damaged_batch_record(6, earlier, "gone", RUN)
     assert caught.value.exit_code == 65
     problem = caught.value.problems[0]
     assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
-    assert "areal-hpc quarantine RUN 6" in problem.hint
+    assert "areal-hpc quarantine '/my runs/a' 6" in problem.hint
 
 
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
     odd, asked = UntrainedRecord(5, "the gradient norm is nan"), quarantined(5, "requested")
     for between in (odd, asked):
-        assert build_damaged_batch_record(6, [quarantined(4), between], "gone").step == 6
+        assert build_damaged_batch_record(6, [quarantined(4), between], "gone", RUN).step == 6
     assert judge([math.nan], 6, [UntrainedRecord(4, "nan"), quarantined(5)])[0].step == 6
 
 

@@ -1,0 +1,85 @@
+"""Idle time of a run's trainer and cells, from what its steps recorded."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_WAIT_PHASE, IDLE_CELLS_METRIC
+from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT
+from areal_hpc.rundir.jobs import LaunchFile
+from areal_hpc.rundir.paths import JobPaths, RunPaths
+from areal_hpc.rundir.rendezvous import CELL_PREFIX
+
+TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BATCH_WAIT_PHASE))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """What the jobs of a run hold, in GPUs; in nodes if they have none."""
+
+    unit: str
+    """`GPU` or `node`."""
+    trainer: int
+    cells: int
+    """All cells together."""
+    cell_count: int
+
+
+def read_run_size(paths: RunPaths, cell_count: int) -> RunSize | None:
+    """What the jobs hold, by the last launch of each; None if that cannot be read."""
+    trainer_gpus = cell_gpus = trainer_nodes = cell_nodes = 0
+    try:
+        for folder in paths.jobs_dir.glob("*"):
+            job = paths.job(folder.name)
+            if not job.launch.exists():
+                continue
+            spec = msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile).job
+            if spec.name == "trainer":
+                trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
+            elif spec.name.startswith(CELL_PREFIX):
+                cell_gpus += spec.tasks * spec.gpus_per_task
+                cell_nodes += _count_nodes(job)
+    except (OSError, ValueError, msgspec.DecodeError):  # another user's, or of another version
+        return None
+    if trainer_gpus + cell_gpus:
+        return RunSize("GPU", trainer_gpus, cell_gpus, cell_count)
+    return RunSize("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None
+
+
+def _count_nodes(job: JobPaths) -> int:
+    """Nodes that a job's script asks for; 1 for a job of this machine."""
+    text = job.script.read_text() if job.script.exists() else ""
+    found = re.search(r"^#SBATCH --nodes=(\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 1
+
+
+def describe_idle_time(rows: Sequence[Mapping[str, Any]], size: RunSize) -> list[str]:
+    """Hours that trainer and cells spent waiting for one another, of those they held. Pure."""
+    hours = _sum_hours(rows, "time/step_s")
+    waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
+    idle = _sum_hours(rows, IDLE_CELLS_METRIC)
+    per_cell = size.cells / max(size.cell_count, 1)
+    trainer = _format_hours(waited * size.trainer, hours * size.trainer, size.unit)
+    cells = _format_hours(idle * per_cell, hours * size.cells, size.unit)
+    return [f"trainer waiting for cells {trainer}", f"cells waiting for the trainer {cells}"]
+
+
+def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
+    """Hours in the metrics of these names, which are seconds; others than numbers are left out."""
+    values = (row.get(name) for row in rows for name in names)
+    return sum(value for value in values if isinstance(value, int | float)) / 3600
+
+
+def _format_hours(idle: float, held: float, unit: str) -> str:
+    return f"{idle:.2f} of {held:.2f} {unit}-hours"
+
+
+def find_missing_cell_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
+    """Seconds for which the trainer has waited for any cell; None if it does not wait. Pure."""
+    waits = [one for one in events if one.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
+    if not waits or waits[-1]["event"] == CELL_FOUND_EVENT:
+        return None
+    return float(now - waits[-1].get("time", now) + waits[-1].get("waited_s", 0.0))
