@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import Field
 
@@ -32,6 +33,7 @@ class InferenceJobConfig(ProcessConfig):
 
     ENTRY = "areal_hpc.inference.job:run"
     ROLE = "agents"
+    KEYS_BY_PRIVATE_FIELD = MappingProxyType({"serve_variables": "cluster.serve.variables"})
 
     cell: str
     """`cell-0`, `cell-1`, ..."""

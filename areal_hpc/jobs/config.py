@@ -1,9 +1,12 @@
 """Base class of the typed configurations of a job's processes."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.recipe.private_values import replace_by_references
 from areal_hpc.rundir.jobs import ProcessSpec
 
 
@@ -14,6 +17,8 @@ class ProcessConfig(BaseConfig):
     """`package.module:function` that parses it."""
     ROLE: ClassVar[Literal["train", "agents"]]
     """Which environment's Python runs the process."""
+    KEYS_BY_PRIVATE_FIELD: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Dotted keys of the recipe by fields whose values may be secrets: read when it starts."""
 
     run_dir: Path
 
@@ -34,7 +39,7 @@ class ProcessConfig(BaseConfig):
             name,
             self.ROLE,
             self.ENTRY,
-            self.model_dump(mode="json"),
+            replace_by_references(self.model_dump(mode="json"), self.KEYS_BY_PRIVATE_FIELD),
             tasks=tasks,
             restarts=restarts,
             ends_job=ends_job,

@@ -70,7 +70,7 @@ def get_interpreters(recipe: Recipe) -> dict[str, str]:
 def build_role_variables(
     recipe: Recipe, shared: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Variables of each role's processes: the shared ones, and the recipe's, which win."""
+    """Variables of each role's processes, apart from those that are read from the recipe."""
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
     # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
     of_trainer = (
@@ -84,7 +84,6 @@ def build_role_variables(
         role: {
             **(shared or {}),
             **of_devices.get(role, {}),
-            **getattr(recipe.cluster, role).variables,
         }
         for role in ROLES
     }

@@ -25,6 +25,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
+from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
@@ -38,7 +39,7 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.lock import is_lock_held
-from areal_hpc.rundir.paths import format_restart_dir
+from areal_hpc.rundir.paths import ROLES, format_restart_dir
 from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
 
@@ -166,6 +167,7 @@ class _Supervisor:
             self._log_dir /= format_restart_dir(get_slurm_restart_count(os.environ))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._surroundings: Mapping[str, str] = {}
+        self._recipe_variables: Mapping[str, Mapping[str, str]] = {}
         self._incarnation = get_incarnation(launch)
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
@@ -205,6 +207,9 @@ class _Supervisor:
         if (refusal := self._task.join_start()) is not None:
             return refusal
         self._surroundings = self._task.build_environment()
+        if self._launch.recipe:
+            path = Path(self._launch.recipe)
+            self._recipe_variables = {role: read_role_variables(path, role) for role in ROLES}
         for child in self._children:
             self._start_process(child)
         while (outcome := self._poll_processes()) is None:
@@ -226,6 +231,7 @@ class _Supervisor:
             **self._surroundings,
             **build_visible_gpus_variable(spec, self._launch, position.rank),
             **self._launch.variables.get(spec.role, {}),
+            **self._recipe_variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
             "AREAL_HPC_LOCAL_RANK": str(position.local_rank),

@@ -171,6 +171,7 @@ class LocalLauncher:
             events=str(self._paths.events),
             pythons=self._pythons,
             variables=build_role_variables(self._recipe),
+            recipe=str(self._paths.recipe),
             launcher_lock=str(self._paths.lock),
             umask=UMASKS[cluster.readable_by],
             stop_grace_s=cluster.stop_grace_s,

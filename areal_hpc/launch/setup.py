@@ -18,6 +18,7 @@ from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.recipe.private_values import hide_private_arguments, hide_private_values
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
@@ -131,10 +132,15 @@ def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:
 
 
 def write_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> None:
-    """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`.
+
+    Values that may be secrets are in one file alone: where both have the same, in the new one.
+    """
+    tree = recipe.model_dump(mode="json")
+    text = yaml.safe_dump(tree, sort_keys=False)
     if replaced is not None and path.exists() and path.read_text() != text:
-        path.rename(replaced)
+        before = hide_private_values(yaml.safe_load(path.read_text()), tree)
+        write_atomic_private(replaced, yaml.safe_dump(before, sort_keys=False).encode())
     # Variables and agent arguments may hold keys of other services.
     write_atomic_private(path, text.encode())
 
@@ -149,7 +155,7 @@ def record_provenance(recipe: Recipe, paths: RunPaths, attempt: int) -> None:
         {
             "attempt": attempt,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(sys.argv),
+            "command": list(hide_private_arguments(sys.argv)),
             "areal_hpc": importlib.metadata.version("areal-hpc"),
             "git_commit": _get_git_revision(),
             "python": platform.python_version(),

@@ -1,5 +1,6 @@
 """Typed configuration of the rollout driver."""
 
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -14,6 +15,12 @@ class RolloutJobConfig(ProcessConfig):
 
     ENTRY = "areal_hpc.rollout.job:run"
     ROLE = "agents"
+    KEYS_BY_PRIVATE_FIELD = MappingProxyType(
+        {
+            "rollout.workflow_kwargs": "rollout.workflow_kwargs",
+            "evaluation_workflow_kwargs": "evaluation.workflow_kwargs",
+        }
+    )
 
     cell: str
     """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""

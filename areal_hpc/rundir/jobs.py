@@ -1,5 +1,7 @@
 """Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
 
+import contextlib
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ from msgspec import Struct, field
 from areal_hpc.errors import IdleError, LostPeerError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
-from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths
+from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths, RunPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -19,6 +21,10 @@ IDLE_EXIT_CODE = IdleError.exit_code
 """A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
 LOST_PEER_EXIT_CODE = LostPeerError.exit_code
 """A rank ended because another one had vanished. That one's end is the cause."""
+RECIPE_REFERENCES_KEY = "from_recipe"
+"""In a process's configuration: the recipe's key by each place whose value is read from there."""
+EXCLUDED_NODE_LIFETIME_S = 86400.0
+"""Time for which a node that failed its check is not given to the run again."""
 
 
 class ProcessSpec(Struct, frozen=True):
@@ -70,13 +76,15 @@ class SlurmLaunchInfo(Struct, frozen=True):
     script: str
     """The sbatch script that this job was submitted with."""
     excluded_nodes: str
-    """Nodes not to be given again, with the reason."""
+    """List of the nodes that failed their check, with the reason."""
     job_name: str
     """In Slurm, before the token of a submission."""
     comment: str
     """In Slurm, before the token of a submission: the run directory comes first."""
     cancelled: str
     """While this file exists, a job that is told to stop ends and is not requeued."""
+    excluded_by_recipe: str = ""
+    """Nodes that the recipe excludes, in Slurm's notation: for good, unlike `excluded_nodes`."""
     interface: str = ""
     """Network interface whose address other nodes use; empty: where the host's name leads."""
     margin_s: float = REQUEUE_MARGIN_S
@@ -105,6 +113,9 @@ class LaunchFile(Struct, frozen=True):
     """Interpreter of each role."""
     variables: dict[str, dict[str, str]] = field(default_factory=dict)
     """Extra environment of each role."""
+    recipe: str = ""
+    """The run's recipe, whose variables of each role win over those; empty for none. They may be
+    secrets, which are written there alone."""
     launcher_lock: str | None = None
     """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
     umask: int = 0o077
@@ -203,6 +214,67 @@ def read_submissions(path: Path) -> list[Submission]:
 def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
     """The submission that counts for each name: the last one."""
     return {submission.job: submission for submission in submissions}
+
+
+class ArrayMembership(Struct, frozen=True):
+    """Place of a job in the job array of a sweep, known before Slurm has given it a number."""
+
+    sweep_dir: str
+    """The directory of the arrays' files, with which the array's comment begins."""
+    job_name: str
+    """The array's, before the token."""
+    index: int
+
+
+def get_array_index(job_id: str) -> str:
+    """The index of an array's member, `4` for `123_4`; empty for a job that is none."""
+    return job_id.partition("_")[2]
+
+
+def write_array_membership(job: JobPaths, membership: ArrayMembership) -> None:
+    """Note which array a job is about to be a member of."""
+    write_atomic(job.array_membership, msgspec.json.encode(membership))
+
+
+def read_array_memberships(run: RunPaths) -> dict[str, ArrayMembership]:
+    """The arrays of sweeps that jobs of a run are, or were, members of; by name of the job."""
+    found = {}
+    for folder in run.jobs_dir.glob("*"):
+        # None for a job alone; a damaged one tells nothing.
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            content = JobPaths(folder).array_membership.read_bytes()
+            found[folder.name] = msgspec.json.decode(content, type=ArrayMembership)
+    return found
+
+
+class ExcludedNode(Struct, frozen=True):
+    """A node that failed its check, or that never started a job."""
+
+    node: str
+    reason: str
+    at: float
+    """Unix time."""
+    job_id: str = ""
+
+    @property
+    def is_expired(self) -> bool:
+        """True once the run may get the node again: somebody may have mended it."""
+        return time.time() - self.at > EXCLUDED_NODE_LIFETIME_S
+
+
+def read_excluded_nodes(path: Path) -> list[ExcludedNode]:
+    """Every node that was ever put on the run's list, oldest first; expired ones too."""
+    return read_lines(path, ExcludedNode)
+
+
+def list_excluded_nodes(path: Path) -> list[str]:
+    """Names of the nodes that the run must not get now."""
+    return list(dict.fromkeys(one.node for one in read_excluded_nodes(path) if not one.is_expired))
+
+
+def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
+    """Put a node on the list of those that the run must not get for a day."""
+    append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
 
 
 def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:

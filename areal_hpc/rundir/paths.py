@@ -157,6 +157,8 @@ class JobPaths(_Folder):
     """The job as its supervisors are told."""
     script = _PathDescriptor("job.sbatch")
     """Script that sbatch was given."""
+    array_membership = _PathDescriptor("array.json")
+    """The job array of a sweep that the job is a member of."""
     submitit_dir = _PathDescriptor("submitit")
     """Submitit's pickle of the job, and its logs."""
     starts_dir = _PathDescriptor("starts")

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import ArealError, LostPeerError, RecipeError
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
+from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import get_process_error_path
 
 PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
@@ -47,6 +48,10 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
     try:
+        if RECIPE_REFERENCES_KEY in config:
+            from areal_hpc.recipe.private_values import resolve_references
+
+            config = resolve_references(config)
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again

@@ -1,6 +1,7 @@
 """Real processes under a real submitit job: restarts, stops, and nothing left behind."""
 
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -9,12 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, TaskExit
+from areal_hpc.rundir.jobs import (
+    RECIPE_REFERENCES_KEY,
+    JobSpec,
+    LaunchFile,
+    ProcessSpec,
+    TaskExit,
+)
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
 
@@ -47,6 +56,10 @@ def refuse(config):
     path.write_text(path.read_text() + "x" if path.exists() else "x")
     raise RecipeError("the shoe does not fit", key="shoe.size", hint="use a larger one")
 
+def tell(config):
+    words = [os.environ["SHARED"], os.environ["KEY"], config["kwargs"]["token"]]
+    Path(config["file"]).write_text(" ".join(words))
+
 def stubborn(config):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -77,7 +90,7 @@ def submit(folder: Path) -> Iterator[Submit]:
             log_dir=str(folder / "logs"),
             events=str(folder / "events.jsonl"),
             pythons={"agents": sys.executable},
-            variables={"agents": {"PYTHONPATH": str(folder)}},
+            variables={"agents": {"PYTHONPATH": str(folder), "SHARED": "of-all", "KEY": "of-all"}},
             stop_grace_s=grace_s,
             **options,
         )
@@ -117,6 +130,24 @@ def test_the_job_ends_with_its_leading_process(folder: Path, submit: Submit) -> 
     outcome = outcome_of(job)
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
+
+
+def test_what_may_be_secret_is_read_from_the_recipe(folder: Path, submit: Submit) -> None:
+    recipe = RunPaths(folder).recipe
+    roles = {role: {"variables": {"KEY": f"key-of-{role}"}} for role in ROLES}
+    agent = {"workflow_kwargs": {"token": "a-token"}}
+    recipe.write_text(json.dumps({"cluster": roles, "rollout": agent}))
+    spec = actor(folder, "t", "tell", ends_job=True)
+    references = {"kwargs": "rollout.workflow_kwargs"}
+    config = spec.config | {"run_dir": str(folder), RECIPE_REFERENCES_KEY: references}
+    job = submit(msgspec.structs.replace(spec, config=config), recipe=str(recipe))
+    assert outcome_of(job).exit_code == 0
+    assert (folder / "t.txt").read_text() == "of-all key-of-agents a-token"
+    assert "a-token" not in (folder / "job" / "t.json").read_text()
+    recipe.unlink()
+    refused = outcome_of(submit(spec, name="job-without", recipe=str(recipe)))
+    assert refused.exit_code == 75
+    assert "the run's recipe cannot be read" in refused.reason
 
 
 def test_crashes_are_retried_and_mistakes_of_the_user_never(folder: Path, submit: Submit) -> None:

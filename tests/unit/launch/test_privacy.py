@@ -2,13 +2,19 @@
 
 import os
 import stat
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from areal_hpc.inference.config import InferenceJobConfig
 from areal_hpc.launch.slurm_launcher import write_scripts
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.recipe.private_values import read_role_variables, resolve_references
+from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rundir.jobs import LaunchFile
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import secure_run_dir
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
@@ -17,12 +23,15 @@ SECRET = "SECRET456"
 OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
 
 
-def write_run(fileroot: Path, readable_by: str) -> RunPaths:
+def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
     """A run that is put in place and not submitted, by somebody whose umask forbids nothing."""
     overrides = (
         f"cluster.fileroot={fileroot}",
         f"cluster.readable_by={readable_by}",
-        f"cluster.agents.variables={{WANDB_API_KEY: {SECRET}}}",
+        *(f"cluster.{role}.variables={{WANDB_API_KEY: {SECRET}-{role}}}" for role in ROLES),
+        "rollout.workflow=tests.support.token_agent.TokenAgent",
+        f"rollout.workflow_kwargs={{token: {SECRET}-token}}",
+        *more,
     )
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
     before = os.umask(0)
@@ -49,6 +58,32 @@ def test_no_file_of_a_run_allows_more_than_was_asked(
     secret = [path for path in files if path.is_file() and SECRET in path.read_text("latin-1")]
     assert secret
     assert {modes[path] for path in (*secret, paths.admin_key)} == {0o600}
+
+
+def test_a_secret_is_written_once_and_reaches_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (f"cluster.agents.variables.KEY={SECRET}", f"rollout.workflow_kwargs.token={SECRET}")
+    monkeypatch.setattr(sys, "argv", ["areal-hpc", "submit", *given, "seed=1"])
+    paths = write_run(tmp_path, "group")
+    write_run(tmp_path, "group", "trainer.total_steps=7")
+    files = [path for path in paths.root.rglob("*") if path.is_file() and not path.is_symlink()]
+    texts = {path: path.read_text("latin-1") for path in files}
+    for what in (*ROLES, "token"):
+        secret = f"{SECRET}-{what}"
+        assert {path: text.count(secret) for path, text in texts.items() if secret in text} == {
+            paths.recipe: 1
+        }
+    assert [path.name for path in files if path.name.startswith("recipe.before")]
+    assert "seed=1" in texts[paths.provenance]
+    assert SECRET not in texts[paths.provenance]
+    launch = msgspec.json.decode(paths.job("cell-0").launch.read_bytes(), type=LaunchFile)
+    assert read_role_variables(Path(launch.recipe), "train") == {"WANDB_API_KEY": f"{SECRET}-train"}
+    configs = {one.name: resolve_references(one.config) for one in launch.job.processes}
+    driver = RolloutJobConfig.model_validate(configs["driver"])
+    assert driver.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
+    server = InferenceJobConfig.model_validate(configs["inference"])
+    assert server.serve_variables == {"WANDB_API_KEY": f"{SECRET}-serve"}
 
 
 def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
