@@ -19,21 +19,27 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from areal_hpc.errors import ClusterError, SlurmNotFoundError
+from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.jobs.requeue import MAX_EXCLUDED_NODES, add_excluded_node, release_held_jobs
+from areal_hpc.jobs.requeue import (
+    MAX_EXCLUDED_NODES,
+    build_exclude_list,
+    release_held_jobs,
+)
 from areal_hpc.jobs.topology import expand_node_list
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     LaunchFile,
+    SlurmLaunchInfo,
     Submission,
     TaskExit,
+    add_excluded_node,
     get_latest_submissions,
+    list_excluded_nodes,
     read_submissions,
     read_task_exits,
 )
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
 from areal_hpc.slurm.resubmit import submit_again
@@ -133,6 +139,8 @@ class Caretaker:
         self._events = EventLog(self._paths.events, "caretaker")
         self._missing: set[str] = set()
         """Jobs that were missing at the last look."""
+        self._refused: dict[str, str] = {}
+        """What Slurm said of the jobs that it did not take."""
 
     def resubmit_missing_jobs(self) -> None:
         """Submit the jobs that were missing at the last look and are missing still.
@@ -214,13 +222,17 @@ class Caretaker:
             if job.faulty_node:
                 self._exclude_node(Path(launch.slurm.excluded_nodes), job)
             count = _count_submission(files, launch.slurm.progress)
-            submitted = submit_again(
-                launch.slurm,
-                job.name,
-                _build_exclude_options(files, Path(launch.slurm.excluded_nodes)),
-                timeout_s=SUBMIT_TIMEOUT_S,
-                hold=count > MAX_SUBMISSIONS,
-            )
+            try:
+                submitted = submit_again(
+                    launch.slurm,
+                    job.name,
+                    _build_exclude_options(files, launch.slurm),
+                    timeout_s=SUBMIT_TIMEOUT_S,
+                    hold=count > MAX_SUBMISSIONS,
+                )
+            except SlurmCommandError as refusal:
+                self._record_refusal(job.name, refusal.problems[0].message)
+                raise
         self._events.record(
             "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
             reason=f"{job.name} {job.reason_to_submit}", is_held=count > MAX_SUBMISSIONS,
@@ -228,8 +240,14 @@ class Caretaker:
         )  # fmt: skip
         log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
 
+    def _record_refusal(self, job: str, reason: str) -> None:
+        """Note why Slurm does not take a job: once, though it is asked again every minute."""
+        if self._refused.get(job) != reason:
+            self._refused[job] = reason
+            self._events.record(SUBMISSION_REFUSED_EVENT, job=job, reason=reason)
+
     def _exclude_node(self, path: Path, job: JobStatus) -> None:
-        known = {row["node"] for row in read_lines(path)}
+        known = list_excluded_nodes(path)
         if job.faulty_node in known or len(known) >= MAX_EXCLUDED_NODES:
             return
         assert job.submission is not None
@@ -270,11 +288,11 @@ def _count_submission(job: JobPaths, progress: str) -> int:
     return count
 
 
-def _build_exclude_options(job: JobPaths, excluded_nodes: Path) -> list[str]:
+def _build_exclude_options(job: JobPaths, slurm: SlurmLaunchInfo) -> list[str]:
     """Options for sbatch: an option given there replaces that of the script."""
     own = re.findall(r"^#SBATCH --exclude=(\S+)", job.script.read_text(), re.MULTILINE)
-    nodes = dict.fromkeys([*own, *(row["node"] for row in read_lines(excluded_nodes))])
-    return [f"--exclude={','.join(nodes)}"] if nodes else []
+    excluded = build_exclude_list(slurm, ",".join(own))
+    return [f"--exclude={excluded}"] if excluded else []
 
 
 def run(config: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ What it finds is either the node's fault, and then the job goes elsewhere, or co
 alike, and then going elsewhere would not help.
 """
 
+import errno
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from areal_hpc.errors import ClusterError
 
 MAX_CLOCK_SKEW_S = 30.0
 """Clocks may differ by this: leases and time limits are compared across nodes."""
+STORAGE_ERRNOS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Refusals to write that another node would meet as well."""
 GPU_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 _GREETING = b"areal-hpc\n"
@@ -109,8 +112,14 @@ def _compare_clock_with_storage(folder: Path) -> list[NodeProblem]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             written_at = os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        return [NodeProblem(f"{folder} cannot be written: {error.strerror}")]
+        reason = f"{folder} cannot be written: {error.strerror}"
+        return [NodeProblem(reason, is_fault_of_node=not is_fault_of_storage(error))]
     return check_clock_skew(time.time() - written_at, folder)
+
+
+def is_fault_of_storage(error: Exception) -> bool:
+    """True if shared storage as a whole takes no files: read-only, full, over a quota."""
+    return isinstance(error, OSError) and error.errno in STORAGE_ERRNOS
 
 
 def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:

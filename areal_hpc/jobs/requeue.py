@@ -20,9 +20,17 @@ from areal_hpc.jobs.restart_policy import (
     FailureCounts,
     RestartDecision,
 )
+from areal_hpc.jobs.topology import expand_node_list
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.jobs import LaunchFile, SlurmLaunchInfo, TaskExit, list_held_jobs
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jobs import (
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+    add_excluded_node,
+    list_excluded_nodes,
+    list_held_jobs,
+    read_excluded_nodes,
+)
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.resubmit import resubmit_after_end, update_dependents
@@ -89,7 +97,7 @@ class ProgressTracker:
 def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
-    known = {row["node"] for row in read_lines(path)}
+    known = list_excluded_nodes(path)
     faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
     new = {node: reason for node, reason in faulty.items() if node not in known}
     for node, reason in new.items():
@@ -97,14 +105,28 @@ def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: 
     return list(new)
 
 
-def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
-    """Put a node on the list of those that the run must not get."""
-    row = {"node": node, "reason": reason, "at": round(time.time(), 3), "job_id": job_id}
-    append_line(path, row)
+def build_exclude_list(slurm: SlurmLaunchInfo, asked: str) -> str:
+    """Nodes that a job must not get: those `asked` of Slurm so far, and those that failed since.
+
+    Both in Slurm's notation. Those of the run's list whose time is up are left out, unless the
+    recipe excludes them.
+    """
+    path = Path(slurm.excluded_nodes)
+    excluded = list_excluded_nodes(path)
+    expired = {one.node for one in read_excluded_nodes(path)}.difference(
+        excluded, expand_node_list(slurm.excluded_by_recipe)
+    )
+    named = expand_node_list(asked)
+    if not expired.isdisjoint(named):
+        asked = ",".join(node for node in named if node not in expired)
+    return ",".join(filter(None, (asked, *(node for node in excluded if node not in named))))
 
 
 def requeue_or_resubmit(
-    launch: LaunchFile, give_up_at: float, decision: RestartDecision = "restart"
+    launch: LaunchFile,
+    give_up_at: float,
+    decision: RestartDecision = "restart",
+    report_refusal: Callable[[str], None] = log.error,
 ) -> RequeueResult:
     """Have this job, which runs, started once more, by Slurm or by submitting its script again.
 
@@ -127,7 +149,7 @@ def requeue_or_resubmit(
                 return "not requeued"
             time.sleep(RETRY_PAUSE_S)
         except (SlurmNotFoundError, SlurmCommandError) as refusal:
-            log.error("this job cannot be requeued: %s", refusal)
+            report_refusal(f"this job cannot be requeued: {refusal.problems[0].message}")
             return "not requeued"
     return "cancelled"
 
@@ -151,8 +173,7 @@ def _request_restart(
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
-    faulty = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
-    excluded = ",".join(dict.fromkeys(filter(None, (facts.excluded_nodes, *faulty))))
+    excluded = build_exclude_list(slurm, facts.excluded_nodes)
     try:
         if decision == "hold_for_user":
             scontrol.control_job("requeuehold", job_id)

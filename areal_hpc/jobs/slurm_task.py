@@ -15,7 +15,12 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import starts, time_limit
-from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_node
+from areal_hpc.jobs.node_probe import (
+    NodeProblem,
+    ReachabilityServer,
+    is_fault_of_storage,
+    probe_node,
+)
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     ProgressTracker,
@@ -31,16 +36,16 @@ from areal_hpc.jobs.topology import (
     find_own_address,
     get_slurm_restart_count,
 )
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
     SlurmLaunchInfo,
     TaskExit,
+    list_excluded_nodes,
     read_task_exit,
     write_task_exit,
 )
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.slurm import scontrol
 
 log = logging.getLogger(__name__)
@@ -76,6 +81,8 @@ class SlurmTask:
         self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
         self._progress_tracker = ProgressTracker(self._paths, slurm.progress)
+        self._clock: time_limit.SlurmClock | None = None
+        """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
@@ -100,7 +107,8 @@ class SlurmTask:
                 if not position.local_rank:
                     starts.report_node_joined(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
-            return self._report_node_problems(self._node, [NodeProblem(str(error))])
+            problem = NodeProblem(str(error), is_fault_of_node=not is_fault_of_storage(error))
+            return self._report_node_problems(self._node, [problem])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
@@ -123,6 +131,7 @@ class SlurmTask:
             greeter.start_answering(self._slurm.join_timeout_s)
             address = greeter.address
         start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
+        self._clock = time_limit.SlurmClock()
         self._ends_at = time_limit.read_end_time(environ)
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
@@ -141,9 +150,10 @@ class SlurmTask:
         return self._absent[0] if self._absent else None
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
-        excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
+        excluded = list_excluded_nodes(Path(self._slurm.excluded_nodes))
         is_fault_of_node = (
-            all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES
+            all(finding.is_fault_of_node for finding in findings)
+            and len(excluded) < MAX_EXCLUDED_NODES
         )
         reason = "; ".join(finding.reason for finding in findings)
         self._events.record("node_check_failed", node=node, reason=reason)
@@ -208,11 +218,11 @@ class SlurmTask:
         note = starts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
-        if self._ends_at is not None:
+        if self._clock is not None and self._ends_at is not None:
             # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
             lead_s = self._launch.stop_grace_s + self._slurm.margin_s
             lead_s += time_limit.read_checkpoint_duration_s(self._paths)
-            if time.time() >= self._ends_at - lead_s:
+            if self._clock.now() >= self._ends_at - lead_s:
                 return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
 
@@ -226,9 +236,9 @@ class SlurmTask:
         try:
             said = starts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
-                grace_s = max(0.0, said.kill_at - time.time())
+                grace_s = said.grace_s
             else:
-                note = starts.StopNotice(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                note = starts.StopNotice(outcome.reason, outcome.exit_code, grace_s)
                 starts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("could not notify the other tasks: %s", error)
@@ -249,9 +259,9 @@ class SlurmTask:
         except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
-        if facts.state != scontrol.RUNNING_STATE or facts.ends_at is None:
+        if facts.state != scontrol.RUNNING_STATE or facts.ends_at is None or self._clock is None:
             return grace_s  # until KillWait is over, which is not among what a job is told
-        return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
+        return max(0.0, min(wanted_s, facts.ends_at - self._clock.now() - self._slurm.margin_s))
 
     def finish(self, outcome: TaskExit) -> TaskExit:
         """Say how this task ended and, once all have, see to what comes next.
@@ -303,7 +313,9 @@ class SlurmTask:
             return msgspec.structs.replace(decisive, gave_up=True)
         # Slurm itself ends the asking of a job whose time is up.
         give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
-        requeue_result = requeue_or_resubmit(self._launch, give_up_at, decision)
+        requeue_result = requeue_or_resubmit(
+            self._launch, give_up_at, decision, self._record_refusal
+        )
         if decision == "hold_for_user":
             times = f"{counts.time_limit_stops} starts in a row reached the time limit"
             told = f"{times} before the run made progress; the limit is too short"
@@ -318,6 +330,10 @@ class SlurmTask:
             # itself with jobs that are still there when the grace is over.
             _wait_until(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
+
+    def _record_refusal(self, reason: str) -> None:
+        log.error("%s", reason)
+        self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
     def _gather_task_exits(self, own: TaskExit) -> list[TaskExit]:
         """Exit statuses of the tasks, as far as they come in time."""

@@ -35,13 +35,16 @@ class JobStart(Struct, frozen=True):
 
 
 class StopNotice(Struct, frozen=True):
-    """Why the tasks of a start have to stop, and until when."""
+    """Why the tasks of a start have to stop, and how soon.
+
+    Whoever reads it counts from then on by its own clock: clocks of nodes differ.
+    """
 
     reason: str
     exit_code: int
     """Exit code of the task that says so: 0 when the work is done."""
-    kill_at: float
-    """Unix time at which processes that still run are killed."""
+    grace_s: float
+    """Seconds until processes that still run are killed."""
 
 
 def claim_next_start(folder: Path, incarnation: str, node: str, address: str) -> JobStart:
@@ -119,3 +122,21 @@ def read_own_stop_notice() -> StopNotice | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
     path = os.environ.get(STOP_NOTICE_VARIABLE)
     return read_stop_note(Path(path)) if path else None
+
+
+class StopDeadline:
+    """Moment at which a process that was told to stop is killed, by this node's own clock.
+
+    `grace_s` counts from now, and until there is a note of the stop.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._kill_at = time.monotonic() + grace_s
+        self._notice: StopNotice | None = None
+
+    def compute_left_s(self) -> float:
+        """Seconds until then. A note that is new counts from now."""
+        notice = read_own_stop_notice()
+        if notice is not None and notice != self._notice:
+            self._notice, self._kill_at = notice, time.monotonic() + notice.grace_s
+        return self._kill_at - time.monotonic()

@@ -1,6 +1,8 @@
 """Time limit of a Slurm job: when to stop so that a checkpoint still fits."""
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,12 +11,33 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 
+log = logging.getLogger(__name__)
+
 CHECKPOINT_DURATION_FILE_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
 """Variable that names the file for `record_checkpoint_duration`."""
 
 
+class SlurmClock:
+    """slurmctld's clock, by which it ends jobs: a node's own may be off by many seconds.
+
+    It is asked once, as this is made; if it does not answer the node's own clock must do.
+    """
+
+    def __init__(self) -> None:
+        try:
+            now = scontrol.read_controller_time()
+        except ClusterError as error:
+            log.warning("slurmctld did not tell the time: %s", error)
+            now = None
+        self._ahead_s = (time.time() if now is None else now) - time.monotonic()
+
+    def now(self) -> float:
+        """Unix time, to about a second."""
+        return self._ahead_s + time.monotonic()
+
+
 def read_end_time(environ: Mapping[str, str]) -> float | None:
-    """Unix time at which Slurm ends this job; None where it has no limit or none can be found.
+    """Time at which Slurm ends this job, by its clock; None if there is no limit or none is known.
 
     Newer Slurms tell every job; others are asked, once.
     """

@@ -22,6 +22,7 @@ _STRIPPED_ENV_PREFIXES = (
     "ROCR_",
 )
 """Variables of a running job that would be taken for wishes of the job that it submits."""
+_CONTROLLER_TIME_PATTERN = re.compile(r"Configuration data as of (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ def parse_job(shown: str) -> JobFacts:
 def show_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job."""
     return parse_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
+
+
+def read_controller_time() -> float | None:
+    """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
+    shown = _call_slurm("scontrol", "show", "config")
+    found = _CONTROLLER_TIME_PATTERN.match(shown)
+    return parse_time(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:

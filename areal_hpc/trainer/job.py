@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.starts import read_own_stop_notice
+from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.jobs.topology import get_job_start_number
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
@@ -144,10 +144,8 @@ def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
     """
     while not stop.wait(timeout_s=3600.0):
         pass
-    kill_at = time.time() + grace_s
-    while time.time() < kill_at - STOP_MARGIN_S:
+    deadline = StopDeadline(grace_s)
+    while deadline.compute_left_s() > STOP_MARGIN_S:
         time.sleep(STOP_POLL_S)
-        if (note := read_own_stop_notice()) is not None:
-            kill_at = note.kill_at
     logger.warning("the step in flight is given up; the last checkpoint stands")
     os._exit(STOPPED_EXIT_CODE)

@@ -73,7 +73,7 @@ def slow_saver(config: dict[str, str]) -> None:
         _note(config, "stopped")
         while (note := read_own_stop_notice()) is None:
             time.sleep(0.1)
-        _note(config, f"{note.reason}: {note.kill_at - time.time():.0f} s")
+        _note(config, f"{note.reason}: {note.grace_s:.0f} s")
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, look)

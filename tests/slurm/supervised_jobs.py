@@ -91,9 +91,13 @@ class SupervisedJob:
         *options: str,
         tasks: int = 1,
         only_now: tuple[str, ...] = (),
+        setup: tuple[str, ...] = (),
         **slurm: object,
     ) -> None:
-        """Write what the job needs, and submit it, this time with some further options."""
+        """Write what the job needs, and submit it, this time with some further options.
+
+        `setup` are lines of its script before the tasks start.
+        """
         folder = self.files.root
         folder.mkdir(parents=True, exist_ok=True)
         self.files.launch.write_bytes(msgspec.json.encode(self.launch(function, tasks, **slurm)))
@@ -104,6 +108,7 @@ class SupervisedJob:
             f"#SBATCH --cpus-per-task=1 --mem=400 --ntasks={tasks} --ntasks-per-node=1",
             *(f"#SBATCH {option}" for option in options),
             f"export PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1",
+            *setup,
             f"srun {sys.executable} -c '{RUN_JOB}' {self.files.launch}",
         ]
         self.files.script.write_text("\n".join(lines) + "\n")
@@ -161,6 +166,10 @@ class SupervisedJob:
 
     def newest_id(self) -> str:
         return get_latest_submissions(read_submissions(self.run.submissions))[self.name].job_id
+
+    def events(self) -> list[dict[str, object]]:
+        """What the run's event log holds."""
+        return read_lines(self.run.events)
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""

@@ -1,6 +1,8 @@
 """What the probe makes of what it finds on a node."""
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,20 @@ def test_what_is_wrong_is_found_and_whose_fault_it_is(tmp_path: Path) -> None:
     assert finding.reason.endswith("gone cannot be read: No such file or directory")
     (finding,) = probe_node({}, tmp_path, 1, "127.0.0.1:1")
     assert "cannot reach the job's first node at 127.0.0.1:1" in finding.reason
+
+
+def test_shared_storage_that_takes_no_files_is_no_fault_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, is_fault_of_node in ((errno.EROFS, False), (errno.EDQUOT, False), (5, True)):
+
+        def refuse(number: int = number, **options: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+        (finding,) = probe_node({"SLURM_TMPDIR": str(tmp_path)}, tmp_path, 1, "")
+        assert "cannot be written" in finding.reason
+        assert finding.is_fault_of_node == is_fault_of_node
 
 
 def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Jobs on nodes whose clocks are off: they stop in time, and save first."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.devclusters import Devcluster
+
+SHIFTED_CLOCK = """
+import os, time
+if os.environ.get("SLURM_PROCID") == os.environ["SHIFTED_RANK"]:
+    own_time = time.time
+    time.time = lambda: own_time() + float(os.environ["SHIFT_S"])
+"""
+
+
+def shift_clock(folder: Path, rank: int, by_s: float) -> tuple[str, ...]:
+    """Lines of a job's script: every Python of one of its tasks has a clock that is off."""
+    (folder / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    path = f"export PYTHONPATH={folder}:$PYTHONPATH"
+    return (path, f"export SHIFTED_RANK={rank} SHIFT_S={by_s}")
+
+
+def stop_first_task(job: SupervisedJob) -> None:
+    """SIGTERM to the supervisor of the first task alone: the others hear of it by its note."""
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        environ, words = process.info["environ"] or {}, process.info["cmdline"] or []
+        is_first = environ.get("SLURM_PROCID") == "0" and environ.get("SLURM_JOB_ID") == job.job_id
+        if is_first and any("run_task" in word for word in words) and words[0].endswith("python"):
+            os.kill(process.pid, signal.SIGTERM)
+            return
+    raise AssertionError("there is no such supervisor")
+
+
+@pytest.mark.parametrize("by_s", [20.0, -20.0])
+def test_a_task_whose_clock_is_off_saves_when_the_first_one_stops(
+    cluster: Devcluster, tmp_path: Path, by_s: float
+) -> None:
+    job = SupervisedJob(cluster, tmp_path / "run", "trainer")
+    lines = shift_clock(tmp_path, 1, by_s)
+    job.submit("steady", "--partition=priority", "--nodes=2", tasks=2, setup=lines)
+    job.awaits_words(2)
+    job.run.cancelled_marker.touch()
+    stop_first_task(job)
+    job.awaits_words(4)
+    assert sorted(job.words[2:]) == ["saved 0", "saved 1"]
+    job.awaits_state("CANCELLED", "FAILED")
+
+
+def test_a_first_task_whose_clock_is_behind_stops_before_its_time_limit(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    job = SupervisedJob(cluster, tmp_path / "run", "trainer")
+    lines = shift_clock(tmp_path, 0, -20.0)
+    job.submit("steady", "--partition=priority", "--requeue", "--time=1", setup=lines)
+    job.awaits_words(1)
+    began_at = time.monotonic()
+    job.awaits_words(2)
+    # A minute, of which eleven seconds are for the stop. Slurm looks at limits twice a minute.
+    assert time.monotonic() - began_at < 55
+    job.awaits(lambda: "began 2" in job.told)
+    assert job.told == ["began 1", "saved 0", "began 2"]
+    (requeued,) = [row for row in job.events() if row["event"] == "job_requeued"]
+    assert requeued["reason"] == "close to the time limit"
