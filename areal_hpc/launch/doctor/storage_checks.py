@@ -14,6 +14,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
+from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
@@ -44,8 +45,10 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 """
 
 
-def check_storage(fileroot: Path) -> Iterator[CheckResult]:
+def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Look at the file root from this node, in a folder that is removed again."""
+    assert subject.fileroot is not None
+    fileroot = subject.fileroot.expanduser().resolve()
     try:
         fileroot.mkdir(parents=True, exist_ok=True)
         folder = fileroot / f".doctor.{socket.gethostname()}.{os.getpid()}"
@@ -59,12 +62,22 @@ def check_storage(fileroot: Path) -> Iterator[CheckResult]:
         return
     try:
         yield ok("file root", f"{fileroot} can be written")
-        yield _check_file_system(fileroot)
         yield from _check_file_operations(folder)
         yield _check_free_space(fileroot)
         yield from _check_quota()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_sharing(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """Whether other nodes see the file root; nobody else has to where Slurm is not meant."""
+    assert subject.fileroot is not None
+    fileroot = subject.fileroot.expanduser().resolve()
+    is_answering = not subject.slurm_answer.outage
+    if subject.asks_node and is_answering:
+        yield check_storage_from_node(fileroot, subject.slurm.get_options("trainer"), subject.say)
+    elif (subject.means_slurm or is_answering) and fileroot.exists():
+        yield _check_file_system(fileroot)
 
 
 def _check_file_system(fileroot: Path) -> CheckResult:

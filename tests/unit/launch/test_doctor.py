@@ -1,28 +1,33 @@
 """What doctor finds on this machine, where no Slurm is asked."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.doctor.checks import CheckStatus, fail, format_checks, ok, warn
-from areal_hpc.launch.doctor.python_checks import check_interpreters
-from areal_hpc.launch.doctor.slurm_checks import (
-    _parse_minutes,
+from areal_hpc.errors import RecipeError
+from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus, fail, format_checks, ok, warn
+from areal_hpc.launch.doctor.limit_checks import judge_job_limit
+from areal_hpc.launch.doctor.partition_checks import (
     judge_preemption,
+    judge_requeue,
     judge_resubmission,
+    parse_minutes,
 )
+from areal_hpc.launch.doctor.python_checks import check_interpreters
+from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.storage_checks import check_storage
+from areal_hpc.launch.doctor.subject import DoctorSubject
 
 
 def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path) -> None:
-    found = {check.name: check.verdict for check in check_storage(tmp_path)}
+    found = {check.name: check.verdict for check in check_storage(DoctorSubject(fileroot=tmp_path))}
     kept = dict.fromkeys(("file root", "rename, fsync", "locks", "clock"), CheckStatus.OK)
     assert found | kept == found
-    assert found["shared"] is CheckStatus.WARN, "one node alone cannot know"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    (one,) = check_storage(tmp_path / "file" / "below")
+    (one,) = check_storage(DoctorSubject(fileroot=tmp_path / "file" / "below"))
     assert one.verdict is CheckStatus.FAIL
     assert "cluster.fileroot" in one.hint
 
@@ -46,7 +51,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     ("text", "minutes"), [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)]
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
-    assert _parse_minutes(text) == minutes
+    assert parse_minutes(text) == minutes
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:
@@ -85,3 +90,67 @@ def test_what_a_preemption_does_is_foretold(
 def test_who_may_submit_is_foretold() -> None:
     assert judge_resubmission("p", {"AllocNodes": "ALL"}).verdict is CheckStatus.OK
     assert "only login[1-2]" in judge_resubmission("p", {"AllocNodes": "login[1-2]"}).finding
+
+
+def test_how_a_job_gets_another_start_is_foretold() -> None:
+    assert "under its number" in judge_requeue(is_requested=True, default="1").finding
+    assert "JobRequeue=0" in judge_requeue(is_requested=True, default="0").finding
+    assert "under another number" in judge_requeue(is_requested=False, default="1").finding
+
+
+@pytest.mark.parametrize(
+    ("max_jobs", "wanted", "queued", "is_requeued", "status"),
+    [
+        (4, 4, 0, True, CheckStatus.OK),
+        (3, 4, 0, True, CheckStatus.FAIL),
+        (4, 4, 1, True, CheckStatus.WARN),
+        (4, 4, 0, False, CheckStatus.WARN),
+        (5, 4, 0, False, CheckStatus.OK),
+    ],
+)
+def test_a_limit_of_jobs_is_compared_with_those_of_the_recipe(
+    max_jobs: int, wanted: int, queued: int, is_requeued: bool, status: CheckStatus
+) -> None:
+    found = judge_job_limit("QOS normal", max_jobs, wanted, queued, is_requeued=is_requeued)
+    assert found.verdict is status
+    assert f"QOS normal allows {max_jobs} jobs" in found.finding
+
+
+def test_a_check_that_raises_has_failed_and_hides_no_other() -> None:
+    def refuse(subject: DoctorSubject) -> list[CheckResult]:
+        raise RecipeError("the shoe does not fit", hint="another foot")
+
+    def stumble(subject: DoctorSubject) -> Iterator[CheckResult]:
+        yield ok("first", "good")
+        raise ValueError("oh")
+
+    checks = (
+        DoctorCheck("refusing", refuse),
+        DoctorCheck("stumbling", stumble),
+        DoctorCheck("left out", refuse, ("recipe",)),
+        DoctorCheck("last", lambda subject: [ok("last", "good")]),
+    )
+    found = run_checks(DoctorSubject(), checks)
+    assert [(one.name, one.verdict) for one in found] == [
+        ("refusing", CheckStatus.FAIL),
+        ("first", CheckStatus.OK),
+        ("stumbling", CheckStatus.FAIL),
+        ("last", CheckStatus.OK),
+    ]
+    assert (found[0].finding, found[0].hint) == ("the shoe does not fit", "another foot")
+    assert "ValueError: oh" in found[2].finding
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_who_does_not_mean_slurm_is_not_told_of_its_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's commands are here, and there is no cluster."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere"))
+    (one,) = run_checks(DoctorSubject())
+    assert one.verdict is CheckStatus.OK
+    assert "`areal-hpc run` works without it" in one.finding
+    assert len(one.finding.splitlines()) == 1
+    meant = run_checks(DoctorSubject(has_site=True))
+    assert [check.verdict for check in meant] == [CheckStatus.FAIL]
+    assert len(meant[0].finding.splitlines()) == 1

@@ -1,0 +1,167 @@
+"""Checks of limits in Slurm's accounting: number of a user's jobs, and the time of each."""
+
+import getpass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.partition_checks import (
+    judge_preemption,
+    list_job_options,
+    parse_minutes,
+    read_partition,
+)
+from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.script import JobRequest
+
+_ASSOCIATION_COLUMNS = (
+    *("account", "user", "partition", "defaultqos"),
+    *("maxsubmitjobs", "grpsubmitjobs", "maxwall"),
+)
+_QOS_COLUMNS = ("name", "maxsubmitjobspu", "maxsubmitjobspa", "grpsubmitjobs", "maxwall")
+
+
+@dataclass(frozen=True, slots=True)
+class AccountingLimit:
+    """A limit, with the jobs of the recipe that it concerns."""
+
+    owner: str
+    """Whose limit it is: `QOS normal`, `account physics`."""
+    max_jobs: int | None
+    """Jobs that may wait and run at the same time; None: any number."""
+    max_minutes: int | None
+    """Time limit of a job; None: any."""
+    requests: tuple[JobRequest, ...]
+
+
+def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """Whether user, account and QOS have room for all jobs of the recipe, and for their time."""
+    enforced = subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
+    if not {"limits", "safe"}.intersection(enforced):
+        yield ok("job limits", "this cluster enforces none")
+        return
+    queued = len(run_slurm_command("squeue", "--me", "--noheader", "--array").splitlines())
+    limits = list(_find_limits(subject.requests))
+    for limit in limits:
+        if limit.max_jobs is not None:
+            yield judge_job_limit(
+                *(limit.owner, limit.max_jobs, len(limit.requests), queued),
+                is_requeued=subject.slurm.requeue,
+            )
+        for request in limit.requests:
+            asked = request.shape.time_limit_minutes
+            if limit.max_minutes is not None and asked > limit.max_minutes:
+                yield fail(
+                    f"time limit {request.job}",
+                    f"the job asks for {asked} min; {limit.owner} allows {limit.max_minutes} min: "
+                    "it is refused or never starts",
+                    f"cluster.slurm.time_limit_minutes={limit.max_minutes}; the run continues in "
+                    "the next job",
+                )
+    if not limits:
+        yield ok("job limits", "none for your account and QOS")
+
+
+def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
+    settings = subject.slurm_answer.settings
+    names = {options.qos for options in list_job_options(subject.slurm).values()} - {None}
+    if settings.get("PreemptType") != "preempt/qos" or not names:
+        return
+    for row in _show_table("qos", ("name", "preemptmode", "gracetime")):
+        if row["name"] in names:
+            mode = row["preemptmode"].upper()
+            if mode in ("", "CLUSTER"):
+                mode = settings.get("PreemptMode", "OFF")
+            hours, minutes, seconds = (int(part) for part in row["gracetime"].split(":"))
+            facts = {"PreemptMode": mode, "GraceTime": str(hours * 3600 + minutes * 60 + seconds)}
+            yield judge_preemption(f"QOS {row['name']}", facts)
+
+
+def judge_job_limit(
+    owner: str, max_jobs: int, wanted: int, queued: int, *, is_requeued: bool
+) -> CheckResult:
+    """Whether a limit lets `wanted` jobs in beside the `queued` that are there already. Pure."""
+    found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted}"
+    if wanted > max_jobs:
+        hint = "fewer cells, several of them in one job (inference.cells_per_job), or another QOS"
+        return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
+    if wanted + queued > max_jobs:
+        there = f"{found}, and {queued} of yours are there"
+        return warn("job limits", there, f"submit when {wanted + queued - max_jobs} have ended")
+    if not is_requeued and wanted == max_jobs:
+        return warn(
+            "job limits",
+            f"{found}; with slurm.requeue=false a job must submit its successor while it counts "
+            "itself, which is refused",
+            "slurm.requeue=true, or one job fewer",
+        )
+    return ok("job limits", found)
+
+
+def _find_limits(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
+    """The limits that concern some of these jobs."""
+    user = getpass.getuser()
+    default_account = _show_table("user", ("defaultaccount",), f"name={user}")[0]["defaultaccount"]
+    account_by_job = {
+        one.job: str(one.parameters.get("account", default_account)) for one in requests
+    }
+    accounts = ",".join(sorted(set(account_by_job.values())))
+    default_qos: dict[str, str] = {}
+    for row in _show_table("assoc", _ASSOCIATION_COLUMNS, f"account={accounts}"):
+        if row["user"] not in ("", user):
+            continue
+        if row["user"]:
+            default_qos[row["account"]] = row["defaultqos"]
+        mine = [
+            one
+            for one in requests
+            if account_by_job[one.job] == row["account"]
+            and row["partition"] in ("", one.parameters.get("partition"))
+        ]
+        number = row["maxsubmitjobs" if row["user"] else "grpsubmitjobs"]
+        yield from _build_limits(f"account {row['account']}", number, row["maxwall"], mine)
+    jobs_by_qos: dict[str, list[JobRequest]] = {}
+    for one in requests:
+        own = str(one.parameters.get("qos", default_qos.get(account_by_job[one.job], "")))
+        for name in {own, _get_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
+            jobs_by_qos.setdefault(name, []).append(one)
+    for row in _show_table("qos", _QOS_COLUMNS):
+        mine, owner = jobs_by_qos.get(row["name"], []), f"QOS {row['name']}"
+        yield from _build_limits(owner, row["maxsubmitjobspu"], row["maxwall"], mine)
+        for column in ("maxsubmitjobspa", "grpsubmitjobs"):
+            yield from _build_limits(owner, row[column], "", mine)
+
+
+def _build_limits(
+    owner: str, number: str, time: str, requests: Sequence[JobRequest]
+) -> Iterator[AccountingLimit]:
+    """A limit as sacctmgr writes it; nothing if it is none, or concerns no job."""
+    max_jobs = int(number) if number.isdigit() else None
+    max_minutes = parse_minutes(time)
+    if requests and (max_jobs is not None or max_minutes is not None):
+        yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))
+
+
+def _show_table(entity: str, columns: Sequence[str], *where: str) -> list[Mapping[str, str]]:
+    """Rows of `sacctmgr show`, by column."""
+    shown = run_slurm_command(
+        *("sacctmgr", "--noheader", "--parsable2", "show", entity),
+        *(("where", *where) if where else ()),
+        f"format={','.join(columns)}",
+    )
+    lines = (line.split("|") for line in shown.splitlines())
+    return [dict(zip(columns, cells, strict=False)) for cells in lines]
+
+
+def _get_partition_qos(partition: str) -> str:
+    """The QOS whose limits a partition puts on its jobs; empty for none."""
+    if not partition or "," in partition:
+        return ""
+    try:
+        qos = read_partition(partition).get("QoS", "N/A")
+    except ClusterError:
+        return ""  # another check says that Slurm does not know it
+    return "" if qos == "N/A" else qos

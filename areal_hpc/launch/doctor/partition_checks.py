@@ -1,0 +1,132 @@
+"""Checks of partitions: state, time limits, and what becomes of a job that is preempted or ends."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.script import DEFAULT_TIME_LIMIT_MINUTES
+
+
+def list_job_options(slurm: SlurmConfig) -> dict[str, JobOptions]:
+    """By a job of each kind that has options of its own."""
+    found = {job: slurm.get_options(job) for job in ("trainer", format_cell_name(0))}
+    evaluation = slurm.get_options(EVALUATION_CELL)
+    if evaluation != found[format_cell_name(0)]:
+        found[EVALUATION_CELL] = evaluation
+    return found
+
+
+def read_partition(name: str) -> dict[str, str]:
+    """Facts of a partition by Slurm's names for them.
+
+    Raises:
+        ClusterError: Slurm does not know it, or does not answer.
+    """
+    shown = run_slurm_command("scontrol", "show", "partition", name, "--oneliner")
+    return dict(re.findall(r"(\w+)=(\S+)", shown))
+
+
+def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """The partitions that jobs go to."""
+    limits: dict[str, int] = {}
+    for options in list_job_options(subject.slurm).values():
+        asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
+        for name in (options.partition or "").split(","):
+            if name:
+                limits[name] = max(limits.get(name, 0), asked)
+    if not limits:
+        yield ok("partition", "none named: Slurm's default")
+    for name, time_limit_minutes in limits.items():
+        try:
+            facts = read_partition(name)
+        except ClusterError:
+            yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
+            continue
+        yield _judge_partition(name, facts, time_limit_minutes)
+        yield judge_preemption(name, facts)
+        yield judge_resubmission(name, facts)
+
+
+def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
+    what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
+    if facts.get("State") != "UP":
+        return fail(
+            f"partition {name}", f"is {facts.get('State')}", "sinfo -s; name one that is up"
+        )
+    most_min = parse_minutes(facts.get("MaxTime", ""))
+    if most_min is not None and time_limit_minutes > most_min:
+        hint = f"cluster.slurm.time_limit_minutes={most_min}; the run continues in the next job"
+        return fail(f"partition {name}", f"{what}; jobs ask for {time_limit_minutes} min", hint)
+    return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
+
+
+def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
+    """What happens to a job of the partition that a job of higher priority displaces.
+
+    `facts` are those of `scontrol show partition`.
+    """
+    what, mode = f"preemption {name}", facts.get("PreemptMode", "OFF").split(",")[0]
+    grace = facts.get("GraceTime", "0")
+    grace_s = int(grace) if grace.isdigit() else 0
+    if mode in ("OFF", "DISABLED"):
+        return ok(what, "jobs there are not preempted")
+    if mode == "REQUEUE":
+        return ok(what, f"a preempted job has {grace_s} s, and Slurm starts it again")
+    if mode == "CANCEL" and grace_s:
+        return ok(what, f"a preempted job has {grace_s} s, in which it submits itself again")
+    if mode == "CANCEL":
+        return warn(
+            what,
+            "a preempted job is cancelled at once: another job of the run submits it again",
+            "ask the site for a GraceTime; a partition with PreemptMode=REQUEUE is better",
+        )
+    return warn(
+        what,
+        f"PreemptMode={mode}: a preempted job is suspended, and the run waits for it",
+        "a partition with PreemptMode=REQUEUE lets the run go on elsewhere",
+    )
+
+
+def judge_resubmission(name: str, facts: Mapping[str, str]) -> CheckResult:
+    """Whether jobs of the partition may submit jobs."""
+    from_nodes = facts.get("AllocNodes", "ALL")
+    if from_nodes == "ALL":
+        return ok(f"resubmission {name}", "jobs may submit jobs")
+    return warn(
+        f"resubmission {name}",
+        f"only {from_nodes} may submit jobs: a job that Slurm cannot requeue is not started again",
+        "keep slurm.requeue; `areal-hpc resume RUN` from one of those nodes submits what is gone",
+    )
+
+
+def check_requeue(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """How a job that ended early gets another start."""
+    yield judge_requeue(
+        is_requested=subject.slurm.requeue,
+        default=subject.slurm_answer.settings.get("JobRequeue", ""),
+    )
+
+
+def judge_requeue(*, is_requested: bool, default: str) -> CheckResult:
+    """What becomes of a job that ends early; `default` is JobRequeue of slurm.conf. Pure."""
+    if is_requested:
+        whatever = ", whatever JobRequeue=0 says" if default == "0" else ""
+        return ok("requeue", f"a job that ends early is started again under its number{whatever}")
+    return ok(
+        "requeue",
+        "slurm.requeue=false: a job that ends early submits itself again under another number",
+    )
+
+
+def parse_minutes(text: str) -> int | None:
+    """Minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes = (int(part or 0) for part in found.groups()[:3])
+    return (days * 24 + hours) * 60 + minutes

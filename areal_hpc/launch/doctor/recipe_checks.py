@@ -1,0 +1,32 @@
+"""Checks of a recipe: interpreters, model, data sets, agent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
+from areal_hpc.launch.doctor.python_checks import check_interpreters
+from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.launch.input_checks import check_inputs
+
+
+def check_role_interpreters(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """The Python of each role. Those within containers are not to be seen here."""
+    assert subject.recipe is not None
+    if subject.slurm.container.kind == "none":
+        yield from check_interpreters(get_interpreters(subject.recipe))
+
+
+def check_recipe_inputs(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """What the recipe refers to, apart from interpreters."""
+    assert subject.recipe is not None
+    pythons = get_interpreters(subject.recipe)
+    problems = [
+        problem
+        for problem in check_inputs(subject.recipe, pythons, (str(Path.cwd()),))
+        if not problem.key.endswith(".python")
+    ]
+    for problem in problems:
+        yield fail(problem.key or "recipe", problem.message, problem.hint)
+    if not problems:
+        yield ok("recipe", "model, data and agent found")

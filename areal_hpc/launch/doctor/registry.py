@@ -1,0 +1,85 @@
+"""Registry of doctor's checks; each is run by itself, whatever became of the others."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_hpc.errors import ArealError
+from areal_hpc.launch.doctor.checks import CheckResult, fail
+from areal_hpc.launch.doctor.limit_checks import check_accounting_limits, check_qos_preemption
+from areal_hpc.launch.doctor.partition_checks import check_partitions, check_requeue
+from areal_hpc.launch.doctor.recipe_checks import check_recipe_inputs, check_role_interpreters
+from areal_hpc.launch.doctor.slurm_checks import (
+    check_accounting,
+    check_container,
+    check_sbatch_accepts,
+    check_slurm_answers,
+)
+from areal_hpc.launch.doctor.storage_checks import check_sharing, check_storage
+from areal_hpc.launch.doctor.subject import DoctorSubject
+
+log = logging.getLogger(__name__)
+
+Fact = Literal["slurm", "recipe", "file root"]
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorCheck:
+    """One entry of the registry."""
+
+    name: str
+    run: Callable[[DoctorSubject], Iterable[CheckResult]]
+    needs: tuple[Fact, ...] = ()
+    """Left out without one of these: a slurmctld that answers, a recipe, a file root."""
+
+
+CHECKS = (
+    DoctorCheck("slurm", check_slurm_answers),
+    DoctorCheck("accounting", check_accounting, ("slurm",)),
+    DoctorCheck("partitions", check_partitions, ("slurm",)),
+    DoctorCheck("preemption by QOS", check_qos_preemption, ("slurm",)),
+    DoctorCheck("requeue", check_requeue, ("slurm",)),
+    DoctorCheck("limits", check_accounting_limits, ("slurm", "recipe")),
+    DoctorCheck("jobs", check_sbatch_accepts, ("slurm",)),
+    DoctorCheck("container", check_container, ("slurm",)),
+    DoctorCheck("storage", check_storage, ("file root",)),
+    DoctorCheck("shared", check_sharing, ("file root",)),
+    DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
+    DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
+)
+"""Every check, in the order in which results are listed. A new one is added here."""
+
+
+def run_checks(subject: DoctorSubject, checks: Sequence[DoctorCheck] = CHECKS) -> list[CheckResult]:
+    """Results of all checks whose facts there are. One that raises has failed, and no other."""
+    results: list[CheckResult] = []
+    for check in checks:
+        if all(_has_fact(subject, fact) for fact in check.needs):
+            results += _run_check(check, subject)
+    return results
+
+
+def _has_fact(subject: DoctorSubject, fact: Fact) -> bool:
+    match fact:
+        case "slurm":
+            return not subject.slurm_answer.outage
+        case "recipe":
+            return subject.recipe is not None
+        case "file root":
+            return subject.fileroot is not None
+
+
+def _run_check(check: DoctorCheck, subject: DoctorSubject) -> Iterator[CheckResult]:
+    try:
+        yield from check.run(subject)
+    except ArealError as error:
+        for problem in error.problems:
+            yield fail(check.name, problem.message, problem.hint)
+    except Exception as error:  # boundary: one check's failure must not hide the others' results
+        log.debug("check %s", check.name, exc_info=True)
+        yield fail(
+            check.name,
+            f"the check itself failed: {type(error).__name__}: {error}",
+            "the other checks stand; report this one with the output of this command",
+        )

@@ -1,0 +1,68 @@
+"""What doctor is asked about, and facts that several checks need, each found out once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.slurm_launcher import build_requests
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import SlurmConfig
+from areal_hpc.slurm.commands import has_slurm, run_slurm_command
+from areal_hpc.slurm.script import JobRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmAnswer:
+    """What slurmctld says of its configuration, or why it says nothing."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Values of slurm.conf by key; empty if there was no answer."""
+    outage: str = ""
+    """Why there was none; empty if there was one."""
+
+
+@dataclass(frozen=True)
+class DoctorSubject:
+    """A machine, and a site and a recipe if they were given."""
+
+    recipe: Recipe | None = None
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    fileroot: Path | None = None
+    has_site: bool = False
+    """A site file was given: its user means to submit."""
+    asks_node: bool = False
+    """A job may be submitted that looks at the file root from a node."""
+    say: Callable[[str], None] = print
+
+    @property
+    def means_slurm(self) -> bool:
+        """False where nothing that was given speaks of Slurm: `areal-hpc run` may be all."""
+        return self.has_site or self.slurm != SlurmConfig()
+
+    @cached_property
+    def slurm_answer(self) -> SlurmAnswer:
+        """The answer of slurmctld."""
+        if not has_slurm():
+            return SlurmAnswer(outage="Slurm's commands are not installed on this machine")
+        try:
+            return SlurmAnswer(parse_settings(run_slurm_command("scontrol", "show", "config")))
+        except ClusterError as error:
+            # Where there is no cluster, Slurm prints all of its search for one; the end says it.
+            return SlurmAnswer(outage=error.problems[0].message.splitlines()[-1])
+
+    @cached_property
+    def requests(self) -> list[JobRequest]:
+        """The jobs that the recipe would submit; none without a recipe.
+
+        Raises:
+            RecipeError: They do not fit the nodes, or their time limits are too short.
+        """
+        return build_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
+
+
+def parse_settings(shown: str) -> dict[str, str]:
+    """Keys and values in the output of `scontrol show config`. Pure."""
+    pairs = (line.partition("=") for line in shown.splitlines() if " = " in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,103 @@
+"""A cluster that enforces limits: doctor foretells what sbatch says, and why remembers it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import areal_hpc, run_program, said_by
+from tests.support.devclusters import (
+    HELD,
+    Devcluster,
+    Submitting,
+    devcluster,
+    light_overrides,
+)
+from tests.support.submissions import JOBS, queued
+from tests.support.waiting import wait_for
+
+RESTART_SLURMCTLD = """
+import sys, time
+from pathlib import Path
+from areal_hpc.slurm.devcluster.cluster import read_plan
+from areal_hpc.slurm.devcluster.daemons import start_daemon, stop_daemon
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+
+made = read_plan(DevclusterPaths(Path(sys.argv[1])))
+slurmctld = next(one for one in made.daemons if one.name == "slurmctld")
+stop_daemon(made, slurmctld)
+start_daemon(made, slurmctld, time.monotonic() + 60)
+"""
+"""Not by `devcluster up`, which would write slurm.conf anew."""
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    """Two nodes, where a user of QOS `few` may have three jobs, of an hour each."""
+    with devcluster(tmp_path_factory.mktemp("limited") / "state", "--nodes=2") as cluster:
+        with (cluster.state_dir / "etc" / "slurm.conf").open("a") as conf:
+            conf.write("AccountingStorageEnforce=associations,limits,qos\n")
+            conf.write("PreemptType=preempt/qos\n")
+        for change in (
+            ("add", "qos", "few", "MaxSubmitJobsPerUser=3", "MaxWall=60", "Flags=DenyOnLimit"),
+            ("modify", "qos", "few", "set", "PreemptMode=cancel", "GraceTime=45"),
+            ("modify", "user", "where", "name=root", "set", "qos=normal,few"),
+        ):
+            cluster.slurm("sacctmgr", "--immediate", *change)
+        said_by(run_program(sys.executable, "-c", RESTART_SLURMCTLD, cluster.state_dir))
+        wait_for(lambda: cluster.slurm("sinfo", "-h", "-p", "priority", "-o", "%D %T") == "2 idle")
+        yield cluster
+
+
+def doctor(cluster: Devcluster, fileroot: Path, *overrides: str, code: int = 0) -> str:
+    recipe = ("recipes/quickstart_slurm.yaml", f"cluster.fileroot={fileroot}", *overrides)
+    ended = areal_hpc("doctor", *recipe, environ=cluster.environ)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
+    limited: Devcluster, tmp_path: Path
+) -> None:
+    light = (*HELD, *light_overrides(tmp_path))
+    said = doctor(limited, tmp_path, *light)
+    assert "ok    job limits" in said
+    assert "ok    requeue" in said
+    few = (*light, "cluster.slurm.qos=few")
+    said = doctor(limited, tmp_path, *few, code=1)
+    assert "fail  job limits" in said
+    assert "QOS few allows 3 jobs at a time; the recipe submits 4" in said
+    assert "ok    preemption QOS few  a preempted job has 45 s, in which it submits itself" in said
+    said = doctor(limited, tmp_path, *few, "inference.cells=1")
+    assert "QOS few allows 3 jobs at a time; the recipe submits 3" in said
+    said = doctor(
+        limited, tmp_path, *few, "inference.cells=1", "cluster.slurm.time_limit_minutes=90", code=1
+    )
+    assert "the job asks for 90 min; QOS few allows 60 min" in said
+    waiting = limited.submit("true", "--hold", "--qos=few")
+    said = doctor(limited, tmp_path, *few, "inference.cells=1")
+    assert "warn  job limits" in said
+    assert "submit when 1 have ended" in said
+    limited.slurm("scancel", waiting)
+
+
+def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
+    limited: Devcluster, tmp_path: Path
+) -> None:
+    run = Submitting(limited, tmp_path / "runs")
+    root, light = str(run.paths.root), (*HELD, *light_overrides(tmp_path))
+    refused = run.submit(*light, "cluster.slurm.qos=few")
+    assert refused.returncode == 75, refused.stderr
+    assert "areal-hpc doctor" in refused.stderr
+    assert queued(limited) == []
+    why = run.call("why", root)
+    assert why.returncode == 1
+    assert "sbatch rejected job cell-1: " in why.stdout.splitlines()[0]
+    assert "QOSMaxSubmitJobPerUserLimit" in why.stdout
+    too_long = ("cluster.slurm.qos=few", "cluster.slurm.time_limit_minutes=90")
+    refused = run.submit(*light, *too_long, "--fresh")
+    assert refused.returncode == 78, refused.stderr
+    said_by(run.call("resume", root, "cluster.slurm.qos=normal"))
+    assert queued(limited) == JOBS
+    said_by(run.call("cancel", root))
