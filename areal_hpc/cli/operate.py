@@ -81,10 +81,10 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_name
-    from areal_hpc.slurm.run_jobs import list_recorded_job_ids
+    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_refused
 
     paths = parse_run_dir(path)
-    if not list_recorded_job_ids(paths) and not find_live_jobs(paths):
+    if not (list_recorded_job_ids(paths) or was_refused(paths) or find_live_jobs(paths)):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
@@ -94,7 +94,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 
 
 def _cancel_run(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import say
+    from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.slurm.cancel import cancel_jobs
     from areal_hpc.slurm.run_jobs import (
         get_experiment_label,
@@ -113,7 +113,11 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]
         return (*list_recorded_job_ids(paths), *unrecorded)
 
-    ended = cancel_jobs(find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say)
+    try:
+        ended = cancel_jobs(find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say)
+    except KeyboardInterrupt:
+        say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")
+        return RunInterruptedError.exit_code
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
 
@@ -121,7 +125,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_finished
-    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.slurm.run_jobs import list_live_jobs
     from areal_hpc.view.jobs import find_work_dir
@@ -148,7 +152,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
     slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)
-    print(f"next     {get_program_name()} status {shlex.quote(str(paths.root))}")
+    print(f"next     {format_next_command('status', paths)}")
     return 0
 
 

@@ -127,7 +127,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.launch.sweep import build_array_requests, parse_sweep, submit_sweep
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
@@ -150,6 +150,6 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)
     submit_sweep(sweep, say=say, after=arguments.after, fresh=arguments.fresh)
-    first = sweep.runs[0].run_dir.resolve()
-    print(f"next     squeue --me\n         {get_program_name()} status {first}")
+    first = RunPaths(sweep.runs[0].run_dir.resolve())
+    print(f"next     squeue --me\n         {format_next_command('status', first)}")
     return 0

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import signal
 import sys
 import threading
@@ -130,13 +131,13 @@ def submit(
         say(note)
     slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
-        say(f"next     {get_program_name()} status {paths.root}\n         squeue --me")
+        say(f"next     {format_next_command('status', paths)}\n         squeue --me")
         return _read_result(paths, "submitted")
     try:
         with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
             slurm_launcher.watch(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
-        print(f"detached; jobs keep running: {get_program_name()} status {paths.root}")
+        print(f"detached; jobs keep running: {format_next_command('status', paths)}")
         return _read_result(paths, "interrupted")
     return _report_finished_run(paths)
 
@@ -211,9 +212,14 @@ def draw_learning_curve(paths: RunPaths) -> None:
 
 
 def get_program_name() -> str:
-    """Command line as the user calls it; from a script of theirs it is not known."""
+    """Command line as the user calls it, in shell words; not known from a script of theirs."""
     path = Path(sys.argv[0])
-    return str(path) if path.name == "areal-hpc" else "python -m areal_hpc"
+    return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
+
+
+def format_next_command(command: str, paths: RunPaths) -> str:
+    """A command about a run that can be pasted into a shell."""
+    return f"{get_program_name()} {command} {shlex.quote(str(paths.root))}"
 
 
 def say(message: str) -> None:

@@ -5,6 +5,7 @@ themselves. Who waits only watches files, and the queue now and then.
 """
 
 import contextlib
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,27 +29,34 @@ from areal_hpc.launch.local_launcher import ProgressReporter
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     REQUEUE_MARGIN_S,
     JobSpec,
     LaunchFile,
     SlurmLaunchInfo,
     Submission,
+    get_array_index,
     get_latest_submissions,
+    list_excluded_nodes,
     list_held_jobs,
+    read_array_memberships,
     read_submissions,
     read_task_exits,
     record_submission,
 )
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.queue import find_live_job_ids
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
-from areal_hpc.slurm.submit import SubmittedJob, submit_slurm, write_job_files
+from areal_hpc.slurm.submit import (
+    SubmittedJob,
+    submit_slurm,
+    write_job_files,
+    write_member_payload,
+)
 from areal_hpc.wire.fault_points import fault_point
 
 RUN_FILES_POLL_S = 0.5
@@ -94,10 +102,10 @@ def submit(
                     if request.job in kept:
                         continue
                     asked = request.with_dependency(dependency) if dependency else request
-                    submitted = submit_slurm(asked, launch, run_task, say)
+                    with record_refusal(request.job, ready.paths):
+                        submitted = submit_slurm(asked, launch, run_task, say)
                     job_ids.append(submitted.job_id)
                     ids[request.job] = submitted.job_id
-                    fault_point("submit.before_record")
                     record_job_submission(ready, request.job, submitted)
                     to_release += [] if request.stays_held else [submitted.job_id]
                     say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
@@ -122,11 +130,21 @@ def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str
                 raise error
             continue
         if not job.is_recorded:
+            _complete_array_member(ready.paths, job)
             record_job_submission(ready, name, SubmittedJob(job_id, job.submission.token))
         state = "held, will be released" if job.is_held else job.queued.state.meaning
         say(f"kept     {name:<10} {job_id:<9} {state}")
         kept[name] = job
     return kept
+
+
+def _complete_array_member(paths: RunPaths, job: LiveJob) -> None:
+    """Write what the member of a sweep's array starts: its submission was killed before that."""
+    name, job_id = job.submission.job, job.submission.job_id
+    if not get_array_index(job_id):
+        return
+    sweep = RunPaths(Path(read_array_memberships(paths)[name].sweep_dir))
+    write_member_payload(sweep.job(name).submitit_dir, job_id, paths.job(name), run_task)
 
 
 def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False) -> list[Path]:
@@ -157,6 +175,20 @@ def cancel_all_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
         raise
 
 
+@contextlib.contextmanager
+def record_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
+    """Note in the runs' event logs that Slurm did not take a job, for `areal-hpc why`."""
+    try:
+        yield
+    except (RecipeError, ClusterError) as error:
+        problem = error.problems[0]
+        for paths in runs:
+            EventLog(paths.events, "launcher").record(
+                SUBMISSION_REFUSED_EVENT, job=job, reason=problem.message, hint=problem.hint
+            )
+        raise
+
+
 def release_submitted(job_ids: Sequence[str], *runs: RunPaths) -> None:
     """Let jobs start that were submitted held and are all recorded.
 
@@ -166,7 +198,7 @@ def release_submitted(job_ids: Sequence[str], *runs: RunPaths) -> None:
     try:
         release_jobs(job_ids)
     except ClusterError as error:
-        commands = "; ".join(f"areal-hpc resume {paths.root}" for paths in runs)
+        commands = "; ".join(f"areal-hpc resume {shlex.quote(str(paths.root))}" for paths in runs)
         raise ClusterError(
             f"all jobs are submitted, and held: {error.problems[0].message}",
             hint=f"when `scontrol ping` succeeds, release them: {commands}",
@@ -210,12 +242,14 @@ def build_launch_file(
         events=str(paths.events),
         pythons=ready.pythons,
         variables=build_role_variables(recipe, network.build_variables()),
+        recipe=str(paths.recipe),
         umask=UMASKS[cluster.readable_by],
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
             submissions=str(paths.submissions),
             script=str(paths.job(spec.name).script),
             excluded_nodes=str(paths.excluded_nodes),
+            excluded_by_recipe=cluster.slurm.get_options(spec.name).exclude or "",
             job_name=request.name,
             comment=request.comment,
             cancelled=str(paths.cancelled_marker),
@@ -242,7 +276,6 @@ def build_run_context(
     recipe: Recipe, paths: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunContext:
     """Options that all jobs of a run share."""
-    nodes = {row["node"] for row in read_lines(paths.excluded_nodes)}
     return RunContext(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
         run_dir=paths.root,
@@ -250,7 +283,7 @@ def build_run_context(
         pythons=pythons,
         working_folder=working_folder,
         mounted=(recipe.model.path.resolve(),) if recipe.model.path else (),
-        excluded_nodes=tuple(sorted(nodes)),
+        excluded_nodes=tuple(sorted(list_excluded_nodes(paths.excluded_nodes))),
     )
 
 

@@ -18,6 +18,7 @@ from areal_hpc.launch.slurm_launcher import (
     build_run_context,
     cancel_all_on_failure,
     record_job_submission,
+    record_refusal,
     release_submitted,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -155,4 +156,5 @@ def _submit_array(
         alone += build_job_requests([spec], slurm, place)
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
-    return submit_array(asked, alone, launches, run_task, say), request
+    with record_refusal(request.job, *(one.paths for one in ready)):
+        return submit_array(asked, alone, launches, run_task, say), request

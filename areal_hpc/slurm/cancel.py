@@ -29,9 +29,31 @@ def cancel_jobs(
     again, or was submitted meanwhile, is cancelled when it is seen: `job_ids` is asked at each look
     for every id that was ever given out. `label` is what the jobs' names or comments hold.
 
+    If it ends otherwise, an interruption included, `say` is told which jobs may be left.
+
     Raises:
-        ClusterError: Slurm was silent, or jobs were left, for too long.
+        ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
+    left: list[str] = []
+    try:
+        return _cancel_until_none_is_left(job_ids, left, label=label, grace_s=grace_s, say=say)
+    except BaseException:  # boundary: whoever gives up has to know what is left
+        if left:
+            say(f"jobs that were there when Slurm was last asked: {', '.join(left)}")
+        else:
+            say("Slurm has not said which jobs are there")
+        raise
+
+
+def _cancel_until_none_is_left(
+    job_ids: Callable[[], Sequence[str]],
+    left: list[str],
+    *,
+    label: str,
+    grace_s: float,
+    say: Callable[[str], None],
+) -> int:
+    """The work of `cancel_jobs`; keeps in `left` the jobs that waited or ran at the last look."""
     queue = QueuePoller()
     asked: set[str] = set()
     seen: set[str] = set()
@@ -51,6 +73,7 @@ def cancel_jobs(
             key: job.state.phase for key, job in snapshot.jobs.items() if is_live_state(job.state)
         }
         alive = sorted(phases)
+        left[:] = alive
         if not alive and job_ids() == ids:  # the last one may have submitted another
             return len(seen)
         seen |= set(alive)

@@ -16,6 +16,7 @@ from areal_hpc.errors import SlurmCommandError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
+    get_array_index,
     get_latest_submissions,
     read_submissions,
     record_submission,
@@ -110,11 +111,6 @@ def update_dependents(number: JobIdChange) -> None:
             )
             if changed != dependency:
                 scontrol.update_waiting_job(waiting_id, "Dependency", changed)
-
-
-def get_array_index(job_id: str) -> str:
-    """The index of an array's member, `4` for `123_4`; empty for a job that is none."""
-    return job_id.partition("_")[2]
 
 
 def rewrite_dependency(

@@ -5,9 +5,17 @@ jobs that no file names. Their comment names the run directory.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.rundir.jobs import Submission, read_submissions
+from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, read_recent_events
+from areal_hpc.rundir.jobs import (
+    ArrayMembership,
+    Submission,
+    get_array_index,
+    read_array_memberships,
+    read_submissions,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, call_squeue, is_live_state, list_jobs_of_user
 from areal_hpc.slurm.states import JobPhase
@@ -41,21 +49,34 @@ def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
     return tuple(submission.job_id for submission in read_submissions(paths.submissions))
 
 
-def list_unrecorded_jobs(paths: RunPaths) -> list[LiveJob]:
+def was_refused(paths: RunPaths) -> bool:
+    """True if Slurm once did not take a job of this run."""
+    events = read_recent_events(paths.events)
+    return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
+
+
+def list_unrecorded_jobs(
+    paths: RunPaths, queued: Sequence[QueuedJob] | None = None
+) -> list[LiveJob]:
     """Jobs that wait or run, name this run in their comment, and are not on record.
+
+    `queued` are the jobs of the run's owner; Slurm is asked unless they are given.
 
     Raises:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
+    if not paths.root.exists():
+        return []
     recorded = set(list_recorded_job_ids(paths))
-    jobs = list_jobs_of_user(paths.root.stat().st_uid) if paths.root.exists() else []
+    memberships = read_array_memberships(paths)
+    jobs = list_jobs_of_user(paths.root.stat().st_uid) if queued is None else queued
     return [
-        LiveJob(_infer_submission(paths, job), job, is_recorded=False)
+        LiveJob(submission, job, is_recorded=False)
         for job in jobs
         if job.job_id not in recorded
         and is_live_state(job.state)
-        and f"{job.comment} ".startswith(f"{paths.root} ")
+        and (submission := _match_submission(paths, job, memberships)) is not None
     ]
 
 
@@ -78,11 +99,25 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return [*live, *list_unrecorded_jobs(paths)]
 
 
-def _infer_submission(paths: RunPaths, job: QueuedJob) -> Submission:
-    """The record that a job would have, by its name in Slurm."""
+def _match_submission(
+    paths: RunPaths, job: QueuedJob, memberships: Mapping[str, ArrayMembership]
+) -> Submission | None:
+    """The record that a job would have, by its name in Slurm; None if it is not of this run."""
     token = _TOKEN_PATTERN.search(job.name)
-    prefix = f"{paths.root.parent.name}-{paths.root.name}-"
-    name = _TOKEN_PATTERN.sub("", job.name).removeprefix(prefix)
+    full_name = _TOKEN_PATTERN.sub("", job.name)
+    if f"{job.comment} ".startswith(f"{paths.root} "):
+        name = full_name.removeprefix(f"{paths.root.parent.name}-{paths.root.name}-")
+    else:
+        index = get_array_index(job.job_id)
+        own = (
+            one
+            for one, member in memberships.items()
+            if member.job_name == full_name
+            and index == str(member.index)
+            and f"{job.comment} ".startswith(f"{member.sweep_dir} ")
+        )
+        if (name := next(own, "")) == "":
+            return None
     return Submission(
         job=name,
         job_id=job.job_id,

@@ -57,6 +57,8 @@ class JobRequest:
 
     job: str
     """Name within the run."""
+    run_dir: Path
+    """The run's directory, or that of a sweep's arrays: the comment begins with it."""
     shape: JobResources
     folder: Path
     """Where submitit keeps the job's files. Without the job's number, which is known too late."""
@@ -205,7 +207,8 @@ def _build_request(
     asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
-    return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})
+    parameters = given | {"wckey": None}
+    return JobRequest(job.name, place.run_dir, shape, folder, contained.python, parameters)
 
 
 def _build_additional_parameters(

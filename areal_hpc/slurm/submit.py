@@ -1,5 +1,6 @@
 """Scripts and payloads of jobs, and their submission; the only module that imports submitit."""
 
+import re
 import shutil
 import signal
 import time
@@ -21,10 +22,17 @@ from areal_hpc.errors import (
     SlurmTimeoutError,
 )
 from areal_hpc.rundir.atomic import write_atomic_private
-from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
+from areal_hpc.rundir.jobs import (
+    ArrayMembership,
+    LaunchFile,
+    TaskExit,
+    read_task_exits,
+    write_array_membership,
+)
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.wire.fault_points import fault_point
 
 Entry: TypeAlias = Callable[[str], None]
 """Function that submitit calls in every task, with the path of the job's `launch.json`."""
@@ -179,16 +187,23 @@ def submit_array(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     pairs = zip(alone, launches, strict=True)
-    paths = [str(write_job_files(request, launch, entry).launch) for request, launch in pairs]
+    jobs = [write_job_files(request, launch, entry) for request, launch in pairs]
+    for index, job in enumerate(jobs):
+        write_array_membership(job, ArrayMembership(str(array.run_dir), array.name, index))
     array.folder.mkdir(parents=True, exist_ok=True)
     script = JobPaths(array.folder.parent).script
-    script.write_text(render_script(array, len(paths)))
+    script.write_text(render_script(array, len(jobs)))
     submitted = _submit_held(array, script, report_outage)
-    members = [f"{submitted.job_id}_{index}" for index in range(len(paths))]
-    for member, path in zip(members, paths, strict=True):
-        payload = submitit.core.utils.DelayedSubmission(entry, path)
-        payload.dump(array.folder / f"{member}_submitted.pkl")
+    members = [f"{submitted.job_id}_{index}" for index in range(len(jobs))]
+    for member, job in zip(members, jobs, strict=True):
+        write_member_payload(array.folder, member, job, entry)
     return [SubmittedJob(member, submitted.token) for member in members]
+
+
+def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: Entry) -> None:
+    """Put into an array's folder what submitit starts as the member of this number."""
+    payload = submitit.core.utils.DelayedSubmission(entry, str(job.launch))
+    payload.dump(folder / f"{job_id}_submitted.pkl")
 
 
 def _submit_held(
@@ -210,17 +225,25 @@ def _submit_held(
         ) from error
     except SlurmCommandError as error:
         raise _build_refusal_error(request, error) from error
+    fault_point("submit.before_record")
     return SubmittedJob(job_id, identity.token)
 
 
-_TEMPORARY_REFUSAL_MESSAGES = (
-    "submit limit",
-    "submitjob",
-    "maxjobcount",
-    "try again",
-    "temporarily",
-)
+_TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")
 """Parts of sbatch's words where the same job may be accepted later."""
+_NAMED_LIMIT_PATTERN = re.compile(r"\b(?:QOS|Assoc)\w*Limit\b")
+_JOB_COUNT_LIMIT = "SubmitJob"
+"""Part of Slurm's names of limits of the number of jobs."""
+
+
+def is_temporary_refusal(said: str) -> bool:
+    """True if the same job may be accepted later, once others have ended. Pure.
+
+    Slurm has one sentence for all limits of a QOS, and may name the limit beside it.
+    """
+    if named := _NAMED_LIMIT_PATTERN.findall(said):
+        return any(_JOB_COUNT_LIMIT in name for name in named)
+    return any(words in said.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)
 
 
 def _build_refusal_error(
@@ -228,10 +251,13 @@ def _build_refusal_error(
 ) -> ClusterError | RecipeError:
     said = refusal.problems[0].message.removeprefix("sbatch: ")
     message = f"sbatch rejected job {request.job}:\n{said}"
-    if any(words in said.lower() for words in _TEMPORARY_REFUSAL_MESSAGES):
-        hint = "wait until other jobs of yours have ended, and repeat the command"
+    if is_temporary_refusal(said):
+        hint = (
+            "repeat the command when other jobs of yours have ended; areal-hpc doctor RECIPE "
+            "says whether the limit has room for all jobs of this run"
+        )
         return ClusterError(message, key="cluster.slurm", hint=hint)
-    hint = "areal-hpc submit --dry-run shows its script"
+    hint = "areal-hpc doctor RECIPE says what Slurm takes; areal-hpc submit --dry-run shows scripts"
     return RecipeError(message, key="cluster.slurm", hint=hint)
 
 

@@ -1,15 +1,16 @@
 """Comparison of several runs."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot
-from areal_hpc.slurm.run_jobs import list_recorded_job_ids
-from areal_hpc.view.jobs import build_run_jobs, get_run_state
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
+from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_jobs
+from areal_hpc.view.jobs import RunJobs, build_run_jobs, describe_unrecorded_jobs, get_run_state
 from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
@@ -19,9 +20,10 @@ RUN_NAME_KEYS = ("experiment_name", "trial_name")
 
 
 def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
-    """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished.
+    """A table of runs, then their jobs that Slurm has and nobody recorded.
 
-    A run whose recipe is damaged is named below the table.
+    Slurm is asked about all runs at once: of the jobs on record of those that are not finished, and
+    of all jobs of their owners. A run whose recipe is damaged is named below the table.
     """
     notes, advance_by_run = [], {}
     for paths in runs:
@@ -30,7 +32,8 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         except RecipeError as error:
             notes.append(f"left out: {paths.root}: {error}")
     advances = list(advance_by_run.values())
-    states = _read_states(list(advance_by_run), queue)
+    run_jobs = _fetch_run_jobs(list(advance_by_run), queue)
+    states = [get_run_state(one) for one in run_jobs]
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
@@ -44,10 +47,11 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         )
         for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
     ]
+    notes += [line for one in run_jobs for line in describe_unrecorded_jobs(one)]
     return [*format_table([head, *rows]), *notes]
 
 
-def _read_states(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
+def _fetch_run_jobs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunJobs]:
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_recorded_job_ids(paths)]
     snapshot = (
@@ -55,7 +59,12 @@ def _read_states(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         if has_slurm()
         else QueueSnapshot(outage="there is no Slurm on this machine")
     )
-    return [get_run_state(build_run_jobs(paths, snapshot)) for paths in runs]
+    owners = {paths.root.stat().st_uid for paths in runs}
+    queued: list[QueuedJob] = []
+    if not snapshot.outage:
+        with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
+            queued = [job for owner in owners for job in list_jobs_of_user(owner)]
+    return [build_run_jobs(paths, snapshot, list_unrecorded_jobs(paths, queued)) for paths in runs]
 
 
 def _format_last_value(advance: RunProgress, name: str) -> str:

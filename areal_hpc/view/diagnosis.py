@@ -3,11 +3,13 @@
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
+from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
@@ -200,6 +202,8 @@ def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             is_cause = row["exit_code"] > 128 and is_first
             hint = _MEMORY_HINT if row["exit_code"] == 128 + signal.SIGKILL else _LOGS_HINT
             yield FailureEvent(row["time"], text, 2 if is_cause else 5, hint=hint)
+        elif row["event"] == SUBMISSION_REFUSED_EVENT:
+            yield _build_refusal_event(row)
         elif row["event"] in _RESTART_PHRASE_BY_EVENT:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
             yield FailureEvent(
@@ -271,6 +275,22 @@ _HINT_BY_STATE = {
     "PREEMPTED": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
     "CANCELLED": "areal-hpc resume RUN continues from the last checkpoint",
 }
+
+
+def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
+    """A job that Slurm did not take."""
+    head, *said = str(row.get("reason") or "Slurm refused a job").splitlines()
+    last = f" {said[-1].removeprefix('sbatch: error: ')}" if said else ""
+    by_launcher = row.get("role") == "launcher"
+    hint = f"{row.get('hint')}; then areal-hpc resume RUN, with key=value for what must change"
+    return FailureEvent(
+        row["time"],
+        head + last if by_launcher else f"{row.get('job')}: {head}{last}",
+        # What a job broke at comes before what kept it from going on.
+        priority=1 if by_launcher else 4,
+        details=tuple(said[:-1]),
+        hint=hint if row.get("hint") else "areal-hpc resume RUN, once Slurm takes the job",
+    )
 
 
 def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:

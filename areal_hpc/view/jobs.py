@@ -199,20 +199,25 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
-    root = shlex.quote(str(run.paths.root))
-    for job in run.jobs:
-        if not job.is_recorded and job.submission:
-            lines.append(
-                f"job {job.submission.job_id} ({job.name}) is not on record: its submission was "
-                "interrupted, or made by hand\n"
-                f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
-            )
+    lines += describe_unrecorded_jobs(run)
     if run.snapshot.outage:
         lines.append(
             f"Slurm has not responded for {format_duration(run.snapshot.outage_s)} "
             f"({run.snapshot.outage}); running jobs are not affected"
         )
     return lines
+
+
+def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
+    """Lines on the jobs that Slurm has and nobody recorded, and what to do about them."""
+    root = shlex.quote(str(run.paths.root))
+    return [
+        f"job {job.submission.job_id} ({job.name}) is not on record: its submission was "
+        "interrupted, or made by hand\n"
+        f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
+        for job in run.jobs
+        if not job.is_recorded and job.submission
+    ]
 
 
 def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:

@@ -77,6 +77,21 @@ def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
     wait_for(lambda: processes_of(run.paths.root) == [])
 
 
+def test_an_interrupted_cancellation_names_the_jobs_that_stay(run: OperatedRun) -> None:
+    trainer = run.submit("trainer", "deaf")
+    trainer.awaits_words(1)
+    cancelling = run.start("cancel")
+    assert cancelling.stdout is not None
+    assert "SIGTERM to 1 jobs" in cancelling.stdout.readline()
+    cancelling.send_signal(signal.SIGINT)
+    said, _ = cancelling.communicate(timeout=60)
+    assert cancelling.returncode == 130
+    assert f"were there when Slurm was last asked: {trainer.job_id}\n" in said
+    assert f" cancel {run.paths.root}\n" in said
+    assert "Traceback" not in said
+    run.cluster.slurm("scancel", trainer.job_id)
+
+
 def test_the_first_traceback_across_ranks_is_named(run: OperatedRun) -> None:
     run.submit("trainer", "failing", tasks=2).awaits_state("FAILED")
     why = run.command("why", code=1)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.run_jobs import LiveJob, list_unrecorded_jobs
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.devclusters import (
@@ -122,3 +125,95 @@ def test_a_job_submits_itself_once_whatever_sbatch_answers(
     job.awaits_words(3)
     names = Counter(cluster.slurm("squeue", "-h", "-t", "R,PD", "-o", "%i").split())
     assert names == Counter([job.newest_id()])
+
+
+SWEEP = ("--sweep", "trainer.optimizer.lr=1e-3,2e-3")
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
+    cluster: Devcluster,
+    run: Submitting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int,
+) -> None:
+    """A sweep killed when Slurm has its first array, or its second, and no file names that one."""
+    light = (TIGHT, *light_overrides(tmp_path))
+    monkeypatch.setenv("AREAL_HPC_FAULTS", f"submit.before_record@{killed_at}=kill")
+    assert run.submit(*light, *SWEEP).returncode == -signal.SIGKILL
+    monkeypatch.delenv("AREAL_HPC_FAULTS")
+    first, second = (
+        RunPaths(run.paths.root.with_name(f"slurm-lr-{value}")) for value in ("1e-3", "2e-3")
+    )
+    job = ("sft", "trainer")[killed_at - 1]
+    listed = said_by(run.call("list", str(run.paths.root.parent)))
+    for member, paths in enumerate((first, second)):
+        (unknown,) = (one.queued.job_id for one in unrecorded(cluster, paths, monkeypatch))
+        assert unknown.endswith(f"_{member}")
+        said = f"job {unknown} ({job}) is not on record"
+        assert said in run.call("status", str(paths.root)).stdout
+        assert said in listed
+    again = run.submit(*light, *SWEEP)
+    assert again.returncode == 75
+    assert "areal-hpc resume" in again.stderr
+    said_by(run.call("resume", str(first.root)))
+    found = get_latest_submissions(read_submissions(first.submissions))
+    assert sorted(found) == JOBS
+    adopted = found[job].job_id
+    assert adopted.endswith("_0")
+    payload = run.paths.job(job).submitit_dir / f"{adopted}_submitted.pkl"
+    assert payload.exists()
+    held = cluster.slurm("squeue", "-h", "--array", "-o", "%i %r").splitlines()
+    assert [line for line in held if "JobHeldUser" in line and "_1 " not in line] == []
+    assert f"cancelled {killed_at} jobs" in said_by(run.call("cancel", str(second.root)))
+    left = cluster.slurm("squeue", "-h", "--array", "-o", "%i").split()
+    assert sorted(left) == sorted(one.job_id for one in found.values())
+
+
+def unrecorded(
+    cluster: Devcluster, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> list[LiveJob]:
+    with monkeypatch.context() as here:
+        here.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
+        return list_unrecorded_jobs(paths)
+
+
+def test_a_refused_submission_is_remembered_and_told(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    root, light = str(run.paths.root), (TIGHT, *light_overrides(tmp_path))
+    refused = run.submit(*light, "cluster.slurm.jobs.cell.partition=nowhere")
+    assert refused.returncode == 78
+    assert "areal-hpc doctor" in refused.stderr
+    assert numbers(cluster) == []
+    why = run.call("why", root)
+    assert why.returncode == 1
+    headline = why.stdout.splitlines()[0]
+    assert "sbatch rejected job cell-0: " in headline
+    assert "invalid partition" in headline.lower()
+    assert f"areal-hpc resume {root}" in why.stdout
+    said_by(run.call("resume", root, "cluster.slurm.jobs.cell.partition=scavenger"))
+    assert queued(cluster) == JOBS
+
+
+def test_a_run_whose_first_job_was_refused_is_resumed(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    root, light = str(run.paths.root), (*HELD, *light_overrides(tmp_path))
+    assert run.submit(*light, "cluster.slurm.partition=nowhere").returncode == 78
+    why = run.call("why", root)
+    assert why.returncode == 1
+    assert "sbatch rejected job sft" in why.stdout.splitlines()[0]
+    said_by(run.call("resume", root, "cluster.slurm.partition=scavenger"))
+    assert queued(cluster) == JOBS
+
+
+def test_commands_for_a_directory_with_a_blank_can_be_pasted(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    run = Submitting(cluster, tmp_path / "my runs")
+    shown = said_by(run.submit(*HELD, *light_overrides(tmp_path)))
+    assert f"status '{run.paths.root}'" in shown
+    why = run.call("why", str(run.paths.root))
+    assert f"areal-hpc cancel '{run.paths.root}'" in why.stdout

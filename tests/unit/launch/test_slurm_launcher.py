@@ -1,5 +1,6 @@
 """What a run or a sweep would ask of Slurm, decided before anything is written."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests
 from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.jobs import EXCLUDED_NODE_LIFETIME_S, ExcludedNode, add_excluded_node
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.submit import render_script
 
@@ -46,11 +49,14 @@ def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
     assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": ""}
 
 
-def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
+def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
     found = recipe(tmp_path, "cluster.slurm.exclude=n9")
     nodes = RunPaths(found.run_dir).excluded_nodes
     nodes.parent.mkdir(parents=True)
-    nodes.write_text('{"node": "n4"}\n{"node": "n2"}\n{"node": "n4"}\n')
+    long_ago = ExcludedNode("n1", "no GPU", time.time() - EXCLUDED_NODE_LIFETIME_S - 1)
+    append_line(nodes, long_ago)
+    for node in ("n4", "n2", "n4"):
+        add_excluded_node(nodes, node, "no GPU", "7")
     assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(build_requests(found, HERE)[0])
 
 
@@ -64,7 +70,8 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     launch = build_launch_file(stages[-1].leader, stages[-1], request, found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
-    assert launch.variables["train"]["NCCL_IB_HCA"] == "mlx5_3", "a role's own wins"
+    assert launch.recipe == str(paths.recipe), "a role's own are read from there, and win"
+    assert "mlx5_3" not in str(launch)
     assert launch.launcher_lock is None
     assert launch.slurm is not None
     assert launch.slurm.interface == "ib0"
