@@ -99,8 +99,17 @@ def _find_scalar_defect(call: Interaction) -> str | None:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
     if call.reward is not None and not abs(call.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {call.reward}"
-    if not (math.isfinite(call.asked_at) and math.isfinite(call.answered_at)):
+    times = (call.asked_at, call.first_token_at, call.answered_at)
+    if not all(map(math.isfinite, times)):
         return "expected finite times, got inf or nan"
+    if not -1 <= call.replica < 2**31:
+        return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
+    if not 0 <= call.cached_tokens <= call.prompt_tokens:
+        return f"expected 0 to {call.prompt_tokens} cached tokens, got {call.cached_tokens}"
+    try:
+        decode_sampling(call.sampling)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return f"expected sampling parameters as a JSON object: {error}"
     return None
 
 

@@ -27,7 +27,7 @@ class CallRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Known of streams alone."""
     answered_at: float = 0.0
     replica: int = -1
-    """The one of the cell that said the end of it; -1 if a client in the agent recorded the call."""
+    """The one of the cell that said its end; -1 if a client in the agent recorded the call."""
     prompt_tokens: int = 0
     """Of the whole prompt: the reply begins at this token of the row."""
     reply_tokens: int = 0

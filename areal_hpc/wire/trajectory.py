@@ -72,7 +72,7 @@ class TrajectoryRow:
     kind: RowKind = RowKind.TRAIN
     eval_step: int = -1
     """The step whose weights were evaluated, if its task is a held-out one; else -1."""
-    record: RowRecord = RowRecord()
+    record: RowRecord = field(default_factory=RowRecord)
     """The episode and the row's model calls."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Free-form JSON: the messages."""

@@ -191,7 +191,7 @@ def test_metadata_that_is_no_json_object_is_refused(
     path = paths.shards_dir / SHARD
     with h5py.File(path, "r+") as file:
         file["meta"][:] = ord(byte)
-    with pytest.raises(ShardError, match="metadata of a row: expected a JSON object"):
+    with pytest.raises(ShardError, match="meta: expected a JSON object"):
         ShardReader(path).read_rows([0])
 
 
