@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_hpc.session.call_records import decode_sampling
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE, MAX_VOCAB_SIZE

@@ -268,8 +268,12 @@ class InteractionTree:
 
     def list_completed_leaves(self) -> list[Interaction]:
         """Completed interactions that no other extends, in order of completion."""
+        return [one for one in self.list_leaves() if one.completed]
+
+    def list_leaves(self) -> list[Interaction]:
+        """Interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}
-        return [one for one in self if one.completed and one.interaction_id not in parents]
+        return [one for one in self if one.interaction_id not in parents]
 
 
 def _has_assistant_message(messages: Sequence[Message]) -> bool:

@@ -186,7 +186,7 @@ class ShardReader:
         self, rows: NumpyArray
     ) -> tuple[list[RowRecord], Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         """Record, metadata and tool schemas of each row."""
-        records, schemas = self.read_records(rows), self.tool_schemas
+        records, schemas = self.read_records(rows.tolist()), self.tool_schemas
         named = (
             {one.tools: schemas.get(one.tools) for one in r.calls if one.tools} for r in records
         )

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from areal_hpc.errors import InvalidRewardError
+from areal_hpc.errors import InvalidRewardError, escape_surrogates
 
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as 32-bit floats."""
@@ -41,17 +41,13 @@ class Reward(Struct, frozen=True, omit_defaults=True):
     """A remark for whoever reads the conversation."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "value", parse_reward_number(self.value, "reward"))
+        force_setattr(self, "value", parse_reward_number(self.value))
         for field in ("parts", "metrics"):
             force_setattr(self, field, _parse_named_numbers(getattr(self, field), field))
-        if not isinstance(self.note, str) or len(self.note) > MAX_NOTE_CHARS:
-            got = f"{len(self.note)} characters" if isinstance(self.note, str) else _show(self.note)
-            raise InvalidRewardError(
-                f"note: expected a text of at most {MAX_NOTE_CHARS} characters, got {got}"
-            )
+        force_setattr(self, "note", _parse_note(self.note))
 
 
-def parse_reward_number(number: object, name: str) -> float:
+def parse_reward_number(number: object, name: str = "reward") -> float:
     """The number, or numpy's scalar of one, as a finite float; InvalidRewardError names `name`."""
     if isinstance(number, np.ndarray | np.generic) and number.size == 1:
         number = number.item()
@@ -82,6 +78,15 @@ def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
                 f"got {_show(name)}"
             )
     return {name: parse_reward_number(number, f"{field}.{name}") for name, number in given.items()}
+
+
+def _parse_note(note: object) -> str:
+    expected = f"note: expected a text of at most {MAX_NOTE_CHARS} characters"
+    if not isinstance(note, str):
+        raise InvalidRewardError(f"{expected}, got {_show(note)}")
+    if len(note) > MAX_NOTE_CHARS:
+        raise InvalidRewardError(f"{expected}, got {len(note)}")
+    return escape_surrogates(note)
 
 
 def _show(value: object) -> str:

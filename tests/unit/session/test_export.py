@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import EpisodeKey, ExportStyle, export_rows, plan_rows
-from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
+from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, parse_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.prompt_audit import prompt_ids
@@ -40,7 +40,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     assert (row.logprobs_T[row.loss_mask_T == 0] == 0).all()
     assert (row.logprobs_T[row.loss_mask_T == 1] < 0).all()
     assert (row.ticket_id, row.attempt, row.episode, row.row, row.reward) == (5, 1, 2, 0, 0.5)
-    assert row.meta["interaction_ids"] == [one.interaction_id for one in said]
+    assert [call.id for call in row.record.calls] == [one.interaction_id for one in said]
 
 
 def test_a_shared_reply_is_trained_in_one_row_only() -> None:
@@ -84,7 +84,7 @@ def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_tur
 def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -> None:
     tree, (first, left, right) = branches(None, 1.0)
     (row,) = export_rows(tree, KEY)
-    assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
+    assert [call.id for call in row.record.calls] == [first.interaction_id, right.interaction_id]
     assert row.loss_mask_T.sum() == first.num_output_tokens + right.num_output_tokens
     plans = plan_rows(tree, ExportSettings("individual"))
     assert [plan.trained for plan in plans] == [{first.interaction_id}, {right.interaction_id}]
@@ -173,13 +173,13 @@ def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() ->
 )
 def test_rewards_are_finite_numbers(reward: object) -> None:
     with pytest.raises(InvalidRewardError, match="finite"):
-        validate_reward(reward)
+        parse_reward(reward)
 
 
 @pytest.mark.parametrize("reward", [1.0, 1, True, np.float32(1), np.int8(1), np.bool_(1)])
 def test_every_kind_of_number_is_a_reward(reward: object) -> None:
-    assert validate_reward(reward) == 1.0
-    assert type(validate_reward(reward)) is float
+    value = parse_reward(reward).value
+    assert (value, type(value)) == (1.0, float)
 
 
 def test_the_final_reward_is_the_last_one_given() -> None:
