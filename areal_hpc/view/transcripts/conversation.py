@@ -90,7 +90,7 @@ def _format_row_title(one: FoundRow) -> str:
     facts = [f"row {one.number}", one.kind.label]
     facts.append(f"episode {one.get_field('episode')}")
     facts.append(f"reward {one.get_field('reward'):g}")
-    facts.append(f"{one.get_field('length')} of {one.get_field('tokens')} tokens sampled")
+    facts.append(f"{one.get_field('length'):g} of {one.get_field('tokens'):g} tokens sampled")
     seconds = one.get_field("seconds")
     if isinstance(seconds, float):
         facts.append(f"{seconds:.1f} s")
@@ -128,7 +128,7 @@ def _describe_call(call: CallRecord) -> list[str]:
     if call.answered_at:
         facts.append(f"{call.answered_at - call.asked_at:.2f} s")
     facts.append(f"{call.reply_tokens} tokens")
-    if call.finish_reason != "stop":
+    if call.finish_reason not in ("", "stop"):
         facts.append(call.finish_reason)
     return facts
 

@@ -209,10 +209,10 @@ def test_episodes_of_a_ticket_stand_side_by_side_after_what_they_share(run: RunP
     body = [[part.strip() for part in line.split("\u2502")] for line in lines[4:]]
     assert all(len(parts) == 2 for parts in body)
     left, right = ([parts[side] for parts in body] for side in (0, 1))
-    assert "row 0, train, episode 0, reward 0" in left[0]
+    assert "row 0, train, episode 0, reward 0, 3 of 6" in left[0]
     for side, answer in ((left, "four"), (right, "4")):
         text = "\n".join(side)
-        assert "assistant  (0.25 s, 7 tokens" in text
+        assert "assistant  (0.25 s, 7 tokens)" in text
         assert '\u2192 add({"a":2,"b":2})' in text
         assert f"assistant  (1.50 s, 3 tokens, length)\n{answer}\n= reward" in text
         assert "well done" in text
