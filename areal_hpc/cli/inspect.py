@@ -226,6 +226,10 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped, {quarantined} quarantined"
     )
+    if audit.untrained_episodes:
+        kinds = sorted(audit.untrained_episodes.items())
+        counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
+        print(f"kept beside the tickets, never trained on: {counts} episodes")
     print(audit.summary_line)
     return 0 if audit.is_clean else ShardError.exit_code
 
