@@ -126,7 +126,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         lines.append(f"  trained model     {exported}")
     lines += [
         "try next:",
-        f"  {program} shards show {root} 0    # one recorded reply, token by token",
+        f"  {program} shards show {root}    # recorded conversations",
         f"  {program} shards verify {root}    # every digest checked",
         f"  {Path(program).with_name('tensorboard')} --logdir {shown_as.tensorboard_dir}",
     ]

@@ -37,6 +37,7 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
+from areal_hpc.wire.reward import Reward
 
 KEY = "stand-in-admin-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
@@ -170,6 +171,8 @@ class Session:
     started: StartSessionRequest
     interactions: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
+    given: dict[str, Reward] = field(default_factory=dict)
+    """The same, with parts, metrics and notes."""
     ended: bool = False
 
 
@@ -242,7 +245,8 @@ class StandInProxy(Service):
         name = told.interaction_id or known[-1]
         if name not in known:
             raise web.HTTPBadRequest(text=f"no interaction {name}; known: {known}")
-        session.rewards[name] = parse_reward(told.reward).value
+        session.given[name] = parse_reward(told.reward)
+        session.rewards[name] = session.given[name].value
         return SetRewardReply(name)
 
     async def end_session(self, key: str, request: Empty) -> EndSessionReply:
