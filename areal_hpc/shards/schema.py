@@ -4,11 +4,12 @@
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from h5py import h5t
 
 FORMAT_NAME = "areal-hpc-shard"
 FORMAT_VERSION = 2
@@ -41,6 +42,10 @@ class DatasetSpec:
     axis: Axis
     since: int = 1
     """The first version of the format that has it."""
+    hdf5_type: h5t.TypeID = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hdf5_type", h5t.py_create(self.dtype))
 
 
 DATASETS = (

@@ -17,7 +17,7 @@ import h5py
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5p, h5s, h5t
+from h5py import h5d, h5p, h5s
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
@@ -190,7 +190,7 @@ def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str,
             created = h5d.create(
                 file.id,
                 dataset.name.encode(),
-                h5t.py_create(dataset.dtype),
+                dataset.hdf5_type,
                 h5s.create_simple((length,)),
                 creation,
             )
