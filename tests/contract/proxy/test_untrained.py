@@ -117,8 +117,8 @@ def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) ->
     stage.stop_proxy()  # which seals them
     stage.start_proxy()
     assert [fail(), fail(), fail("ValueError at agent.py:31")] == [True, False, True]
-    session_id = stage.open_session(TicketRef(5, 0))[0]
-    assert stage.post("/rl/keep_failed", {"session_id": session_id, "cause": "x" * 600}) != 200
+    body = {"session_id": "s", "cause": "x" * 600, "error": ""}
+    assert stage.post("/rl/keep_failed", body).status_code == 400
 
 
 def test_what_is_not_trained_survives_kill_9_and_is_sealed_once(own_stage: Stage) -> None:

@@ -116,7 +116,11 @@ def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
     tree, (first, left, right) = branches(0.25, None)
     give_reward(right, Reward(0.5, parts={"format": 0.5}))
     record = RowRecord(session_id="s", task_index=3)
-    for style, rewards in (("concat", [0.25, 0.5]), ("individual", [0.375, 0.25, 0.5])):
+    expected: dict[ExportStyle, list[float]] = {
+        "concat": [0.25, 0.5],
+        "individual": [0.375, 0.25, 0.5],
+    }
+    for style, rewards in expected.items():
         rows = export_rows(tree, KEY, record, ExportSettings(style))
         assert [row.reward for row in rows] == rewards
         calls = {call.id: call.reward for row in rows for call in row.record.calls}
