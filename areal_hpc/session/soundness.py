@@ -57,6 +57,24 @@ def find_interaction_defect(
     )
 
 
+def find_description_defect(call: Interaction) -> str | None:
+    """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
+
+    Calls that the proxy records itself need no such look.
+    """
+    try:
+        decode_sampling(call.sampling)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"expected sampling parameters as a JSON object: {error}"
+    if not -1 <= call.replica < 2**31:
+        return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
+    if not 0 <= call.cached_tokens < 2**31:
+        return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
+    if not math.isfinite(call.first_token_at):
+        return "expected finite times, got inf or nan"
+    return None
+
+
 def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:
     sizes_bytes = (len(call.new_ids), len(call.output_ids), len(call.logprobs))
     if any(size_bytes % 4 for size_bytes in sizes_bytes):
@@ -100,17 +118,8 @@ def _find_scalar_defect(call: Interaction) -> str | None:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
     if call.reward is not None and not abs(call.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {call.reward}"
-    times = (call.asked_at, call.first_token_at, call.answered_at)
-    if not all(map(math.isfinite, times)):
+    if not (math.isfinite(call.asked_at) and math.isfinite(call.answered_at)):
         return "expected finite times, got inf or nan"
-    if not -1 <= call.replica < 2**31:
-        return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
-    if not 0 <= call.cached_tokens <= call.prompt_tokens:
-        return f"expected 0 to {call.prompt_tokens} cached tokens, got {call.cached_tokens}"
-    try:
-        decode_sampling(call.sampling)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return f"expected sampling parameters as a JSON object: {error}"
     return None
 
 

@@ -25,7 +25,7 @@ from areal_hpc.session.tree import Interaction, OpenTurn, ids_to_json, pack_ids,
 
 MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
-MAX_RECORDED_GRAMMAR_BYTES = 1000
+MAX_RECORDED_SAMPLING_BYTES = 1000
 """A grammar of tools comes with every call, and can be as long as their schemas."""
 
 
@@ -97,11 +97,12 @@ class PreparedCall(msgspec.Struct, frozen=True):
 
 def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
     """Sampling parameters as they are recorded: JSON, a long grammar by its hash."""
+    encoded = msgspec.json.encode(sampling)
+    if len(encoded) <= MAX_RECORDED_SAMPLING_BYTES:
+        return encoded
     for name in sampling.active_grammar_names:
-        grammar = getattr(sampling, name).encode()
-        if len(grammar) > MAX_RECORDED_GRAMMAR_BYTES:
-            digest = hashlib.blake2b(grammar, digest_size=8).hexdigest()
-            sampling = msgspec.structs.replace(sampling, **{name: f"blake2b:{digest}"})
+        digest = hashlib.blake2b(getattr(sampling, name).encode(), digest_size=8).hexdigest()
+        sampling = msgspec.structs.replace(sampling, **{name: f"blake2b:{digest}"})
     return msgspec.json.encode(sampling)
 
 
