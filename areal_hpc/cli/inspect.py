@@ -98,15 +98,14 @@ def _add_show_command(verbs: CommandGroup) -> None:
     show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
     show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
     most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
-    show.add_argument("-n", "--rows", type=_parse_positive, metavar="COUNT", help=most)
+    show.add_argument("-n", "--rows", type=_parse_row_count, metavar="COUNT", help=most)
     show.add_argument("--tokens", action="store_true", help="one line per token")
 
 
-def _parse_positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
+def _parse_row_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
 
 
 def _show_status(arguments: argparse.Namespace) -> int:

@@ -164,7 +164,8 @@ class EndSessionReply(Struct, frozen=True):
 class FinishTicketRequest(Struct, frozen=True):
     """All episodes of a ticket ended: their rows may be sealed together.
 
-    Sessions of the ticket that are not named here (failed and repeated episodes) are discarded.
+    Sessions of the ticket that are not named here (repeated episodes) are discarded, apart from
+    those that are kept as failed. Rows of an evaluation ticket are sealed and settled with nobody.
     """
 
     ref: TicketRef

@@ -63,7 +63,7 @@ def _count_shared_messages(rows: Sequence[TrajectoryRow]) -> int:
     """Messages that all rows begin with, up to the first reply: the prompt of the group."""
     together = zip(*map(_get_messages, rows), strict=False)
     alike = takewhile(
-        lambda ones: ones[0]["role"] != "assistant" and all(one == ones[0] for one in ones),
+        lambda ones: ones[0].get("role") != "assistant" and all(one == ones[0] for one in ones),
         together,
     )
     return sum(1 for _ in alike)
@@ -115,12 +115,17 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
         yield from _wrap(f"[reasoning] {reasoning}", width, INDENT)
     if text := _get_text(message.get("content")):
         yield from _wrap(text, width, INDENT)
-    for one in message.get("tool_calls") or ():
-        function = one.get("function", {})
-        called = f"→ {function.get('name')}({_get_text(function.get('arguments'))})"
-        yield from _wrap(called, width, INDENT)
+    for called in message.get("tool_calls") or ():
+        yield from _wrap(f"→ {_format_tool_call(called)}", width, INDENT)
     if call and call.reward:
         yield from _format_reward(call.reward, width)
+
+
+def _format_tool_call(called: object) -> str:
+    function = called.get("function") if isinstance(called, dict) else None
+    if not isinstance(function, dict):  # an agent may send any
+        return _get_text(called)
+    return f"{function.get('name')}({_get_text(function.get('arguments'))})"
 
 
 def _describe_call(call: CallRecord) -> list[str]:

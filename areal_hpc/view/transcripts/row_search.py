@@ -253,13 +253,14 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
         )
     found: list[tuple[FieldValue, FoundRow]] = []
     total = 0
-    for shard, count in _iterate_shards(path):
-        for row in _list_candidates(shard, count, query):
+    for shard in _iterate_shards(path):
+        for row in _list_candidates(shard, query):
             if matches is None or matches(row):
                 found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
         shard.release()
-        total += count
-    _check_found(path, query, bool(found), total)
+        total += shard.reader.num_rows
+    if not found:
+        _raise_if_named(path, query, total)
     if query.sort_by:
         with_key = [one for one in found if one[0] is not None]
         without = [one for one in found if one[0] is None]
@@ -271,8 +272,8 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     return rows, len(found)
 
 
-def _list_candidates(shard: SearchedShard, count: int, query: RowQuery) -> list[FoundRow]:
-    rows = [FoundRow(shard, row) for row in range(count)]
+def _list_candidates(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
+    rows = [FoundRow(shard, row) for row in range(shard.reader.num_rows)]
     if query.number is not None:
         rows = [row for row in rows if row.number == query.number]
     if query.ticket_id is not None:
@@ -280,9 +281,8 @@ def _list_candidates(shard: SearchedShard, count: int, query: RowQuery) -> list[
     return rows
 
 
-def _check_found(path: Path, query: RowQuery, found: bool, total: int) -> None:
-    if found:
-        return
+def _raise_if_named(path: Path, query: RowQuery, total: int) -> None:
+    """Nothing was found: an error if a row or a ticket was asked for by its number."""
     if query.number is not None:
         raise RecipeError(
             f"there is no row {query.number}: {path} holds {total} rows",
@@ -299,15 +299,14 @@ def _check_found(path: Path, query: RowQuery, found: bool, total: int) -> None:
         )
 
 
-def _iterate_shards(path: Path) -> Iterator[tuple[SearchedShard, int]]:
-    """Each shard, and how many rows it has."""
+def _iterate_shards(path: Path) -> Iterator[SearchedShard]:
     if path.is_file():
         run = RunPaths(path.parent.parent)
         shard = SearchedShard(path, 0, TicketSteps(run if path.parent == run.shards_dir else None))
-        yield shard, shard.reader.num_rows
+        yield shard
         return
     paths, first_row = RunPaths(path), 0
     steps = TicketSteps(paths)
     for line in read_index(paths.index_dir):
-        yield SearchedShard(paths.shards_dir / line.file, first_row, steps), line.rows
+        yield SearchedShard(paths.shards_dir / line.file, first_row, steps)
         first_row += line.rows
