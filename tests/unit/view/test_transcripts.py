@@ -244,6 +244,17 @@ def test_what_a_model_says_does_not_reach_the_terminal_as_control_characters(
     assert "\u65e5" * 20 not in text
 
 
+def test_messages_of_any_form_are_shown(paths: RunPaths) -> None:
+    odd = [
+        {"role": "assistant", "tool_calls": ["x", {"function": 5}], "content": [{"type": "image"}]},
+        {"content": {"a": [1]}},
+        "no message",
+    ]
+    seal_in(paths, [replace(trajectory(1), meta={"messages": odd})])
+    text = "\n".join(shown(paths, ""))
+    assert '[image]\n  \u2192 x\n  \u2192 {"function":5}\n?\n  {"a":[1]}' in text
+
+
 def test_rows_of_version_1_are_shown_without_what_it_did_not_record() -> None:
     rows, _ = find_rows(GOLDEN, RowQuery("kind=train and step!=1 and not seconds>0"))
     text = format_groups(rows, 100)
