@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
+    from areal_hpc.wire.reward import Reward
 else:
     _LAZY_IMPORTS = {
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
@@ -37,6 +38,7 @@ else:
         "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
         "Recipe": ("areal_hpc.recipe.recipe", "Recipe"),
+        "Reward": ("areal_hpc.wire.reward", "Reward"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),
         "load_recipe": ("areal_hpc.recipe.loading", "load_recipe"),
         "run": ("areal_hpc.launch.run", "run"),
@@ -65,6 +67,7 @@ __all__ = [
     "Problem",
     "Recipe",
     "RecipeError",
+    "Reward",
     "RunResult",
     "ShardError",
     "WeightSyncError",

@@ -6,6 +6,7 @@ import string
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 LONGEST_TOKENS = 32_000
@@ -35,6 +36,7 @@ def _trajectory(
     versions_T = np.full(length, -1, np.int64)
     version = FIRST_VERSION + int(generator.integers(0, 4))
     messages, at = [], 0
+    calls: list[CallRecord] = []
     while at < length:
         begin = min(length - 1, at + int(generator.integers(50, 600)))
         end = min(length, begin + int(generator.integers(50, 400)))
@@ -43,6 +45,7 @@ def _trajectory(
         version += int(generator.random() < 0.05)
         messages.append({"role": "user", "content": _text(prose, at, begin)})
         messages.append({"role": "assistant", "content": _text(prose, begin, end)})
+        calls.append(_call(len(calls), begin, end - begin))
         at = end
     logprobs_T = (-generator.exponential(0.4, length) * mask_T).astype(np.float32)
     return TrajectoryRow(
@@ -55,7 +58,34 @@ def _trajectory(
         logprobs_T=logprobs_T,
         versions_T=versions_T,
         reward=float(generator.integers(0, 2)),
-        meta={"task_id": str(number // N_SAMPLES), "messages": messages},
+        record=RowRecord(
+            session_id=f"train-{number}",
+            task_id=str(number // N_SAMPLES),
+            task_index=number // N_SAMPLES,
+            cell="cell-0",
+            started_at=1.8e9,
+            ended_at=1.8e9 + len(calls),
+            calls=calls,
+        ),
+        meta={"messages": messages},
+    )
+
+
+def _call(number: int, prompt_tokens: int, reply_tokens: int) -> CallRecord:
+    return CallRecord(
+        id=f"chatcmpl-{number:028x}",
+        parent_id=f"chatcmpl-{number - 1:028x}" if number else None,
+        trained=True,
+        reuse="reused" if number else "none",
+        asked_at=1.8e9 + number,
+        answered_at=1.8e9 + number + 0.5,
+        replica=0,
+        prompt_tokens=prompt_tokens,
+        reply_tokens=reply_tokens,
+        cached_tokens=prompt_tokens // 2,
+        finish_reason="stop",
+        new_messages=1,
+        sampling={"temperature": 1.0, "max_new_tokens": 512, "sampling_seed": number},
     )
 
 

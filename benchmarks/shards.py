@@ -95,7 +95,9 @@ class Bench:
                 group = file.create_group(f"{number:08d}")
                 for name in COLUMNS:
                     group.create_dataset(name, data=getattr(trajectory, f"{name}_T"))
-                meta = np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8)
+                meta = np.frombuffer(
+                    msgspec.json.encode([trajectory.record, trajectory.meta]), np.uint8
+                )
                 group.create_dataset("meta", data=meta)
                 for name in ("ticket_id", "attempt", "episode", "row", "reward", "temperature"):
                     group.attrs[name] = getattr(trajectory, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_LISTED_FAULTS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
+DEFAULT_SHOWN_ROWS = 5
 ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
 
@@ -72,14 +74,39 @@ def add_commands(commands: CommandGroup) -> None:
     help_ = "one line per sealed shard"
     listing = verbs.add("ls", _list_shards, ["run"], help=help_)
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
-    show = verbs.add("show", _show_rows, help="one trajectory, token by token")
+    _add_show_command(verbs)
+    help_ = "verify all digests; list damaged files"
+    verbs.add("verify", _verify_shards, ["run"], help=help_)
+
+
+def _add_show_command(verbs: CommandGroup) -> None:
+    show = verbs.add(
+        "show",
+        _show_rows,
+        help="conversations as text, episodes of one ticket side by side",
+        description="Print recorded conversations: messages, tool calls, rewards, times. Held-out "
+        "and failed episodes are there as well: --where kind=failed.",
+        epilog='Example: areal-hpc shards show RUN --where "step=20 and reward<0.5" --sort length',
+    )
     show.add_argument("run", type=Path, help="a run directory, or one shard file")
-    which = show.add_mutually_exclusive_group(required=True)
+    which = show.add_mutually_exclusive_group()
     row = "row, counted over the run's shards (or in the file)"
     which.add_argument("row", type=int, nargs="?", help=row)
     which.add_argument("--ticket", type=int, help="every row of this ticket")
-    help_ = "verify all digests; list damaged files"
-    verbs.add("verify", _verify_shards, ["run"], help=help_)
+    fields = "kind, step, ticket, attempt, episode, reward, length, tokens, calls, seconds, task, "
+    fields += "cell, finish, cause, note, text, part.NAME, metric.NAME"
+    where = f"rows that match an expression of these fields: {fields}; ~ asks for a part of a text"
+    show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
+    show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
+    most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
+    show.add_argument("-n", "--rows", type=_parse_row_count, metavar="COUNT", help=most)
+    show.add_argument("--tokens", action="store_true", help="one line per token")
+
+
+def _parse_row_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
@@ -203,6 +230,10 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped, {quarantined} quarantined"
     )
+    if audit.untrained_episodes:
+        kinds = sorted(audit.untrained_episodes.items())
+        counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
+        print(f"kept beside the tickets, never trained on: {counts} episodes")
     print(audit.summary_line)
     return 0 if audit.is_clean else ShardError.exit_code
 
@@ -229,13 +260,22 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 
 
 def _show_rows(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import find_ticket_rows, format_trajectory_row
+    from areal_hpc.view.shard_report import format_tokens
+    from areal_hpc.view.transcripts.conversation import format_groups
+    from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
     path = arguments.run.resolve()
-    run_dir = path.parent.parent if path.is_file() else path
-    rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
-    tokenizer = _find_tokenizer_file(RunPaths(run_dir))
-    print("\n\n".join(format_trajectory_row(path, row, tokenizer) for row in rows))
+    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    most = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
+    query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
+    rows, matching = find_rows(path, query)
+    if arguments.tokens:
+        tokenizer = _find_tokenizer_file(paths)
+        print("\n\n".join(format_tokens(row, tokenizer) for row in rows))
+    elif rows:
+        print(format_groups(rows, shutil.get_terminal_size((100, 24)).columns))
+    if len(rows) < matching or not rows:
+        print(f"\n{len(rows)} of {matching} rows that match" if rows else "no row matches")
     return 0
 
 

@@ -27,8 +27,9 @@ from areal_hpc.proxy.sessions.store import generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_rows_with_unrewarded
-from areal_hpc.session.rewards import find_interaction_to_reward, validate_reward
+from areal_hpc.session.rewards import find_interaction_to_reward, give_reward, parse_reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
+from areal_hpc.wire.reward import Reward
 
 PLACEHOLDER_BASE_URL = "http://in-process.invalid/v1"
 """Never resolved; the SDK wants one."""
@@ -113,7 +114,7 @@ class ArealOpenAI(AsyncOpenAI):
 
     # Rewards ------------------------------------------------------------------------------
 
-    def set_reward(self, interaction_id: str, reward: float) -> None:
+    def set_reward(self, interaction_id: str, reward: float | Reward) -> None:
         """Reward one interaction; a second time replaces the first.
 
         Raises:
@@ -121,9 +122,9 @@ class ArealOpenAI(AsyncOpenAI):
             InvalidRewardError: (a ValueError) The reward is no finite number.
         """
         interaction = find_interaction_to_reward(self.tree, interaction_id)
-        interaction.reward = validate_reward(reward)
+        give_reward(interaction, parse_reward(reward))
 
-    def set_last_reward(self, reward: float) -> None:
+    def set_last_reward(self, reward: float | Reward) -> None:
         """Reward the last completed interaction.
 
         Raises:
@@ -132,9 +133,9 @@ class ArealOpenAI(AsyncOpenAI):
         """
         if not len(self.tree):
             raise RuntimeError("there is no completed interaction to reward")
-        self.tree.last_completed.reward = validate_reward(reward)
+        give_reward(self.tree.last_completed, parse_reward(reward))
 
-    def set_final_reward(self, reward: float) -> None:
+    def set_final_reward(self, reward: float | Reward) -> None:
         """The older name of `set_last_reward`."""
         self.set_last_reward(reward)
 

@@ -69,11 +69,12 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):
-            await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
+            await asyncio.wait_for(sealer.seal_all(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
     rendezvous.remove_endpoint(paths.rendezvous_dir, name)
-    if paths.finished_marker.exists() and not recorder.store.finished and not recorder.store.sealed:
+    store = recorder.store
+    if paths.finished_marker.exists() and not (store.finished or store.failed or store.sealed):
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 

@@ -11,19 +11,22 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.wire.reward import Reward
 
 EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""
 
 _AGENT_SHAPE_HINT = (
-    "a class with `async def run(self, data, **extra_kwargs) -> float | dict[str, float]`"
+    "a class with `async def run(self, data, **extra_kwargs) -> float | Reward | dict[str, float]`"
 )
 
 
 class Agent(Protocol):
     """One object per driver, built with `rollout.workflow_kwargs`; its runs overlap in time."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+    async def run(
+        self, data: dict[str, Any], **extra_kwargs: Any
+    ) -> float | Reward | Mapping[str, float | Reward]:
         """Work on one task and return how well it went.
 
         Args:
@@ -33,8 +36,8 @@ class Agent(Protocol):
                 `AsyncOpenAI(http_client=...)`; `session_id`; `seed`, different for every episode.
 
         Returns:
-            The reward of the last interaction, or a reward per interaction (by the id of the
-            completion). Rewards must be finite.
+            The reward of the last interaction, or a dict of rewards by interaction (the id of the
+            completion). A reward is a finite number, or a `Reward` with its parts and metrics.
         """
         ...
 
@@ -43,7 +46,9 @@ class AgentWorkflow(ABC):
     """A base for agents whose author likes one (the name is AReaL's); none is needed."""
 
     @abstractmethod
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+    async def run(
+        self, data: dict[str, Any], **extra_kwargs: Any
+    ) -> float | Reward | Mapping[str, float | Reward]:
         """See `Agent.run`."""
 
 

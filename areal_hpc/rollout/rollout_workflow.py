@@ -10,6 +10,7 @@ from areal_hpc.errors import AgentError
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsRequest
+from areal_hpc.wire.reward import Reward
 
 RECORD_TIMEOUT_S = 60.0
 
@@ -33,7 +34,7 @@ class RolloutWorkflow(ABC):
             or nothing if the episode came to nothing.
         """
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, Reward]:
         """Run the episode and hand over what its clients recorded: what a driver calls.
 
         Raises:
@@ -57,7 +58,7 @@ class RolloutWorkflow(ABC):
             await client.call("/rl/record", request, RecordCallsReply)
         finally:
             await client.close()
-        return {name: one.reward or 0.0 for name, one in exported.items()}
+        return {name: _build_reward(one) for name, one in exported.items()}
 
 
 def _list_row_interactions(exported: object) -> list[Interaction]:
@@ -68,4 +69,11 @@ def _list_row_interactions(exported: object) -> list[Interaction]:
             f"arun_episode returned {exported!r:.200}, expected what export_interactions returns"
         )
     found = {one.interaction_id: one for row in rows for one in row.plan.path}
-    return [msgspec.structs.replace(one, reward=None) for one in found.values()]
+    # A replica of the client's counting is none of the cell's.
+    return [msgspec.structs.replace(one, reward=None, replica=-1) for one in found.values()]
+
+
+def _build_reward(row: Any) -> Reward:
+    """What a row earned by its client's discount, with what the agent said of its reward."""
+    given: Reward = row.plan.path[-1].given_reward or Reward(0.0)
+    return msgspec.structs.replace(given, value=row.reward or 0.0)

@@ -15,6 +15,7 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
     run_online_episode,
 )
+from areal_hpc.rollout.episodes.failure_cause import find_failure_cause
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -32,8 +33,12 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from areal_hpc.wire.proxy import (
+    MAX_CAUSE_CHARS,
+    MAX_ERROR_CHARS,
     FinishTicketReply,
     FinishTicketRequest,
+    KeepFailedReply,
+    KeepFailedRequest,
     SamplingDefaults,
     SessionLimits,
     StartSessionRequest,
@@ -89,7 +94,9 @@ class TicketRunner:
         is_finished = False
         try:
             if grant.ref.eval_step >= 0:
-                rewards = [one.reward for one in await self._run_group(grant, "valid")]
+                outcomes = await self._run_group(grant, "valid")
+                await self._keep_evaluation(grant.ref, [one.session_id for one in outcomes])
+                rewards = [one.reward for one in outcomes]
                 result = EvaluationResultRequest(self._cell, grant.ref, rewards)
                 await self._report_to_ledger("/report_evaluation", result)
             else:
@@ -126,16 +133,22 @@ class TicketRunner:
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
+    async def _keep_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
+        """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
+        try:
+            await self._finish_ticket_at_proxy(ref, session_ids)
+        except HttpStatusError as refusal:  # it restarted and lost them
+            log.warning("the episodes of %s are not kept: %s", ref, refusal)
+
     async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
         reason = escape_surrogates(str(error))
         self._record_ticket_event("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report_to_ledger("/drop", DropRequest(self._cell, grant.ref, reason))
-        if grant.ref.eval_step < 0:
-            try:  # threads of a cancelled agent may still ask in its sessions
-                await self._finish_ticket_at_proxy(grant.ref, [])
-            except HttpStatusError as refusal:
-                log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
+        try:  # threads of a cancelled agent may still ask in its sessions
+            await self._finish_ticket_at_proxy(grant.ref, [])
+        except HttpStatusError as refusal:
+            log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
     async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
@@ -171,6 +184,8 @@ class TicketRunner:
             self._record_ticket_event(
                 f"episode_{outcome.status}", grant, outcome.reason, episode=episode
             )
+            if outcome.status in ("failed", "timed_out"):
+                await self._keep_failed_episode(outcome)
             failures += outcome.status in ("failed", "timed_out")
             outages += outcome.status == "unserved"
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures + outages))
@@ -181,6 +196,17 @@ class TicketRunner:
                     f"last error: {outcome.reason}"
                 )
 
+    async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:
+        """Have the proxy seal what a failed episode said, beside why it failed."""
+        cause = find_failure_cause(outcome.status, outcome.reason)
+        request = KeepFailedRequest(
+            outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
+        )
+        try:
+            await self._proxy.call("/rl/keep_failed", request, KeepFailedReply)
+        except HttpStatusError as refusal:  # it restarted and lost the session
+            log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
+
     def _build_episode_spec(
         self, grant: TicketGrant, split: TaskSplit, episode: int, failures: int
     ) -> EpisodeSpec:
@@ -188,19 +214,19 @@ class TicketRunner:
         limits = resolve_limits(self._rollout, task)
         session = StartSessionRequest(
             f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
-            ref if split == "train" else None,
+            ref,
             episode,
             self._sampling[split],
             derive_episode_seed(grant.seed, episode, failures),
             self._export[split],
-            disposable=split == "valid",
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
             records_calls=self._records_calls[split],
+            task_index=grant.task_index,
         )
         return EpisodeSpec(session, task, limits.timeout_s)
 
     async def _finish_ticket_at_proxy(self, ref: TicketRef, sessions: list[str]) -> None:
-        """Have the proxy keep these sessions of a training ticket, and close all its others."""
+        """Have the proxy keep these sessions of a ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
 

@@ -10,15 +10,18 @@ path, added up, and what the conversations that followed the leaf pass back.
 earned (`session.credit`), so earlier turns may have smaller ones.
 
 An interaction that no reward reaches teaches nothing and is no row; it may be context in others.
+A session that failed is kept whole, for people to read: a row per leaf, whatever was rewarded.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
     InteractionReward,
     assign_credit,
@@ -28,19 +31,23 @@ from areal_hpc.session.credit import (
 from areal_hpc.session.rewards import get_final_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()
+EMPTY_RECORD = RowRecord()
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeKey:
-    """Which episode of which ticket the rows belong to."""
+    """Which episode of which ticket the rows belong to, and why they are recorded."""
 
     ticket_id: int
     attempt: int
     episode: int
+    kind: RowKind = RowKind.TRAIN
+    eval_step: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
         `turn_ids` int32 [1, T] (-1 where nothing is trained), `attention_mask` bool [1, T],
         `rewards` float32 [1].
     """
-    row = build_row(plan, EpisodeKey(0, 0, 0), 0, {})
+    row = build_row(plan, EpisodeKey(0, 0, 0), 0)
     turn_ids_T = np.full(row.num_tokens, -1, np.int32)
     trained = [one for one in plan.path if one.interaction_id in plan.trained]
     for turn, one in enumerate(trained):
@@ -150,19 +157,40 @@ def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
 def export_rows(
     tree: InteractionTree,
     key: EpisodeKey,
-    meta: dict[str, Any] | None = None,
+    record: RowRecord = EMPTY_RECORD,
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
-    """The training rows of a session, with `meta` in each; ValueError if nothing has a reward."""
+    """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
     if len(tree) and get_final_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, rule)
-    return [build_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
+    return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
-def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> TrajectoryRow:
-    """The arrays of a planned row."""
-    length = plan.path[-1].num_sequence_tokens
+def export_failed_rows(
+    tree: InteractionTree, key: EpisodeKey, record: RowRecord
+) -> list[TrajectoryRow]:
+    """The rows of a session that failed; one without tokens if it made no call."""
+    plans = list(_plan_failed_rows(tree)) or [RowPlan([], frozenset(), 1.0, 0.0)]
+    return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
+
+
+def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
+    """A row per leaf, those of replies that nobody waited for included."""
+    covered: set[str] = set()
+    for leaf in tree.list_leaves():
+        path = tree.get_path_to(leaf)
+        names = {one.interaction_id for one in path}
+        reward = sum_rewards(*(one.reward for one in path)) or 0.0
+        yield RowPlan(path, frozenset(names - covered), leaf.temperature, reward)
+        covered |= names
+
+
+def build_row(
+    plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_RECORD
+) -> TrajectoryRow:
+    """The arrays of a planned row, and `record` with the calls of its path."""
+    length = plan.path[-1].num_sequence_tokens if plan.path else 0
     input_ids_T = np.empty(length, np.int32)
     loss_mask_T = np.zeros(length, np.uint8)
     logprobs_T = np.zeros(length, np.float32)
@@ -182,6 +210,7 @@ def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) 
         at = end
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
+    calls, tool_schemas = build_call_records(plan.path, plan.trained)
     return TrajectoryRow(
         ticket_id=key.ticket_id,
         attempt=key.attempt,
@@ -193,11 +222,9 @@ def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) 
         versions_T=versions_T,
         reward=plan.reward,
         temperature=plan.temperature or 1.0,  # greedy: the engine's log-probs are unscaled
-        meta={
-            **meta,
-            "messages": [m for one in plan.path for m in (*one.new_messages, one.reply)],
-            "interaction_ids": [one.interaction_id for one in plan.path],
-            "finish_reasons": [one.finish_reason for one in plan.path],
-            "prompt_reuse": [one.reuse for one in plan.path],
-        },
+        kind=key.kind,
+        eval_step=key.eval_step,
+        record=msgspec.structs.replace(record, calls=calls),
+        meta={"messages": [m for one in plan.path for m in (*one.new_messages, one.reply)]},
+        tool_schemas=tool_schemas,
     )

@@ -4,14 +4,9 @@ An agent rewards one interaction by its id, or the last one completed. Failed re
 become interactions, so they never count as the last.
 """
 
-import math
-import numbers
-
-import numpy as np
-
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.trajectory import MAX_REWARD
+from areal_hpc.wire.reward import Reward, parse_reward_number
 
 
 def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
@@ -29,21 +24,14 @@ def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None
     return tree[interaction_id]
 
 
-def validate_reward(reward: object) -> float:
-    """The reward, a number or numpy's scalar of one, as a finite float; else InvalidRewardError."""
-    if isinstance(reward, np.ndarray | np.generic) and reward.size == 1:
-        reward = reward.item()
-    if not isinstance(reward, numbers.Real):
-        raise InvalidRewardError(
-            f"expected a finite float as reward, got {reward!r:.200} ({type(reward).__name__})"
-        )
-    try:
-        number = float(reward)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= MAX_REWARD:
-        raise InvalidRewardError(f"a reward must be a finite 32-bit float, got {reward!r:.200}")
-    return number
+def give_reward(interaction: Interaction, reward: Reward) -> None:
+    """Reward an interaction; a second reward replaces the first."""
+    interaction.reward, interaction.given_reward = reward.value, reward
+
+
+def parse_reward(reward: object) -> Reward:
+    """A reward, or a number or numpy's scalar of one, as a reward; else InvalidRewardError."""
+    return reward if isinstance(reward, Reward) else Reward(parse_reward_number(reward))
 
 
 def get_final_reward(tree: InteractionTree) -> float | None:

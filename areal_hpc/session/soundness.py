@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_hpc.session.call_records import decode_sampling
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
-from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_VOCAB_SIZE
+from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE, MAX_VOCAB_SIZE
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
@@ -53,6 +55,24 @@ def find_interaction_defect(
         or _find_scalar_defect(call)
         or _find_message_defect(call)
     )
+
+
+def find_description_defect(call: Interaction) -> str | None:
+    """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
+
+    Calls that the proxy records itself need no such look.
+    """
+    try:
+        decode_sampling(call.sampling)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"expected sampling parameters as a JSON object: {error}"
+    if not -1 <= call.replica < 2**31:
+        return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
+    if not 0 <= call.cached_tokens < 2**31:
+        return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
+    if not math.isfinite(call.first_token_at):
+        return "expected finite times, got inf or nan"
+    return None
 
 
 def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:

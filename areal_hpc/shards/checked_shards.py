@@ -14,7 +14,8 @@ from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
 
@@ -64,14 +65,34 @@ class CheckedShards:
                     check.result()
 
     def read_rows(self, name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
-        """The trajectories at these rows of a shard, in that order, without metadata.
+        """The training rows at these places of a shard, in that order, without metadata.
+
+        Raises:
+            ShardError: The file is missing or damaged, has no such row, or one of another kind.
+        """
+        path = self._shards_dir / name
+        try:
+            found = ShardReader(path).read_rows(rows, with_meta=False)
+        except IndexError as error:
+            raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
+        for number, row in zip(rows, found, strict=True):
+            if row.kind is not RowKind.TRAIN:
+                raise ShardError(
+                    f"row {number}: expected a training row, got kind {row.kind.label}",
+                    key=str(path),
+                    hint="restore manifests/ and shards/ from the same copy",
+                )
+        return found
+
+    def read_records(self, name: str, rows: Sequence[int]) -> list[RowRecord]:
+        """The episodes and calls of these rows of a shard.
 
         Raises:
             ShardError: The file is missing or damaged, or has no such row.
         """
         path = self._shards_dir / name
         try:
-            return ShardReader(path).read_rows(rows, with_meta=False)
+            return ShardReader(path).read_records(rows)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from areal_hpc.rundir.jsonl import append_line, decode_lines, read_lines
 from areal_hpc.shards.schema import parse_shard_name
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind
 
 _TAIL_BYTES = 1 << 16
 """First look at the end of an index: one line of some hundred tickets."""
@@ -32,7 +34,19 @@ class ShardTicket(msgspec.Struct, frozen=True):
     """Packed version of the oldest weights that sampled one of its tokens; -1 without any."""
 
 
-class SealedShard(msgspec.Struct, frozen=True):
+class UntrainedEpisode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One episode inside one shard whose rows are never trained on."""
+
+    kind: str
+    """`RowKind.label`."""
+    session_id: str
+    rows: list[int]
+    """Row numbers in the shard."""
+    cause: str = ""
+    """Of a failed episode: the exception and its line."""
+
+
+class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the index."""
 
     file: str
@@ -43,23 +57,42 @@ class SealedShard(msgspec.Struct, frozen=True):
     rows: int
     tokens: int
     tickets: list[ShardTicket]
+    """Of training rows alone: batches are made of these."""
+    untrained: list[UntrainedEpisode] = []
 
 
 def group_by_ticket(
+    kinds: npt.NDArray[np.uint8],
     ticket_ids: npt.NDArray[np.int64],
     attempts: npt.NDArray[np.int32],
     rewards: npt.NDArray[np.float32],
     versions: Sequence[npt.NDArray[np.int64]],
 ) -> list[ShardTicket]:
-    """The tickets of a shard in order of first row. All arguments have one element per row."""
+    """The tickets of the training rows, by first row. All arguments have one element per row."""
     rows_of: dict[tuple[int, int], list[int]] = {}
-    for row, key in enumerate(zip(ticket_ids.tolist(), attempts.tolist(), strict=True)):
-        rows_of.setdefault(key, []).append(row)
+    keys = zip(ticket_ids.tolist(), attempts.tolist(), strict=True)
+    for row, (kind, key) in enumerate(zip(kinds.tolist(), keys, strict=True)):
+        if kind == RowKind.TRAIN:
+            rows_of.setdefault(key, []).append(row)
     return [
         ShardTicket(
             ticket_id, attempt, rows, rewards[rows].tolist(), _find_oldest_version(versions, rows)
         )
         for (ticket_id, attempt), rows in rows_of.items()
+    ]
+
+
+def group_by_session(
+    kinds: Iterable[RowKind], records: Iterable[RowRecord]
+) -> list[UntrainedEpisode]:
+    """The episodes of all other rows, by first row. Both arguments have one element per row."""
+    rows_of: dict[tuple[RowKind, str, str], list[int]] = {}
+    for row, (kind, record) in enumerate(zip(kinds, records, strict=True)):
+        if kind is not RowKind.TRAIN:
+            rows_of.setdefault((kind, record.session_id, record.cause), []).append(row)
+    return [
+        UntrainedEpisode(kind.label, session_id, rows, cause)
+        for (kind, session_id, cause), rows in rows_of.items()
     ]
 
 

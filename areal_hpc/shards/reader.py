@@ -8,19 +8,28 @@ faster, since a batch is read once: setting up and taking down its pages costs w
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5a, h5d, h5f, h5l, h5p, h5t
+from h5py import h5a, h5d, h5f, h5l, h5p
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
-from areal_hpc.shards.schema import DATASETS, FORMAT_NAME, FORMAT_VERSION, Axis, DatasetSpec
+from areal_hpc.shards.schema import (
+    DATASETS,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    JSON_DATASETS,
+    Axis,
+    DatasetSpec,
+)
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
@@ -29,6 +38,12 @@ Spans = Sequence[tuple[int, int]]
 _VERIFY_HINT = "run areal-hpc shards verify"
 _TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
+_RECORD_DATASETS = [one for one in DATASETS if one.name in ("record", "record_offsets", "tools")]
+_MAIN_DATASETS = [one for one in DATASETS if one not in _RECORD_DATASETS]
+_KINDS = tuple(RowKind)
+_record_decoder = msgspec.json.Decoder(RowRecord)
+_meta_decoder = msgspec.json.Decoder(dict[str, Any])
+_JsonValue = TypeVar("_JsonValue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +68,20 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._places = self._locate_datasets(_MAIN_DATASETS)
+        held = [name for name in _ROW_COLUMNS if name in self._places]
+        self._rows = dict(zip(held, self._read_columns(held), strict=True))
+        if "kind" not in self._places:  # version 1 knew training rows alone
+            self._rows["kind"] = np.full(self.num_rows, RowKind.TRAIN, np.uint8)
+            self._rows["eval_step"] = np.full(self.num_rows, -1, np.int64)
+        self._check_lengths()
+
+    def _locate_datasets(self, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
+        """Places of those that the shard's version has."""
+        path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                self._places = _read_headers(descriptor)
+                places = _read_headers(descriptor, wanted)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
@@ -64,13 +90,26 @@ class ShardReader:
             if isinstance(error, OSError) and error.errno is not None:
                 what = f"cannot be read: {error.strerror}"
             raise ShardError(what, key=str(path), hint=_VERIFY_HINT) from error
-        end = max(place.end for place in self._places.values())
+        end = max((place.end for place in places.values()), default=0)
         if end > size_bytes:
             raise ShardError(
                 f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(path)
             )
-        self._rows = dict(zip(_ROW_COLUMNS, self._read_columns(_ROW_COLUMNS), strict=True))
+        return places
+
+    @cached_property
+    def _has_records(self) -> bool:
+        """True if the shard has records and tools; what they lie in is located by the first look.
+
+        The trainer reads without them, and locating a dataset takes a tenth of a millisecond.
+        """
+        places = self._locate_datasets(_RECORD_DATASETS)
+        if not places:
+            return False
+        self._places |= places
+        (self._rows["record_offsets"],) = self._read_columns(["record_offsets"])
         self._check_lengths()
+        return True
 
     @property
     def num_rows(self) -> int:
@@ -84,21 +123,51 @@ class ShardReader:
 
     def read_column(self, name: str) -> NumpyArray:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
-        return self._rows[name] if name in self._rows else self._read_columns([name])[0]
+        if name in self._rows:
+            return self._rows[name]
+        if name not in self._places and not self._has_records:
+            raise ShardError(f"a shard of version 1 has no dataset {name!r}", key=str(self.path))
+        return self._read_columns([name])[0]
+
+    def list_kinds(self) -> list[RowKind]:
+        """Why each row was recorded."""
+        return [_KINDS[kind] for kind in self._rows["kind"].tolist()]
+
+    @cached_property
+    def tool_schemas(self) -> dict[str, Any]:
+        """The schemas of all tools that calls of the shard name, by their hash.
+
+        Raises:
+            ShardError: They are damaged.
+        """
+        if not self._has_records:
+            return {}
+        (content,) = self._read_columns(["tools"])
+        return self._decode_json("tools", _meta_decoder, content)
+
+    def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
+        """The episodes and calls of these rows, of all without; empty ones in version 1.
+
+        Raises:
+            IndexError: A row is not in the shard.
+            ShardError: The storage failed, or a record is damaged.
+        """
+        chosen = self._check_rows(range(self.num_rows) if rows is None else rows)
+        if not self._has_records:
+            return [RowRecord()] * len(chosen)
+        return list(self._read_json("record", _record_decoder, chosen))
 
     def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[TrajectoryRow]:
         """The trajectories at `rows`, in that order.
 
-        Without metadata (`meta` stays empty) no JSON is parsed: the trainer needs none.
+        Without metadata (`record`, `meta` and `tool_schemas` stay empty) no JSON is parsed: the
+        trainer needs none.
 
         Raises:
             IndexError: A row is not in the shard.
             ShardError: The storage failed.
         """
-        chosen = np.asarray(rows, dtype=np.int64)
-        outside = chosen[(chosen < 0) | (chosen >= self.num_rows)]
-        if len(outside):
-            raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
+        chosen = self._check_rows(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
             _TOKEN_COLUMNS, _locate_spans(bounds, chosen)
@@ -108,35 +177,61 @@ class ShardReader:
             # One conversion a column, not one a row: a batch has many short rows.
             return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
 
+        places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
+        kinds = map(_KINDS.__getitem__, values("kind"))
+        details = self._read_details(chosen) if with_meta else ()
+        slices = _compute_row_slices(bounds, chosen)
         return [
             TrajectoryRow(
-                ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *score
+                ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *rest
             )
-            for ticket, attempt, episode, row, T, *score in zip(
-                values("ticket_id"),
-                values("attempt"),
-                values("episode"),
-                values("row"),
-                _compute_row_slices(bounds, chosen),
+            for ticket, attempt, episode, row, T, *rest in zip(
+                *places,
+                slices,
                 values("reward"),
                 values("temperature"),
-                self._read_metas(chosen) if with_meta else ({} for _ in rows),
+                kinds,
+                values("eval_step"),
+                *details,
                 strict=True,
             )
         ]
 
-    def _read_metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:
-        bounds = self._rows["meta_offsets"]
-        (content,) = self._read_columns(["meta"], _locate_spans(bounds, rows))
+    def _check_rows(self, rows: Sequence[int]) -> NumpyArray:
+        chosen = np.asarray(rows, dtype=np.int64)
+        outside = chosen[(chosen < 0) | (chosen >= self.num_rows)]
+        if len(outside):
+            raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
+        return chosen
+
+    def _read_details(
+        self, rows: NumpyArray
+    ) -> tuple[list[RowRecord], Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
+        """Record, metadata and tool schemas of each row."""
+        records, schemas = self.read_records(rows.tolist()), self.tool_schemas
+        named = (
+            {one.tools: schemas.get(one.tools) for one in r.calls if one.tools} for r in records
+        )
+        return records, self._read_json("meta", _meta_decoder, rows), named
+
+    def _read_json(
+        self, name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
+    ) -> Iterator[_JsonValue]:
+        """A JSON object of each row."""
+        bounds = self._rows[JSON_DATASETS[name]]
+        (content,) = self._read_columns([name], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
-            try:
-                yield msgspec.json.decode(content[piece].data, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ShardError(
-                    f"metadata of a row: expected a JSON object: {error}",
-                    key=str(self.path),
-                    hint=_VERIFY_HINT,
-                ) from error
+            yield self._decode_json(name, decoder, content[piece])
+
+    def _decode_json(
+        self, name: str, decoder: msgspec.json.Decoder[_JsonValue], content: NumpyArray
+    ) -> _JsonValue:
+        try:
+            return decoder.decode(content.data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ShardError(
+                f"{name}: expected a JSON object: {error}", key=str(self.path), hint=_VERIFY_HINT
+            ) from error
 
     def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
         """Of each column the elements within the spans, one after another; all without spans."""
@@ -154,20 +249,23 @@ class ShardReader:
             Axis.TOKEN: self.num_tokens,
             Axis.ROW: self.num_rows,
             Axis.ROW_BOUND: self.num_rows + 1,
-            Axis.META_BYTE: self._places["meta"].length,
         }
         lengths = {name: place.length for name, place in self._places.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
             for dataset in DATASETS
+            if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
-        for name, axis in (("offsets", Axis.TOKEN), ("meta_offsets", Axis.META_BYTE)):
+        held = {bounds: lengths[name] for name, bounds in JSON_DATASETS.items() if name in lengths}
+        for name, size in {"offsets": self.num_tokens, **held}.items():
             bounds = self._rows[name]
             if len(bounds) and (
-                bounds[0] != 0 or bounds[-1] != sizes[axis] or (np.diff(bounds) < 0).any()
+                bounds[0] != 0 or bounds[-1] != size or (np.diff(bounds) < 0).any()
             ):
-                wrong.append(f"{name} does not rise from 0 to {sizes[axis]}")
+                wrong.append(f"{name} does not rise from 0 to {size}")
+        if (self._rows["kind"] >= len(RowKind)).any():
+            wrong.append(f"kind has a value of {len(RowKind)} or more")
         if wrong:
             raise ShardError("; ".join(wrong), key=str(self.path))
 
@@ -199,7 +297,7 @@ def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> N
     return array
 
 
-def _read_headers(descriptor: int) -> dict[str, _DatasetPlace]:
+def _read_headers(descriptor: int, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
@@ -212,7 +310,11 @@ def _read_headers(descriptor: int) -> dict[str, _DatasetPlace]:
             raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
-        return {expected.name: _locate_dataset(file, expected) for expected in DATASETS}
+        return {
+            expected.name: _locate_dataset(file, expected)
+            for expected in wanted
+            if expected.since <= version
+        }
     finally:
         file.close()
 
@@ -233,11 +335,12 @@ def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     if file.links.get_info(name).type != h5l.TYPE_HARD:
         raise ValueError(f"{expected.name}: expected a dataset of this file, got a link")
     dataset = h5d.open(file, name)
-    if dataset.get_create_plist().get_external_count():
+    creation = dataset.get_create_plist()
+    if creation.get_external_count():
         raise ValueError(f"{expected.name}: expected a dataset of this file, got other files")
     shape = dataset.shape
-    contiguous = dataset.get_create_plist().get_layout() == h5d.CONTIGUOUS
-    if dataset.get_type() != h5t.py_create(expected.dtype) or len(shape) != 1 or not contiguous:
+    contiguous = creation.get_layout() == h5d.CONTIGUOUS
+    if dataset.get_type() != expected.hdf5_type or len(shape) != 1 or not contiguous:
         raise ValueError(
             f"{expected.name}: expected 1-D contiguous {expected.dtype.str}, got "
             f"{len(shape)}-D {dataset.dtype.str}, contiguous: {contiguous}"

@@ -1,17 +1,19 @@
-"""Shard format v1 as a table: every dataset, its type and its axis.
+"""Shard format as a table: every dataset, its type, its axis, and the version it came with.
 
-`docs/shard-format-v1.md` says what each holds, and what may change.
+`docs/shard-format-v2.md` says what each holds, and what may change.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from h5py import h5t
 
 FORMAT_NAME = "areal-hpc-shard"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written. Earlier versions are read."""
 SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
 """Behind the name of a shard under construction. Readers never look at these."""
@@ -27,6 +29,8 @@ class Axis(StrEnum):
     ROW = "row"
     ROW_BOUND = "row, plus one"
     META_BYTE = "byte of metadata"
+    RECORD_BYTE = "byte of records"
+    TOOLS_BYTE = "byte of tool schemas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,12 @@ class DatasetSpec:
     name: str
     dtype: np.dtype[Any]
     axis: Axis
+    since: int = 1
+    """The first version of the format that has it."""
+    hdf5_type: h5t.TypeID = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hdf5_type", h5t.py_create(self.dtype))
 
 
 DATASETS = (
@@ -52,8 +62,15 @@ DATASETS = (
     DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW),
     DatasetSpec("meta", np.dtype("u1"), Axis.META_BYTE),  # a UTF-8 JSON object a row
     DatasetSpec("meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND),
+    DatasetSpec("kind", np.dtype("u1"), Axis.ROW, 2),  # `RowKind`
+    DatasetSpec("eval_step", np.dtype("<i8"), Axis.ROW, 2),
+    DatasetSpec("record", np.dtype("u1"), Axis.RECORD_BYTE, 2),  # a `RowRecord` a row, JSON
+    DatasetSpec("record_offsets", np.dtype("<i8"), Axis.ROW_BOUND, 2),
+    DatasetSpec("tools", np.dtype("u1"), Axis.TOOLS_BYTE, 2),  # one JSON object: hash -> schemas
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
+JSON_DATASETS = {"meta": "meta_offsets", "record": "record_offsets"}
+"""Datasets of one JSON object a row, and those that say where each object begins."""
 
 _SHARD_NAME_PATTERN = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 

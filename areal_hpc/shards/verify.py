@@ -13,7 +13,13 @@ import numpy as np
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.disk_io import open_regular_file
-from areal_hpc.shards.index import SealedShard, append_to_index, group_by_ticket, read_index
+from areal_hpc.shards.index import (
+    SealedShard,
+    append_to_index,
+    group_by_session,
+    group_by_ticket,
+    read_index,
+)
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import PARTIAL_SUFFIX, SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.writer import format_digest
@@ -98,7 +104,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
         return [error.problems[0].message]
     return [
         f"{name}: the index says {getattr(shard, name)}, the file {getattr(actual, name)}"
-        for name in ("rows", "tokens", "tickets")
+        for name in ("rows", "tokens", "tickets", "untrained")
         if getattr(shard, name) != getattr(actual, name)
     ]
 
@@ -144,11 +150,13 @@ def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedS
         rows=reader.num_rows,
         tokens=reader.num_tokens,
         tickets=group_by_ticket(
+            reader.read_column("kind"),
             reader.read_column("ticket_id"),
             reader.read_column("attempt"),
             reader.read_column("reward"),
             np.split(reader.read_column("versions"), reader.read_column("offsets")[1:-1]),
         ),
+        untrained=group_by_session(reader.list_kinds(), reader.read_records()),
     )
 
 

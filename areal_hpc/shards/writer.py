@@ -17,7 +17,7 @@ import h5py
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5p, h5s, h5t
+from h5py import h5d, h5p, h5s
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import fsync_path
@@ -26,6 +26,7 @@ from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
+    group_by_session,
     group_by_ticket,
     read_last_shard_number,
 )
@@ -73,10 +74,15 @@ def write_sealed_shard(
             rows=len(trajectories),
             tokens=sum(trajectory.num_tokens for trajectory in trajectories),
             tickets=group_by_ticket(
+                pieces["kind"][0],
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
                 pieces["versions"],
+            ),
+            untrained=group_by_session(
+                (trajectory.kind for trajectory in trajectories),
+                (trajectory.record for trajectory in trajectories),
             ),
         )
         fault_point("shard.before_index")
@@ -96,14 +102,14 @@ def format_digest(crc: int) -> str:
 
 
 def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, list[NumpyArray]]:
-    metas = [
-        np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
-    ]
-    lengths = {
-        "offsets": [trajectory.num_tokens for trajectory in trajectories],
-        "meta_offsets": [len(meta) for meta in metas],
+    pieces: dict[str, list[NumpyArray]] = {
+        "meta": [_encode_json(trajectory.meta) for trajectory in trajectories],
+        "record": [_encode_json(trajectory.record) for trajectory in trajectories],
+        "tools": [_encode_json(_merge_tool_schemas(trajectories))],
     }
-    pieces: dict[str, list[NumpyArray]] = {"meta": list(metas)}
+    lengths = {"offsets": [trajectory.num_tokens for trajectory in trajectories]}
+    for name, bounds in schema.JSON_DATASETS.items():
+        lengths[bounds] = [len(piece) for piece in pieces[name]]
     for dataset in schema.DATASETS:
         name, dtype = dataset.name, dataset.dtype
         if dataset.axis is schema.Axis.TOKEN:
@@ -118,6 +124,18 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
         elif dataset.axis is schema.Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
     return pieces
+
+
+def _encode_json(value: Any) -> NumpyArray:
+    return np.frombuffer(msgspec.json.encode(value), np.uint8)
+
+
+def _merge_tool_schemas(trajectories: Sequence[TrajectoryRow]) -> dict[str, Any]:
+    """The tools of all rows: the same ones, as a rule, and each once in a shard."""
+    merged: dict[str, Any] = {}
+    for trajectory in trajectories:
+        merged |= trajectory.tool_schemas
+    return merged
 
 
 def _create_next_partial_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
@@ -172,7 +190,7 @@ def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str,
             created = h5d.create(
                 file.id,
                 dataset.name.encode(),
-                h5t.py_create(dataset.dtype),
+                dataset.hdf5_type,
                 h5s.create_simple((length,)),
                 creation,
             )

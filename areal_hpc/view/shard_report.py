@@ -12,7 +12,8 @@ from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
 from areal_hpc.view.tables import format_table
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.view.transcripts.row_search import FoundRow
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -21,14 +22,14 @@ def format_shard_table(paths: RunPaths) -> str:
     shards = read_index(paths.index_dir)
     if not shards:
         return f"no sealed shards in {paths.index_dir}"
-    head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
+    head = ("shard", "kinds", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
     rows = [_format_shard_cells(paths.shards_dir / shard.file, shard) for shard in shards]
     total = (
         f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
         f"{sum(shard.tokens for shard in shards)} tokens, "
         f"{sum(shard.bytes for shard in shards) / 2**20:.1f} MiB"
     )
-    return "\n".join([*format_table([head, *rows], right=range(1, len(head) - 1)), total])
+    return "\n".join([*format_table([head, *rows], right=range(2, len(head) - 1)), total])
 
 
 def format_shards_json(paths: RunPaths) -> str:
@@ -41,46 +42,18 @@ def format_shards_json(paths: RunPaths) -> str:
     return "\n".join(lines)
 
 
-def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
-    """The rows of all issues of a ticket, as `format_trajectory_row` counts them.
+def format_tokens(found: FoundRow, tokenizer_json: Path | None = None) -> str:
+    """One row, token by token, decoded if a `tokenizer.json` is given.
 
     Raises:
-        RecipeError: No row is the ticket's.
-        ShardError: The shard is damaged.
-    """
-    rows: list[int] = []
-    if path.is_file():
-        rows = np.flatnonzero(ShardReader(path).read_column("ticket_id") == ticket_id).tolist()
-    else:
-        before = 0
-        for shard in read_index(RunPaths(path).index_dir):
-            held = (one for one in shard.tickets if one.ticket_id == ticket_id)
-            rows += [before + row for one in held for row in one.rows]
-            before += shard.rows
-    if not rows:
-        raise RecipeError(
-            f"{path} holds no row of ticket {ticket_id}",
-            key="--ticket",
-            hint="areal-hpc shards ls RUN --json lists the tickets of every shard",
-        )
-    return rows
-
-
-def format_trajectory_row(path: Path, row: int, tokenizer_json: Path | None = None) -> str:
-    """One trajectory, token by token, decoded if a `tokenizer.json` is given.
-
-    Rows count from 0: those of a shard, or those of all shards of a run directory.
-
-    Raises:
-        RecipeError: There is no such row or tokenizer.
+        RecipeError: There is no such tokenizer.
         ShardError: The shard is damaged.
     """
     tokenizer = _load_tokenizer(tokenizer_json) if tokenizer_json else None
-    shard_path, row = _find_row(path, row)
-    (trajectory,) = ShardReader(shard_path).read_rows([row])
+    trajectory = found.read()
     sampled = int(trajectory.loss_mask_T.sum())
     title = (
-        f"{shard_path.name} row {row}: ticket {trajectory.ticket_id} "
+        f"{found.shard.path.name} row {found.row}: ticket {trajectory.ticket_id} "
         f"attempt {trajectory.attempt} episode {trajectory.episode} row {trajectory.row}, "
         f"reward {trajectory.reward:g}, temperature {trajectory.temperature:g}, "
         f"{trajectory.num_tokens} tokens, {sampled} sampled"
@@ -110,13 +83,20 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     return (
         shard.file,
+        "+".join(_list_kinds(shard)),
         str(shard.rows),
         str(shard.tokens),
         str(len(shard.tickets)),
         f"{shard.bytes / 2**20:.2f}",
         _format_version_range(path),
-        f"{np.mean(rewards):.3f}",
+        f"{np.mean(rewards):.3f}" if rewards else "-",
     )
+
+
+def _list_kinds(shard: SealedShard) -> list[str]:
+    """What kinds of rows a shard holds."""
+    trained = [RowKind.TRAIN.label] if shard.tickets else []
+    return [*trained, *dict.fromkeys(one.kind for one in shard.untrained)]
 
 
 def _format_version_range(path: Path) -> str:
@@ -129,26 +109,6 @@ def _format_version_range(path: Path) -> str:
         return "-"
     oldest, newest = (WeightVersion.unpack(int(one)) for one in (sampled.min(), sampled.max()))
     return str(oldest) if oldest == newest else f"{oldest}..{newest}"
-
-
-def _find_row(path: Path, row: int) -> tuple[Path, int]:
-    """The shard and the row in it that `row` of a shard or of a run means."""
-    if path.is_file():
-        total = ShardReader(path).num_rows
-        if 0 <= row < total:
-            return path, row
-    else:
-        paths = RunPaths(path)
-        total = 0
-        for shard in read_index(paths.index_dir):
-            if 0 <= row - total < shard.rows:
-                return paths.shards_dir / shard.file, row - total
-            total += shard.rows
-    raise RecipeError(
-        f"there is no row {row}: {path} holds {total} rows",
-        key="row",
-        hint=f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard",
-    )
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

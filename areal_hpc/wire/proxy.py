@@ -14,6 +14,7 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/offer_episode  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
+| /rl/keep_failed    | admin   | KeepFailedRequest   | KeepFailedReply     |
 | /rl/seal           | admin   | Empty               | SealReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
 | /grant_capacity    | admin   | Empty               | GrantCapacityReply          |
@@ -25,7 +26,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct, field
 
 from areal_hpc.wire.ledger import Int64, TicketRef
+from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
+
+MAX_CAUSE_CHARS = 500
+MAX_ERROR_CHARS = 10_000
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -72,6 +77,8 @@ class StartSessionRequest(Struct, frozen=True):
     records_calls: bool = False
     """The agent's own client generates (`/generate`) and records calls (`/rl/record`). Sessions of
     agents that may run what a model wrote go without: they could record what was never said."""
+    task_index: Int64 = -1
+    """Line of the task set; of the held-out one if `ref` is of an evaluation."""
 
 
 class EngineAddress(Struct, frozen=True):
@@ -122,7 +129,8 @@ class AwaitSessionReply(Struct, frozen=True):
 class SetRewardRequest(Struct, frozen=True):
     """The reward of one interaction; of the last one when no id is given."""
 
-    reward: float | bool
+    reward: float | bool | Reward
+    """A number, or `{"value": ..., "parts": {...}, "metrics": {...}, "note": "..."}`."""
     interaction_id: str | None = None
 
 
@@ -159,13 +167,30 @@ class EndSessionReply(Struct, frozen=True):
 class FinishTicketRequest(Struct, frozen=True):
     """All episodes of a ticket ended: their rows may be sealed together.
 
-    Sessions of the ticket that are not named here (failed and repeated episodes) are discarded.
+    Sessions of the ticket that are not named here (repeated episodes) are discarded, apart from
+    those that are kept as failed. Rows of an evaluation ticket are sealed and settled with nobody.
     """
 
     ref: TicketRef
     session_ids: list[str]
     discard: bool = False
     """The ticket was filtered or dropped: all its sessions are discarded, none is named."""
+
+
+class KeepFailedRequest(Struct, frozen=True):
+    """Keep an ended session whose episode failed, for people to read; its ticket goes on."""
+
+    session_id: str
+    cause: Annotated[str, Meta(max_length=MAX_CAUSE_CHARS)]
+    """The same for failures of one kind in one line of the agent."""
+    error: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+    """One sentence, then the end of the traceback."""
+
+
+class KeepFailedReply(Struct, frozen=True):
+    """False if the cell has kept as many of that cause as it keeps: the session is forgotten."""
+
+    kept: bool
 
 
 class FinishTicketReply(Struct, frozen=True):

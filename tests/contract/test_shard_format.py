@@ -1,21 +1,34 @@
-"""Format v1 does not move: the golden file opens, and today's writer still writes its like."""
+"""Formats do not move: golden files open, and today's writer still writes the like of v2's."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, DATASETS
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import write_sealed_shard
-from tests.golden.make_shard_v1 import GOLDEN, WRITER, golden_rows
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from tests.golden import make_shard_v1
+from tests.golden.make_shard_v1 import WRITER
+from tests.golden.make_shard_v2 import GOLDEN, golden_rows
 from tests.support.sample_trajectories import fields
 
-GOLDEN_DIGEST = (13320, "crc32:f4939ce6")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v1.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v2.md"
+EVERY_VERSION = pytest.mark.parametrize(
+    ("golden", "rows", "digest"),
+    [
+        (make_shard_v1.GOLDEN, make_shard_v1.golden_rows(), (13320, "crc32:f4939ce6")),
+        (GOLDEN, golden_rows(), (15044, "crc32:0e60a431")),
+    ],
+    ids=["v1", "v2"],
+)
 
 
 @pytest.fixture
@@ -44,20 +57,44 @@ def structure(path: Path) -> dict[str, Any]:
         return {"attributes": attributes, "datasets": datasets}
 
 
-def test_the_golden_file_has_not_changed() -> None:
-    assert digest_file(GOLDEN) == GOLDEN_DIGEST
+@EVERY_VERSION
+def test_a_golden_file_has_not_changed(
+    golden: Path, rows: list[TrajectoryRow], digest: tuple[int, str]
+) -> None:
+    assert digest_file(golden) == digest
 
 
-def test_the_golden_file_reads_as_the_rows_it_was_written_from() -> None:
-    reader = ShardReader(GOLDEN)
-    rows = reader.read_rows(range(reader.num_rows))
-    expected = [fields(row) for row in golden_rows()]
+@EVERY_VERSION
+def test_a_golden_file_reads_as_the_rows_it_was_written_from(
+    golden: Path, rows: list[TrajectoryRow], digest: tuple[int, str]
+) -> None:
+    reader = ShardReader(golden)
+    expected = [fields(row) for row in rows]
     for row in expected:  # rewards and temperatures are stored as float32
         row["reward"] = pytest.approx(row["reward"], rel=1e-7)
         row["temperature"] = pytest.approx(row["temperature"], rel=1e-7)
-    assert [fields(row) for row in rows] == expected
-    with h5py.File(GOLDEN, "r") as file:
+    assert [fields(row) for row in reader.read_rows(range(reader.num_rows))] == expected
+    assert reader.read_records() == [row.record for row in rows]
+    with h5py.File(golden, "r") as file:
         assert (file.attrs["writer"], file.attrs["created"][:4]) == (WRITER, "2026")
+
+
+def test_names_reserved_for_later_are_ignored(fresh: Path) -> None:
+    with h5py.File(fresh, "r+") as file:
+        file["routed_experts"] = np.zeros((10, 4, 8), np.int16)
+        file["sampling_mask"] = np.zeros(10, np.uint8)
+    assert ShardReader(fresh).num_rows == len(golden_rows())
+    document = DOCUMENT.read_text()
+    for name in ("sampling_mask", "sampling_logprobs", "routed_experts"):
+        assert f"`{name}`" in document
+
+
+def test_the_document_has_every_field_of_a_record() -> None:
+    described = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
+    for kind in (RowRecord, CallRecord, Reward):
+        assert described >= set(kind.__struct_fields__)
+    for row_kind in RowKind:
+        assert f"{row_kind.value} {row_kind.label}" in DOCUMENT.read_text()
 
 
 def test_the_writer_still_writes_the_like_of_the_golden_file(fresh: Path) -> None:

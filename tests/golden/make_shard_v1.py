@@ -1,12 +1,10 @@
-"""Wrote `shard_v1.h5`, once. Never run it again for version 1: old files must open forever."""
+"""Rows of `shard_v1.h5`, which the writer of version 1 made of them: old files open forever."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 GOLDEN = Path(__file__).with_name("shard_v1.h5")
@@ -38,10 +36,3 @@ def golden_rows() -> list[TrajectoryRow]:
         golden_row([(5, 1, -2.0, 0)], row=1, reward=-1.0, **forked),
         golden_row([], row=0, reward=0.0, **empty),
     ]
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        shards_dir = Path(folder)
-        shard = write_sealed_shard(golden_rows(), shards_dir, shards_dir / "index", WRITER)
-        GOLDEN.write_bytes((shards_dir / shard.file).read_bytes())

@@ -190,6 +190,16 @@ class Stage:
         wait_for(lambda: len(self.journaled(key)) >= count, PATIENCE_S, lambda: self.log)
         return self.journaled(key)
 
+    def untrained_rows(self, session_id: str) -> list[TrajectoryRow]:
+        """Rows of an episode that is sealed and never trained on; none before it is sealed."""
+        return [
+            row
+            for shard in read_index(self.paths.index_dir)
+            for one in shard.untrained
+            if one.session_id == session_id
+            for row in ShardReader(self.paths.shards_dir / shard.file).read_rows(one.rows)
+        ]
+
     def sealed_rows(self, ref: TicketRef) -> list[TrajectoryRow]:
         """Rows of the only shard that holds the ticket."""
         (shard,) = (

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 
 def trajectory(
@@ -64,6 +66,22 @@ _JSON = st.recursive(
 )
 _FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
+_CALLS = st.builds(
+    CallRecord,
+    id=st.text(max_size=5),
+    reward=st.none() | st.builds(Reward, _FLOAT32, note=st.text(string.printable, max_size=5)),
+    asked_at=st.floats(0, 2e9),
+    replica=st.integers(-1, 9),
+    sampling=st.dictionaries(st.text(string.printable, max_size=3), st.floats(0, 1), max_size=2),
+)
+_RECORDS = st.builds(
+    RowRecord,
+    session_id=st.sampled_from("abc"),
+    task_index=st.integers(-1, 2**62),
+    calls=st.lists(_CALLS, max_size=3),
+    error=st.text(string.printable, max_size=5),
+)
+
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> TrajectoryRow:
@@ -85,5 +103,8 @@ def trajectories(draw: st.DrawFn) -> TrajectoryRow:
         versions_T=np.where(loss_mask_T, versions_T, -1),
         reward=draw(_FLOAT32),
         temperature=draw(st.floats(0, 2, width=32)),
+        kind=draw(st.sampled_from(RowKind)),
+        eval_step=draw(st.integers(-1, 2**62)),
+        record=draw(_RECORDS),
         meta=draw(st.dictionaries(st.text(string.printable), _JSON, max_size=3)),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.engine.generation import Generation, SamplingParams
+from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import check_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
@@ -25,6 +25,8 @@ from areal_hpc.session.tree import Interaction, OpenTurn, ids_to_json, pack_ids,
 
 MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
+MAX_RECORDED_SAMPLING_BYTES = 1000
+"""A grammar of tools comes with every call, and can be as long as their schemas."""
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
@@ -50,20 +52,25 @@ class PreparedCall(msgspec.Struct, frozen=True):
 
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
-        seed = (self.sampling.sampling_seed or 0) + choice
         return GenerateRequest(
             os.urandom(16).hex(),
             self.prompt_json,
-            msgspec.structs.replace(self.sampling, sampling_seed=seed),
+            self._get_choice_sampling(choice),
             self.top_logprobs,
             self.reasons_first,
         )
 
+    def _get_choice_sampling(self, choice: int) -> SamplingParams:
+        if not choice:
+            return self.sampling
+        seed = (self.sampling.sampling_seed or 0) + choice
+        return msgspec.structs.replace(self.sampling, sampling_seed=seed)
+
     def build_interaction(
-        self, choice: int, generation: Generation, said: ReplyDelta
+        self, choice: int, answer: ReplicaAnswer, said: ReplyDelta, first_token_at: float
     ) -> Interaction:
         """Record of a choice."""
-        parent = self.turn.parent
+        parent, generation = self.turn.parent, answer.generation
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
             parent_id=parent.interaction_id if parent is not None else None,
@@ -80,8 +87,23 @@ class PreparedCall(msgspec.Struct, frozen=True):
             closed=generation.closed,
             temperature=self.sampling.temperature,
             asked_at=self.asked_at,
+            first_token_at=first_token_at,
             answered_at=time.time(),
+            replica=answer.replica,
+            cached_tokens=generation.cached_tokens,
+            sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
         )
+
+
+def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
+    """Sampling parameters as they are recorded: JSON, a long grammar by its hash."""
+    encoded = msgspec.json.encode(sampling)
+    if len(encoded) <= MAX_RECORDED_SAMPLING_BYTES:
+        return encoded
+    for name in sampling.active_grammar_names:
+        digest = hashlib.blake2b(getattr(sampling, name).encode(), digest_size=8).hexdigest()
+        sampling = msgspec.structs.replace(sampling, **{name: f"blake2b:{digest}"})
+    return msgspec.json.encode(sampling)
 
 
 class PromptBuilder:

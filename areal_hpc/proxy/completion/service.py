@@ -12,7 +12,12 @@ from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.failover import ReplyFailover
-from areal_hpc.proxy.engine.generation import EngineLostError, Generation, TokenChunk
+from areal_hpc.proxy.engine.generation import (
+    EngineLostError,
+    Generation,
+    ReplicaAnswer,
+    TokenChunk,
+)
 from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
@@ -71,18 +76,18 @@ class CompletionService:
         self.quota.admit(session, call.n)
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
-            generations = await _gather_or_cancel(
+            answers = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
-            said = [await self._parse_reply(prompt, generation.text) for generation in generations]
+            said = [await self._parse_reply(prompt, answer.generation.text) for answer in answers]
             return [
-                self._record_reply(prompt, choice, generation, said[choice])
-                for choice, generation in enumerate(generations)
+                self._record_reply(prompt, choice, answer, said[choice])
+                for choice, answer in enumerate(answers)
             ]
         finally:
             self.quota.release(session, call.n)
 
-    async def _generate_choice(self, prompt: PreparedCall, choice: int) -> Generation:
+    async def _generate_choice(self, prompt: PreparedCall, choice: int) -> ReplicaAnswer:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
         Sampling it anew would favor short replies: those are broken off more rarely.
@@ -135,10 +140,13 @@ class CompletionService:
     async def _stream_choice(self, prompt: PreparedCall, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
         said, reader, failover = ReplyDelta(), None, ReplyFailover(self._encoder)
+        first_token_at = 0.0
         if self._parsers is not None and prompt.parsed_tools is not None:
             reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
 
         async def take(piece: TokenChunk) -> None:
+            nonlocal first_token_at
+            first_token_at = first_token_at or time.time()
             part = ReplyDelta(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
             live.put(ReplyChunk(choice, part, piece))
@@ -162,15 +170,15 @@ class CompletionService:
             return failover.join_replies(generation)
 
         try:
-            generation = await self._generate_with_failover(
+            answer = await self._generate_with_failover(
                 prompt, choice, generate, lambda: failover.is_possible and not live.abandoned
             )
             if reader is not None:
                 rest = await reader.feed("", last=True)
                 said.add(rest)
                 live.put(ReplyChunk(choice, rest, EMPTY_CHUNK))
-            if generation.output_ids or not live.abandoned:
-                live.put(self._record_reply(prompt, choice, generation, said))
+            if answer.generation.output_ids or not live.abandoned:
+                live.put(self._record_reply(prompt, choice, answer, said, first_token_at))
         except Exception as error:  # boundary: raised again where the stream is read
             if live.abandoned:
                 log.info("a stream failed after its client disconnected: %s", error)
@@ -185,7 +193,7 @@ class CompletionService:
         choice: int,
         attempt: GenerateAttempt,
         may_repeat: Callable[[], bool] = lambda: True,
-    ) -> Generation:
+    ) -> ReplicaAnswer:
         """Generate on the session's replica; on another one if that is lost."""
         if not prompt.sampling.active_grammar_names:
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
@@ -198,7 +206,7 @@ class CompletionService:
         choice: int,
         attempt: GenerateAttempt,
         may_repeat: Callable[[], bool],
-    ) -> Generation:
+    ) -> ReplicaAnswer:
         lost: set[int] = set()
         while True:
             replica = await self._router.pick_replica(
@@ -207,7 +215,8 @@ class CompletionService:
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
             try:
-                return await attempt(replica, prompt.build_request(choice), timeout_s)
+                generation = await attempt(replica, prompt.build_request(choice), timeout_s)
+                return ReplicaAnswer(generation, replica.index)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 self._router.on_replica_lost(replica)
@@ -219,12 +228,17 @@ class CompletionService:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def _record_reply(
-        self, prompt: PreparedCall, choice: int, generation: Generation, said: ReplyDelta
+        self,
+        prompt: PreparedCall,
+        choice: int,
+        answer: ReplicaAnswer,
+        said: ReplyDelta,
+        first_token_at: float = 0.0,
     ) -> RecordedReply:
         session = prompt.session
         if session.ended or not self._recorder.has_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
-        interaction = prompt.build_interaction(choice, generation, said)
+        interaction = prompt.build_interaction(choice, answer, said, first_token_at)
         try:
             self._recorder.record(InteractionAdded(session.session_id, interaction))
         except UntrainableCallError as error:
@@ -232,12 +246,14 @@ class CompletionService:
         self._router.update_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )
-        own_json = join_ids_json(prompt.new_json, ids_to_json(generation.output_ids))
+        own_json = join_ids_json(prompt.new_json, ids_to_json(answer.generation.output_ids))
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
-        return RecordedReply(choice, interaction, generation, said)
+        return RecordedReply(choice, interaction, answer.generation, said)
 
 
-async def _gather_or_cancel(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def _gather_or_cancel(
+    calls: list[Coroutine[Any, Any, ReplicaAnswer]],
+) -> list[ReplicaAnswer]:
     """All results, or the first failure after the others have been cancelled."""
     if len(calls) == 1:
         return [await calls[0]]

@@ -128,6 +128,13 @@ class Generation(Struct, frozen=True):
     """Per output token, most likely first; empty unless asked for."""
 
 
+class ReplicaAnswer(Struct, frozen=True):
+    """A generation, and which replica said the end of it."""
+
+    generation: Generation
+    replica: int
+
+
 class TokenChunk(Struct, frozen=True):
     """Tokens that a stream added."""
 

@@ -17,7 +17,8 @@ from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
-from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
+from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, parse_reward
+from areal_hpc.session.soundness import find_description_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
@@ -97,7 +98,7 @@ class DriverApi:
     def _open_session(self, request: wire.StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
-        self._recorder.record(events.SessionOpened(session_id, hash_key(key), request))
+        self._recorder.record(events.SessionOpened(session_id, hash_key(key), request, time.time()))
         return session_id
 
     async def offer_episode(self, request: wire.OfferEpisodeRequest) -> wire.OfferEpisodeReply:
@@ -152,7 +153,7 @@ class DriverApi:
         """Reward the named interaction, or the last one."""
         try:
             interaction = find_interaction_to_reward(session.tree, request.interaction_id)
-            reward = validate_reward(request.reward)
+            reward = parse_reward(request.reward)
         except InvalidRewardError as error:
             raise ProxyRequestError(400, str(error), key="reward") from error
         self._recorder.record(
@@ -172,6 +173,9 @@ class DriverApi:
             check_recorded_bytes(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
+            if defect := find_description_defect(one):
+                problem = f"interaction {one.interaction_id!r:.300}: {defect}"
+                raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
             try:
                 self._recorder.record(events.InteractionAdded(session.session_id, one))
@@ -195,7 +199,7 @@ class DriverApi:
     def end_session(self, session: Session) -> wire.EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
-            self._recorder.record(events.SessionEnded(session.session_id))
+            self._recorder.record(events.SessionEnded(session.session_id, time.time()))
         self._router.forget_session(session.session_id)
         return wire.EndSessionReply(
             "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
@@ -210,7 +214,7 @@ class DriverApi:
                 problem = f"{ref} is finished; its rows cannot be discarded"
                 raise ProxyRequestError(409, problem, key="discard")
             for session in [*self._store.sessions.values()]:
-                if session.request.ref == ref:
+                if session.request.ref == ref and not session.failure:
                     self._recorder.record(events.SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
         if rows is None:
@@ -224,7 +228,8 @@ class DriverApi:
         for session_id in request.session_ids:
             session = self._require_session(session_id, "session_ids")
             name = f"session {session_id!r}"
-            if session.request.ref != request.ref or not session.must_persist:
+            is_own = session.request.ref == request.ref and not session.failure
+            if not (is_own and session.must_persist):
                 raise ProxyRequestError(409, f"{name} is not one of this ticket", key="session_ids")
             if not session.ended:
                 raise ProxyRequestError(409, f"{name} is open", key="session_ids")
@@ -234,6 +239,20 @@ class DriverApi:
         kept = list(dict.fromkeys(request.session_ids))
         self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
+
+    def keep_failed(self, request: wire.KeepFailedRequest) -> wire.KeepFailedReply:
+        """Keep an ended session whose episode failed. Repeating it is harmless."""
+        sealer, session = self._require_sealer(), self._require_session(request.session_id)
+        name = f"session {request.session_id!r}"
+        if session.request.ref is None or not session.must_persist:
+            problem = f"{name} is no episode of a ticket"
+            raise ProxyRequestError(409, problem, key="session_id")
+        if session.request.ref in self._store.finished:
+            problem = f"the ticket of {name} is finished"
+            raise ProxyRequestError(409, problem, key="session_id")
+        if not session.ended:
+            raise ProxyRequestError(409, f"{name} is open", key="session_id")
+        return wire.KeepFailedReply(sealer.keep_failed(request))
 
     async def seal_tickets(self) -> wire.SealReply:
         """Seal and settle what is finished."""

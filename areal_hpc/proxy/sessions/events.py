@@ -10,6 +10,7 @@ from msgspec import Struct
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
+from areal_hpc.wire.reward import Reward
 
 
 class SessionOpened(Struct, tag="opened", frozen=True):
@@ -18,6 +19,8 @@ class SessionOpened(Struct, tag="opened", frozen=True):
     session_id: str
     key_digest: bytes
     request: StartSessionRequest
+    opened_at: float = 0.0
+    """Unix time; 0 in journals that did not note it."""
 
 
 class InteractionAdded(Struct, tag="interaction", frozen=True):
@@ -32,13 +35,26 @@ class RewardSet(Struct, tag="reward", frozen=True):
 
     session_id: str
     interaction_id: str
-    reward: float
+    reward: float | Reward
+    """A plain number in journals of earlier versions."""
 
 
 class SessionEnded(Struct, tag="ended", frozen=True):
     """The session takes no more requests."""
 
     session_id: str
+    ended_at: float = 0.0
+    """Unix time; 0 in journals that did not note it."""
+
+
+class SessionFailed(Struct, tag="failed", frozen=True):
+    """The ended session's episode failed: it is kept, but counts for no ticket."""
+
+    session_id: str
+    cause: str
+    error: str
+    failed_at: float
+    """Unix time."""
 
 
 class SessionDropped(Struct, tag="dropped", frozen=True):
@@ -69,6 +85,15 @@ class TicketsSealed(Struct, tag="sealed", frozen=True):
     tickets: list[SealedTicket]
 
 
+class UntrainedSealed(Struct, tag="untrained_sealed", frozen=True):
+    """Rows that are not for training lie in a sealed, indexed shard, or could not be built."""
+
+    refs: list[TicketRef]
+    """Evaluation tickets."""
+    session_ids: list[str]
+    """Failed sessions."""
+
+
 class TicketsAcknowledged(Struct, tag="settled", frozen=True):
     """The ledger acknowledged the tickets, sealed or dropped."""
 
@@ -80,10 +105,12 @@ Event = (
     | InteractionAdded
     | RewardSet
     | SessionEnded
+    | SessionFailed
     | SessionDropped
     | TicketFinished
     | TicketDropped
     | TicketsSealed
+    | UntrainedSealed
     | TicketsAcknowledged
 )
 

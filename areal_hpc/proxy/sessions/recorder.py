@@ -24,6 +24,7 @@ _SESSION_REMOVING_EVENTS = (
     events.TicketDropped,
     events.TicketFinished,
     events.TicketsSealed,
+    events.UntrainedSealed,
 )
 
 
@@ -48,6 +49,8 @@ class JournalCompactionPlan:
                 return ref not in self.settled
             case events.TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
+            case events.UntrainedSealed(refs=refs, session_ids=session_ids):
+                return not (self.sealed.issuperset(refs) and self.gone.issuperset(session_ids))
             case events.TicketsAcknowledged(refs=refs):
                 return not self.all_settled or any(ref not in self.settled for ref in refs)
             case event:
@@ -57,8 +60,8 @@ class JournalCompactionPlan:
 class JournaledRecorder:
     """The only way to change a `SessionStore` while the proxy runs.
 
-    Opening replays what an earlier proxy of the cell left behind. Sessions that are not trained
-    on (evaluations, visitors) are kept in memory alone.
+    Opening replays what an earlier proxy of the cell left behind. Sessions that are not to
+    be kept (visitors) are in memory alone.
 
     Args:
         path: The journal.
@@ -79,6 +82,7 @@ class JournaledRecorder:
         """Set when the journal refused: nothing may be answered any more."""
         self._vocab_size = vocab_size
         self._journal = JournalWriter(path, sync_interval_s)
+        self._compacting = asyncio.Lock()
         self._gone_sessions: set[str] = set()
         self._sealed_refs: set[TicketRef] = set()
         self._settled_refs: set[TicketRef] = set()
@@ -173,6 +177,7 @@ class JournaledRecorder:
                 events.InteractionAdded()
                 | events.RewardSet()
                 | events.SessionEnded()
+                | events.SessionFailed()
                 | events.SessionDropped()
             ):
                 return self.store.sessions[event.session_id].must_persist
@@ -187,6 +192,9 @@ class JournaledRecorder:
             self._sealed_refs.add(event.ref)
         elif isinstance(event, events.TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
+        elif isinstance(event, events.UntrainedSealed):  # nobody acknowledges these
+            self._sealed_refs.update(event.refs)
+            self._settled_refs.update(event.refs)
         elif isinstance(event, events.TicketsAcknowledged):
             self._settled_refs.update(event.refs)
 
@@ -213,14 +221,13 @@ class JournaledRecorder:
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        # Has it doubled since it last held only what is needed?
-        grown = (
-            self._journal.journal_size_bytes > 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
-        )
-        if grown and self._gone_sessions:
-            rotation = self.plan_compaction()
-            await asyncio.to_thread(self.compact_journal, rotation)
-            self.forget_compacted(rotation)
+        async with self._compacting:
+            # Has it doubled since it last held only what is needed?
+            needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
+            if self._journal.journal_size_bytes > needed_bytes and self._gone_sessions:
+                rotation = self.plan_compaction()
+                await asyncio.to_thread(self.compact_journal, rotation)
+                self.forget_compacted(rotation)
 
     def forget_compacted(self, rotation: JournalCompactionPlan) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""

@@ -6,6 +6,9 @@ in the index when it starts again, so that no ticket is sealed twice.
 
 A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
 ledger, which issues another one in its place.
+
+Held-out tickets and failed episodes go into shards of their own (`untrained`), which hold nothing
+that the trainer waits for and that the ledger must know.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.sessions.events import TicketDropped, TicketsAcknowledged, TicketsSealed
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket
+from areal_hpc.proxy.sessions.untrained import UntrainedSealer
 from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
@@ -33,6 +37,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
+from areal_hpc.wire.proxy import KeepFailedRequest
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 
 log = logging.getLogger(__name__)
@@ -59,19 +64,22 @@ class TicketSealer:
         self._cell = cell
         self._config = config
         self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
+        self._untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
     def record_already_sealed(self) -> None:
-        """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
+        """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index(self._paths, self._cell)
-        indexed = locate_tickets(read_index(self._paths.index_dir, self._cell))
+        shards = read_index(self._paths.index_dir, self._cell)
+        self._untrained.record_already_sealed(shards)
+        indexed = locate_tickets(shards)
         found = [
             _build_sealed_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
-            for ref in self._store.finished
-            if (ref.ticket_id, ref.attempt) in indexed
+            for ref, ticket in self._store.finished.items()
+            if not ticket.is_evaluation and (ref.ticket_id, ref.attempt) in indexed
         ]
         if found:
             log.info("%d tickets had been sealed before the restart", len(found))
@@ -94,6 +102,7 @@ class TicketSealer:
                 if self._is_seal_due():
                     await self._seal_finished()
                 await self._report_to_ledger()
+                await self._untrained.seal_if_due()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
@@ -113,8 +122,24 @@ class TicketSealer:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
         return count
 
+    def keep_failed(self, request: KeepFailedRequest) -> bool:
+        """Keep an ended session whose episode failed; false if enough like it are kept."""
+        return self._untrained.keep_failed(request)
+
+    async def seal_all(self) -> None:
+        """Seal what is finished, what the trainer waits for first.
+
+        Raises:
+            ClusterError: The storage refused.
+        """
+        await self.seal_now()
+        await self._untrained.seal_now()
+
+    def _list_finished(self) -> list[FinishedTicket]:
+        return [one for one in self._store.finished.values() if not one.is_evaluation]
+
     def _is_seal_due(self) -> bool:
-        finished = self._store.finished.values()
+        finished = self._list_finished()
         if not finished:
             return False
         oldest_at = min(ticket.finished_at for ticket in finished)
@@ -126,10 +151,10 @@ class TicketSealer:
 
     async def _seal_finished(self) -> int:
         async with self._sealing:
-            tickets = list(self._store.finished.values())
+            tickets = self._list_finished()
             if not tickets:
                 return 0
-            rows_of, defects = await asyncio.to_thread(_build_rows, tickets)
+            rows_of, defects = await asyncio.to_thread(_build_rows, tickets, self._cell)
             for ref, defect in defects.items():
                 log.error("%s is dropped, for it cannot be sealed: %s", ref, defect)
                 self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
@@ -183,7 +208,7 @@ class TicketSealer:
 
 
 def _build_rows(
-    tickets: Sequence[FinishedTicket],
+    tickets: Sequence[FinishedTicket], cell: str
 ) -> tuple[dict[TicketRef, list[TrajectoryRow]], dict[TicketRef, str]]:
     """The rows of each ticket that can be trained on, and what is wrong with the others."""
     rows_of: dict[TicketRef, list[TrajectoryRow]] = {}
@@ -192,7 +217,7 @@ def _build_rows(
         rows, defect = [], ticket.defect
         if not defect:
             try:
-                rows = ticket.build_rows()
+                rows = ticket.build_rows(cell)
                 defect = next(filter(None, map(find_defect, rows)), "")
             except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
                 log.exception("the rows of %s cannot be built", ticket.ref)

@@ -5,12 +5,22 @@ import secrets
 import time
 from collections import Counter
 
+import msgspec
+
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event
-from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
+from areal_hpc.session.export import (
+    EpisodeKey,
+    RowPlan,
+    export_failed_rows,
+    export_rows,
+    plan_rows,
+)
+from areal_hpc.session.rewards import give_reward, parse_reward
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
@@ -39,6 +49,10 @@ class Session:
         self.request = opened.request
         self.tree = InteractionTree()
         self.ended = False
+        self.ended_at = 0.0
+        """Unix time."""
+        self.failure: events.SessionFailed | None = None
+        """Set when its episode failed and is kept."""
         self.in_flight = 0
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
@@ -60,17 +74,40 @@ class Session:
     @property
     def must_persist(self) -> bool:
         """True if what is said must outlive this process."""
-        ref = self.request.ref
-        return not self.request.disposable and (ref is None or ref.eval_step < 0)
+        return not self.request.disposable
 
     def touch(self) -> None:
         """Put off the idle timeout."""
         self.touched_at = time.monotonic()
 
-    def build_rows(self, ref: TicketRef) -> list[TrajectoryRow]:
-        """The session's training rows."""
-        key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
-        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.request.export)
+    def build_rows(self, ref: TicketRef, cell: str) -> list[TrajectoryRow]:
+        """The session's rows, of an episode of the ticket that ended well."""
+        kind = RowKind.TRAIN if ref.eval_step < 0 else RowKind.EVALUATION
+        key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode, kind, ref.eval_step)
+        return export_rows(self.tree, key, self._build_record(cell), self.request.export)
+
+    def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
+        """The rows of a session whose episode failed."""
+        ref, failure = self.request.ref, self.failure
+        assert ref is not None
+        assert failure is not None
+        key = EpisodeKey(
+            ref.ticket_id, ref.attempt, self.request.episode, RowKind.FAILED, ref.eval_step
+        )
+        record = msgspec.structs.replace(
+            self._build_record(cell), cause=failure.cause, error=failure.error
+        )
+        return export_failed_rows(self.tree, key, record)
+
+    def _build_record(self, cell: str) -> RowRecord:
+        return RowRecord(
+            session_id=self.session_id,
+            task_id=self.request.task_id,
+            task_index=self.request.task_index,
+            cell=cell,
+            started_at=self.opened.opened_at,
+            ended_at=self.ended_at,
+        )
 
 
 class FinishedTicket:
@@ -90,9 +127,14 @@ class FinishedTicket:
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].num_sequence_tokens for p in plans)
 
-    def build_rows(self) -> list[TrajectoryRow]:
+    @property
+    def is_evaluation(self) -> bool:
+        """True for a held-out task, whose rows are sealed apart and settled with nobody."""
+        return self.ref.eval_step >= 0
+
+    def build_rows(self, cell: str) -> list[TrajectoryRow]:
         """Every row of the ticket, episode by episode."""
-        return [row for session in self.sessions for row in session.build_rows(self.ref)]
+        return [row for session in self.sessions for row in session.build_rows(self.ref, cell)]
 
 
 class SessionStore:
@@ -102,6 +144,8 @@ class SessionStore:
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, FinishedTicket] = {}
         """Finished tickets that are not sealed yet."""
+        self.failed: dict[str, Session] = {}
+        """Sessions of failed episodes that are kept and not sealed yet, by id."""
         self.sealed: dict[TicketRef, SealedTicket] = {}
         """Sealed, not yet acknowledged by the ledger."""
         self.dropped: dict[TicketRef, str] = {}
@@ -136,10 +180,15 @@ class SessionStore:
                 session.sampled_tokens += event.interaction.num_output_tokens
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
-                tree[event.interaction_id].reward = event.reward
+                give_reward(tree[event.interaction_id], parse_reward(event.reward))
             case events.SessionEnded():
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}
+                session.ended_at = event.ended_at
+            case events.SessionFailed():
+                session = self.sessions[event.session_id]
+                session.failure = event
+                self.failed[event.session_id] = session
             case events.SessionDropped():
                 self._remove_session(self.sessions[event.session_id])
             case events.TicketFinished():
@@ -151,6 +200,8 @@ class SessionStore:
                 for ticket in event.tickets:
                     self._remove_finished_ticket(ticket.ref)
                     self.sealed[ticket.ref] = ticket
+            case events.UntrainedSealed():
+                self._forget_untrained(event)
             case events.TicketsAcknowledged():
                 for ref in event.refs:
                     self._mark_ticket_settled(ref)
@@ -158,7 +209,7 @@ class SessionStore:
     def _finish_ticket(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
-            if session.request.ref == event.ref and session not in kept:
+            if session.request.ref == event.ref and session not in kept and not session.failure:
                 self._remove_session(session)
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
 
@@ -167,11 +218,24 @@ class SessionStore:
         for session in finished.sessions if finished else []:
             self._remove_session(session)
 
+    def _forget_untrained(self, event: events.UntrainedSealed) -> None:
+        for ref in event.refs:
+            finished = self.finished.get(ref)
+            self._remove_finished_ticket(ref)
+            self._remember_rows(ref, finished.row_count if finished else 0)
+        for session_id in event.session_ids:
+            if session := self.failed.pop(session_id, None):
+                self._remove_session(session)
+
     def _mark_ticket_settled(self, ref: TicketRef) -> None:
         ticket = self.sealed.pop(ref, None)
         if ticket is None and self.dropped.pop(ref, None) is None:
             return
-        self.settled_rows[ref] = len(ticket.rows) if ticket else 0
+        self._remember_rows(ref, len(ticket.rows) if ticket else 0)
+
+    def _remember_rows(self, ref: TicketRef, rows: int) -> None:
+        """Keep the answer to a repeated `finish_ticket` for a while."""
+        self.settled_rows[ref] = rows
         while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]
 
@@ -195,7 +259,7 @@ class SessionStore:
 
         def is_idle(session: Session) -> bool:
             ref = session.request.ref
-            if session.in_flight or ref in self.finished:
+            if session.in_flight or ref in self.finished or session.failure:
                 return False
             is_kept = session.must_persist or not session.ended
             last_used = session.touched_at if ref is None else used_at[ref]

@@ -9,7 +9,7 @@ from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, es
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent, build_agent_error
 from areal_hpc.rollout.service_client import ServiceClient
-from areal_hpc.session.rewards import validate_reward
+from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
@@ -22,6 +22,7 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
+from areal_hpc.wire.reward import Reward
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
@@ -128,11 +129,11 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     return EpisodeOutcome("interrupted", session_id, reason=reason)
 
 
-def parse_agent_rewards(returned: object) -> dict[str | None, float]:
+def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
     """What the agent returned, as rewards by interaction id (None: the last interaction).
 
     Raises:
-        AgentError: It is neither a finite number nor a dict of finite numbers.
+        AgentError: It is neither a finite number nor a `Reward`, nor a dict of these.
     """
     if not isinstance(returned, dict):
         return {None: _check_reward(returned, "")}
@@ -144,13 +145,13 @@ def parse_agent_rewards(returned: object) -> dict[str | None, float]:
     return {key: _check_reward(value, f" for {key}") for key, value in returned.items()}
 
 
-def _check_reward(value: object, place: str) -> float:
+def _check_reward(value: object, place: str) -> Reward:
     try:
-        return validate_reward(value)
+        return parse_reward(value)
     except InvalidRewardError as refusal:
         raise AgentError(
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
-            "expected a finite float"
+            "expected a finite float, or an areal_hpc.Reward"
         ) from refusal
 
 
@@ -197,7 +198,7 @@ async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -
 
 
 async def _send_rewards_and_end_session(
-    rewards: dict[str | None, float], session: StartSessionReply, proxy: ServiceClient
+    rewards: dict[str | None, Reward], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
     """Give the rewards to the proxy and end the session. The reward of the last interaction."""
     try:
@@ -208,7 +209,7 @@ async def _send_rewards_and_end_session(
     except HttpStatusError as refusal:
         raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
     if ended.reward is None:
-        return next(reversed(rewards.values()))
+        return next(reversed(rewards.values())).value
     return ended.reward
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.rollout.execution.agent_pickle import make_function_picklable
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-from areal_hpc.session.rewards import validate_reward
+from areal_hpc.wire.reward import parse_reward_number
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class AsyncRewardWrapper:
         for left in reversed(range(self._tries)):
             try:
                 async with self._pool.acquire() as process, asyncio.timeout(self._timeout_s):
-                    return validate_reward(await process.call(self._reward_fn, *args, **kwargs))
+                    returned = await process.call(self._reward_fn, *args, **kwargs)
+                    return parse_reward_number(returned)
             except TimeoutError:
                 log.warning("a reward took longer than %g s; %d tries left", self._timeout_s, left)
             except Exception as error:  # boundary: the user's function; the last one is raised

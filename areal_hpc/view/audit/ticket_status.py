@@ -86,6 +86,8 @@ class AuditReport:
     fault of the accounts, but worth knowing."""
     checkpoint_step: int
     is_finished: bool
+    untrained_episodes: Mapping[str, int]
+    """Number of sealed episodes of each kind of row that is never trained on."""
 
     def list_tickets_with_status(self, status: TicketStatus) -> list[AuditedTicket]:
         """The tickets of one status."""
@@ -163,7 +165,8 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     problems, newest = [*evidence.problems, *doubts], evidence.checkpoint
     ordered = (one for step, one in quarantined.items() if step > newest.step)
     untrained = [*newest.untrained, *ordered]
-    return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished)
+    episodes = Counter(one.kind for shard in evidence.shards for one in shard.untrained)
+    return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
 
 
 def _collect_batch_uses(
@@ -286,6 +289,12 @@ class _ShardRowChecker:
             for shard in evidence.shards
             for one in shard.tickets
         }
+        self._untrained_kinds = {
+            (shard.file, row): one.kind
+            for shard in evidence.shards
+            for one in shard.untrained
+            for row in one.rows
+        }
 
     def find_shard_fault(self, file: str) -> str:
         """Why a shard's rows are not there; empty if they are. Bytes are not looked at."""
@@ -303,6 +312,9 @@ class _ShardRowChecker:
         """Why the rows that a manifest names are not there; empty if they are."""
         if fault := self.find_shard_fault(ticket.shard):
             return fault
+        for row in ticket.rows:
+            if kind := self._untrained_kinds.get((ticket.shard, row)):
+                return f"row {row} of that shard is of kind {kind} and not for training"
         held = self._places.get((ticket.shard, ticket.ref.ticket_id, ticket.ref.attempt))
         if held != ticket.rows:
             return f"that shard holds {held or 'no rows'} of the ticket"

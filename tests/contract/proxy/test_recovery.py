@@ -151,15 +151,6 @@ def test_large_tickets_are_sealed_by_bytes_and_the_journal_forgets_them(own_stag
     assert stage.finish_ticket(REF, open_id) == 1
 
 
-def test_evaluation_sessions_are_not_journaled(stage: Stage) -> None:
-    session_id, key = stage.open_session(TicketRef(0, 0, eval_step=4))
-    assert stage.ask(key, "hi").status_code == 200
-    assert stage.post("/rl/set_reward", {"reward": 0.5}, key).status_code == 200
-    ended = stage.post("/rl/end_session", {}, key).json()
-    assert (ended["reward"], ended["interaction_count"]) == (0.5, 1)
-    assert session_id.encode() not in stage.journal.read_bytes()
-
-
 def test_only_tickets_that_can_be_trained_are_finished(stage: Stage, ref: TicketRef) -> None:
     first, key = stage.open_session(ref)
     other, _ = stage.open_session(REF)

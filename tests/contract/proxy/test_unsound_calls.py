@@ -52,6 +52,11 @@ UNSOUND: dict[str, dict[str, Any]] = {
         "reply": {"role": "assistant", "content": ["a"], "tool_calls": [{"function": {}}]}
     },
     "calls that are none": {"reply": {"role": "assistant", "content": "", "tool_calls": ["x"]}},
+    "sampling parameters that are no JSON": {"sampling": b"{"},
+    "sampling parameters that are no object": {"sampling": b"[1]"},
+    "sampling parameters nested too deeply": {"sampling": b'{"a":' * 5000 + b"1" + b"}" * 5000},
+    "a replica of 2**40": {"replica": 2**40},
+    "fewer cached tokens than none": {"cached_tokens": -1},
     "no id": {"interaction_id": ""},
     "a parent that is not there": {"parent_id": "nobody"},
 }

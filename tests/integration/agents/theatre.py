@@ -49,7 +49,7 @@ class Scene:
         """The episode's training rows."""
         ref = self.session.request.ref
         assert ref is not None
-        return self.session.build_rows(ref)
+        return self.session.build_rows(ref, "cell-0")
 
     @property
     def rewards(self) -> list[float]:

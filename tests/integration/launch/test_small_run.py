@@ -64,6 +64,22 @@ def test_verify_finds_a_flipped_byte(finished: SmallRun, capfd: pytest.CaptureFi
     assert verify() == 0
 
 
+def test_what_the_model_said_can_be_read_held_out_episodes_as_well(
+    finished: SmallRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    show = partial(exit_code_of, "shards", "show", finished.paths.root)
+    assert show("--where", "kind=evaluation and step=2", "-n", "20") == 0
+    said = capfd.readouterr().out
+    assert said.count("held-out task ") == 8
+    assert said.count("assistant  (") == 8
+    assert show("--where", "step=1 and kind=train", "--sort", "length", "-n", "4") == 0
+    assert capfd.readouterr().out.count("── row ") == 4
+    assert show("--where", "stepp=1") == 78
+    assert "there is no field 'stepp'" in capfd.readouterr().err
+    assert show("0", "--tokens") == 0
+    assert "logprob" in capfd.readouterr().out
+
+
 def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
     before = finished.paths.metrics.read_bytes()
     steps = read_lines(finished.paths.metrics)[-1]["step"]  # another test asks for more

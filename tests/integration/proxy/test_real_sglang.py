@@ -72,8 +72,9 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
     assert settled.rewards == [float(number) for number in range(EPISODES)]
     encoder = TokenEncoder.from_model_dir(stage.model_dir)
     for row in stage.sealed_rows(REF):
-        assert len(row.meta["interaction_ids"]) == TURNS
-        assert row.meta["prompt_reuse"] == ["none"] + ["reused"] * (TURNS - 1)
+        calls = row.record.calls
+        assert [call.reuse for call in calls] == ["none"] + ["reused"] * (TURNS - 1)
+        assert [call.cached_tokens > 0 for call in calls[1:]] == [True] * (TURNS - 1)
         assert set(row.versions_T[row.loss_mask_T == 1].tolist()) == {1 << 32}
         text = encoder.decode(row.input_ids_T.tolist())
         for turn in range(TURNS - 1):

@@ -9,6 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from areal_hpc import Reward
+
 
 class Blocking:
     """Calls without `await`; the task says what happens then."""
@@ -71,3 +73,28 @@ class Unbuildable:
 
     async def run(self, data: dict[str, Any]) -> float:
         return 1.0
+
+
+class Graded:
+    """Says what its reward was made of."""
+
+    async def run(self, data: dict[str, Any]) -> Reward:
+        from openai import OpenAI
+
+        with OpenAI() as client:
+            reply = client.chat.completions.create(model="default", messages=data["messages"])
+        text = reply.choices[0].message.content or ""
+        parts = {"correct": 0.8 * (data["answer"] in text), "format": 0.2 * ("Answer:" in text)}
+        return Reward(
+            sum(parts.values()),
+            parts=parts,
+            metrics={"reply_characters": len(text)},
+            note="no answer" if "Answer:" not in text else "",
+        )
+
+
+class Misgraded:
+    """Makes a reward of what is no number."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
+        return Reward(1.0, parts={"correct": data["answer"]})

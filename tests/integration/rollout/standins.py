@@ -14,6 +14,7 @@ from aiohttp import web
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
+from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
@@ -28,12 +29,15 @@ from areal_hpc.wire.proxy import (
     EndSessionReply,
     FinishTicketReply,
     FinishTicketRequest,
+    KeepFailedReply,
+    KeepFailedRequest,
     SealReply,
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
     StartSessionRequest,
 )
+from areal_hpc.wire.reward import Reward
 
 KEY = "stand-in-admin-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
@@ -167,6 +171,8 @@ class Session:
     started: StartSessionRequest
     interactions: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
+    given: dict[str, Reward] = field(default_factory=dict)
+    """The same, with parts, metrics and notes."""
     ended: bool = False
 
 
@@ -178,6 +184,7 @@ class StandInProxy(Service):
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, list[str]] = {}
         self.discarded: list[TicketRef] = []
+        self.failed: list[KeepFailedRequest] = []
         self.seals = 0
         self.most_open = 0
         self.has_replica = True
@@ -193,6 +200,7 @@ class StandInProxy(Service):
             "/rl/set_reward": (SetRewardRequest, self.set_reward),
             "/rl/end_session": (Empty, self.end_session),
             "/rl/finish_ticket": (FinishTicketRequest, self.finish_ticket),
+            "/rl/keep_failed": (KeepFailedRequest, self.keep_failed),
             "/rl/seal": (Empty, self.seal),
             "/v1/chat/completions": (dict, self.complete),
         }
@@ -237,7 +245,8 @@ class StandInProxy(Service):
         name = told.interaction_id or known[-1]
         if name not in known:
             raise web.HTTPBadRequest(text=f"no interaction {name}; known: {known}")
-        session.rewards[name] = told.reward
+        session.given[name] = parse_reward(told.reward)
+        session.rewards[name] = session.given[name].value
         return SetRewardReply(name)
 
     async def end_session(self, key: str, request: Empty) -> EndSessionReply:
@@ -260,6 +269,12 @@ class StandInProxy(Service):
         assert all(self.sessions[one].ended for one in told.session_ids)
         self.finished[told.ref] = told.session_ids
         return FinishTicketReply(len(told.session_ids))
+
+    async def keep_failed(self, key: str, told: KeepFailedRequest) -> KeepFailedReply:
+        assert key == KEY
+        assert self.session_of(told.session_id).ended
+        self.failed.append(told)
+        return KeepFailedReply(True)
 
     async def seal(self, key: str, request: Empty) -> SealReply:
         self.seals += 1

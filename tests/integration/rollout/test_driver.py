@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Coroutine
@@ -232,7 +233,7 @@ def test_a_ticket_that_cannot_end_well_is_dropped_with_the_reason_and_no_other_i
     assert len(cell.events("ticket_dropped")) == 1
 
 
-def test_an_evaluation_has_its_own_agent_and_is_not_recorded(tmp_path: Path) -> None:
+def test_an_evaluation_has_its_own_agent_and_is_kept_apart_from_tickets(tmp_path: Path) -> None:
     playing, judging = Steady(), Steady()
     cell = Cell(tmp_path, playing, [*tickets(1), *evaluations(6)])
     cell.evaluation_agent = judging
@@ -240,9 +241,28 @@ def test_an_evaluation_has_its_own_agent_and_is_not_recorded(tmp_path: Path) -> 
     assert (len(playing.seeds), len(judging.seeds)) == (4, 6)
     expected = {ticket.ref: [float(ticket.task_index)] for ticket in evaluations(6)}
     assert cell.ledger.evaluated == expected
-    (trained,) = {*cell.proxy.finished, *(one.ref for one in cell.sessions if one.ref)}
+    (trained,) = cell.proxy.finished.keys() - expected.keys()
+    assert cell.proxy.finished.keys() == {trained, *expected}
     assert {ref for request in cell.ledger.requests for ref in request.finished} <= {trained}
-    assert {one.sampling.temperature for one in cell.sessions if one.ref is None} == {0.0}
+    held_out = [one for one in cell.sessions if one.ref in expected]
+    assert {one.sampling.temperature for one in held_out} == {0.0}
+    assert sorted(one.task_index for one in held_out) == [*range(6)]
+    assert not any(one.disposable for one in cell.sessions)
+
+
+@pytest.mark.parametrize("grants", [tickets(1), evaluations(2)], ids=["train", "valid"])
+def test_every_failed_try_is_kept_with_its_cause_and_traceback(
+    tmp_path: Path, grants: list[TicketGrant]
+) -> None:
+    cell = Cell(tmp_path, Fails(lambda task, _: True, times=2), [*grants], max_episode_tries=3)
+    cell.run()
+    assert len(cell.proxy.failed) == 2
+    for number, kept in enumerate(cell.proxy.failed):
+        assert re.fullmatch(r"RuntimeError at test_driver\.py:\d+", kept.cause)
+        assert f"at {number}" in kept.error.splitlines()[0]
+        assert "Traceback" in kept.error
+    names = {name for one in cell.proxy.finished.values() for name in one}
+    assert names.isdisjoint(one.session_id for one in cell.proxy.failed)
 
 
 def test_a_seal_is_passed_on_and_what_it_left_behind_is_reported_no_more(tmp_path: Path) -> None:

@@ -9,11 +9,17 @@ from openai import AsyncOpenAI
 
 from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.episode import (
+    EpisodeOutcome,
+    EpisodeSpec,
+    parse_agent_rewards,
+    run_episode,
+)
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
+from areal_hpc.wire.reward import Reward
 from examples.quickstart.agent import ArithmeticAgent
 from tests.integration.rollout.standins import StandInProxy, driving
 
@@ -85,8 +91,10 @@ async def play(
     [
         (0.25, {"chatcmpl-2": 0.25}, 0.25),
         ({"chatcmpl-1": 0.5, "chatcmpl-0": -1.0}, {"chatcmpl-1": 0.5, "chatcmpl-0": -1.0}, 0.5),
+        (Reward(0.25, parts={"a": 1}), {"chatcmpl-2": 0.25}, 0.25),
+        ({"chatcmpl-1": Reward(0.5, note="so")}, {"chatcmpl-1": 0.5}, 0.5),
     ],
-    ids=["float", "dict"],
+    ids=["float", "dict", "reward", "dict of rewards"],
 )
 def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
     tmp_path: Path, returned: Any, rewards: dict[str, float], reward: float
@@ -95,6 +103,7 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
     (session,) = proxy.sessions.values()
     assert outcome == EpisodeOutcome("ok", outcome.session_id, reward=reward)
     assert session.rewards == rewards
+    assert [*session.given.values()] == [*parse_agent_rewards(returned).values()]
     assert session.ended
     started = session.started
     assert (started.ref, started.episode, started.seed) == (TicketRef(3, 0), 1, 11)

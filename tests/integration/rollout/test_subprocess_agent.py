@@ -10,7 +10,8 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from tests.integration.rollout.process_agents import Blocking
+from areal_hpc.wire.reward import Reward
+from tests.integration.rollout.process_agents import Blocking, Misgraded
 from tests.integration.rollout.standins import StandInProxy, driving
 from tests.integration.rollout.test_episode import TASK, finish, spec
 
@@ -34,6 +35,15 @@ async def play(
         outcomes = await asyncio.gather(*episodes)
     agent.close()
     return outcomes, proxy
+
+
+async def play_any(run_dir: Path, agent: Any) -> list[EpisodeOutcome]:
+    """One episode of an agent in whichever process."""
+    async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
+        outcome = await run_episode(spec(), agent, peer, http_client)
+    if isinstance(agent, SubprocessAgent):
+        agent.close()
+    return [outcome]
 
 
 @pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
@@ -63,6 +73,31 @@ def test_the_blocking_sdk_needs_no_arguments(tmp_path: Path) -> None:
     workflow = PATH.replace("Blocking", "WithSdk")
     outcomes, _ = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
     assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.25)]
+
+
+GRADED = Reward(1.0, {"correct": 0.8, "format": 0.2}, {"reply_characters": 9})
+
+
+def test_what_a_reward_was_made_of_crosses_the_pipe(tmp_path: Path) -> None:
+    workflow = PATH.replace("Blocking", "Graded")
+    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
+    assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)]
+    assert [one.given for one in proxy.sessions.values()] == [{"chatcmpl-0": GRADED}]
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["subproc", "inline"])
+def test_a_reward_of_what_is_no_number_is_an_error_in_the_agents_line(
+    tmp_path: Path, in_process: bool
+) -> None:
+    agent: Any = SubprocessAgent(PATH.replace("Blocking", "Misgraded"), {}, 1)
+    if not in_process:
+        agent.close()
+        agent = Misgraded()
+    (outcome,) = finish(play_any(tmp_path, agent))
+    said = "the agent raised areal_hpc.errors.InvalidRewardError: parts.correct: expected a finite"
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith(f"{said} float, got '4' (str)")
+    assert 'return Reward(1.0, parts={"correct": data["answer"]})' in outcome.reason
 
 
 def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_rows_are_what_the_clients_exported(stage: Stage) -> None:
     prompts = sorted(request["input_ids"] for request in stage.sglang.requests)
     read = [row.input_ids_T[: np.argmax(row.loss_mask_T)].tolist() for row in rows]
     assert sorted(read) == prompts
-    assert {row.meta["prompt_reuse"][-1] for row in rows} == {"none", "reused"}
+    assert {row.record.calls[-1].reuse for row in rows} == {"none", "reused"}
 
 
 class Mistaken(RolloutWorkflow):

@@ -17,11 +17,13 @@ from areal_hpc.proxy.sessions.events import (
     RewardSet,
     SessionDropped,
     SessionEnded,
+    SessionFailed,
     SessionOpened,
     TicketDropped,
     TicketFinished,
     TicketsAcknowledged,
     TicketsSealed,
+    UntrainedSealed,
     decode_event,
     encode_event,
 )
@@ -30,6 +32,7 @@ from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
+from areal_hpc.wire.reward import Reward
 from tests.unit.session.model_stub import say, user
 
 SYNC_INTERVAL_S = 60.0
@@ -40,7 +43,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
     """Everything recorded in a book, as plain data."""
     return {
         "sessions": {
-            session_id: (session.opened, session.ended, list(session.tree))
+            session_id: (session.opened, session.ended, session.failure, list(session.tree))
             for session_id, session in store.sessions.items()
             if session.must_persist
         },
@@ -53,6 +56,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
             )
             for ref, ticket in store.finished.items()
         },
+        "failed": list(store.failed),
         "sealed": dict(store.sealed),
         "dropped": dict(store.dropped),
     }
@@ -81,6 +85,7 @@ class RecorderMachine(RuleBasedStateMachine):
             session
             for session in self.store.sessions.values()
             if session.ended is ended and session.request.ref not in self.store.finished
+            if not session.failure
         ]
         return found[draw % len(found)] if found else None
 
@@ -109,7 +114,8 @@ class RecorderMachine(RuleBasedStateMachine):
         session = self.pick(draw, ended=False)
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
-            self.recorder.record(RewardSet(session.session_id, last, float(draw)))
+            plain, whole = float(draw), Reward(draw, parts={"half": draw / 2}, note="é")
+            self.recorder.record(RewardSet(session.session_id, last, (plain, whole)[draw % 2]))
 
     @rule(draw=draws)
     def end(self, draw: int) -> None:
@@ -129,10 +135,26 @@ class RecorderMachine(RuleBasedStateMachine):
         if session.must_persist and (ref := session.request.ref):
             self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
 
-    @precondition(lambda self: self.store.finished)
+    @rule(draw=draws)
+    def fail(self, draw: int) -> None:
+        session = self.pick(draw, ended=True)
+        if session and session.request.ref:
+            failed = SessionFailed(session.session_id, "KeyError at a.py:1", "why", time.time())
+            self.recorder.record(failed)
+
+    @rule(draw=draws)
+    def seal_untrained(self, draw: int) -> None:
+        refs = [one.ref for one in self.store.finished.values() if one.is_evaluation]
+        failed = list(self.store.failed)[: 1 + draw % 2]
+        if refs or failed:
+            self.recorder.record(UntrainedSealed(refs, failed))
+
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
-        refs = list(self.store.finished)[: 1 + draw % 2]
+        refs = [one.ref for one in self.store.finished.values() if not one.is_evaluation]
+        refs = refs[: 1 + draw % 2]
+        if not refs:
+            return
         sealed = [SealedTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
         self.recorder.record(TicketsSealed(sealed))
 

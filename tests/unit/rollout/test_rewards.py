@@ -8,25 +8,26 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
 from areal_hpc.rollout.episodes.episode import parse_agent_rewards
+from areal_hpc.wire.reward import Reward
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
-    assert parse_agent_rewards(reward) == {None: reward}
+    assert parse_agent_rewards(reward) == {None: Reward(reward)}
 
 
 @pytest.mark.parametrize(
     "reward", [1, True, False, np.float32(0.5), np.int64(2), np.bool_(True), np.array(3.0)]
 )
 def test_other_real_numbers_become_floats(reward: Any) -> None:
-    (value,) = parse_agent_rewards(reward).values()
-    assert type(value) is float
-    assert value == reward
+    (given,) = parse_agent_rewards(reward).values()
+    assert type(given.value) is float
+    assert given.value == reward
 
 
 @given(st.dictionaries(st.text(), st.floats(-1e6, 1e6), min_size=1))
 def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> None:
-    assert parse_agent_rewards(rewards) == rewards
+    assert parse_agent_rewards(rewards) == {name: Reward(one) for name, one in rewards.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Trees become training rows: exact tokens, who said them, and each trained once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,14 +9,29 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.export import EpisodeKey, ExportStyle, export_rows, plan_rows
-from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, validate_reward
+from areal_hpc.session.export import (
+    EpisodeKey,
+    ExportStyle,
+    export_failed_rows,
+    export_rows,
+    plan_rows,
+)
+from areal_hpc.session.rewards import (
+    find_interaction_to_reward,
+    get_final_reward,
+    give_reward,
+    parse_reward,
+)
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind
 from tests.support.prompt_audit import prompt_ids
 from tests.unit.session.model_stub import assistant, branches, say, turn, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
+ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def chain(tree: InteractionTree, *replies: str) -> list[Interaction]:
@@ -40,7 +57,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     assert (row.logprobs_T[row.loss_mask_T == 0] == 0).all()
     assert (row.logprobs_T[row.loss_mask_T == 1] < 0).all()
     assert (row.ticket_id, row.attempt, row.episode, row.row, row.reward) == (5, 1, 2, 0, 0.5)
-    assert row.meta["interaction_ids"] == [one.interaction_id for one in said]
+    assert [call.id for call in row.record.calls] == [one.interaction_id for one in said]
 
 
 def test_a_shared_reply_is_trained_in_one_row_only() -> None:
@@ -81,10 +98,63 @@ def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_tur
         assert row.input_ids_T.tolist()[: one.prompt_tokens] == prompt_ids(tree, one)
 
 
+def test_a_row_names_the_tools_of_each_call_and_holds_their_schemas_once() -> None:
+    tree = InteractionTree()
+    history = [user("a")]
+    say(tree, history, "one", tools=ADD, variables={"depth": 1})
+    say(tree, [*history, *turn("one")], "two", tools=ADD, variables={"depth": 1}).reward = 1.0
+    say(tree, history, "three").reward = 1.0
+    with_tools, without = export_rows(tree, KEY)
+    first, second = with_tools.record.calls
+    assert first.tools == second.tools != ""
+    assert with_tools.tool_schemas == {first.tools: ADD}
+    assert first.template_variables == {"depth": 1}
+    assert (without.record.calls[0].tools, without.tool_schemas) == ("", {})
+
+
+def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
+    tree, (first, left, right) = branches(0.25, None)
+    give_reward(right, Reward(0.5, parts={"format": 0.5}))
+    record = RowRecord(session_id="s", task_index=3)
+    expected: dict[ExportStyle, list[float]] = {
+        "concat": [0.25, 0.5],
+        "individual": [0.375, 0.25, 0.5],
+    }
+    for style, rewards in expected.items():
+        rows = export_rows(tree, KEY, record, ExportSettings(style))
+        assert [row.reward for row in rows] == rewards
+        calls = {call.id: call.reward for row in rows for call in row.record.calls}
+        assert calls == {
+            first.interaction_id: None,
+            left.interaction_id: Reward(0.25),
+            right.interaction_id: Reward(0.5, parts={"format": 0.5}),
+        }
+        assert {(row.record.session_id, row.record.task_index) for row in rows} == {("s", 3)}
+    shared = [row.record.calls[0].trained for row in export_rows(tree, KEY)]
+    assert shared == [True, False]
+
+
+def test_a_failed_session_is_kept_whole_whatever_was_rewarded() -> None:
+    tree, (_, left, right) = branches(1.0, None)
+    right.finish_reason = "abort"  # its client had left
+    key = replace(KEY, kind=RowKind.FAILED)
+    record = RowRecord(error="why")
+    rows = export_failed_rows(tree, key, record)
+    assert [row.record.calls[-1].id for row in rows] == [left.interaction_id, right.interaction_id]
+    assert [(row.kind, row.reward, row.record.error) for row in rows] == [
+        (RowKind.FAILED, 1.0, "why"),
+        (RowKind.FAILED, 0.0, "why"),
+    ]
+    sampled = sum(one.num_output_tokens for one in tree)
+    assert sum(int(row.loss_mask_T.sum()) for row in rows) == sampled
+    (empty,) = export_failed_rows(InteractionTree(), key, record)
+    assert (empty.num_tokens, empty.record.calls, empty.record.error) == (0, [], "why")
+
+
 def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -> None:
     tree, (first, left, right) = branches(None, 1.0)
     (row,) = export_rows(tree, KEY)
-    assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
+    assert [call.id for call in row.record.calls] == [first.interaction_id, right.interaction_id]
     assert row.loss_mask_T.sum() == first.num_output_tokens + right.num_output_tokens
     plans = plan_rows(tree, ExportSettings("individual"))
     assert [plan.trained for plan in plans] == [{first.interaction_id}, {right.interaction_id}]
@@ -173,13 +243,13 @@ def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() ->
 )
 def test_rewards_are_finite_numbers(reward: object) -> None:
     with pytest.raises(InvalidRewardError, match="finite"):
-        validate_reward(reward)
+        parse_reward(reward)
 
 
 @pytest.mark.parametrize("reward", [1.0, 1, True, np.float32(1), np.int8(1), np.bool_(1)])
 def test_every_kind_of_number_is_a_reward(reward: object) -> None:
-    assert validate_reward(reward) == 1.0
-    assert type(validate_reward(reward)) is float
+    value = parse_reward(reward).value
+    assert (value, type(value)) == (1.0, float)
 
 
 def test_the_final_reward_is_the_last_one_given() -> None:

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -17,7 +18,9 @@ from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair_index, verify_run
-from tests.support.sample_trajectories import fields, seal_in, ticket
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import RowKind
+from tests.support.sample_trajectories import fields, seal_in, ticket, trajectory
 
 SHARD, NEXT_SHARD = "cell-0-000000.h5", "cell-0-000001.h5"
 pytestmark = pytest.mark.timeout(60)  # a FIFO must not hold anybody up
@@ -88,6 +91,18 @@ def test_a_shard_of_neighboring_batches_is_checked_once(
     read(shards, NEXT_SHARD)
     with pytest.raises(ShardError, match="bytes have changed"):
         read(shards, SHARD, NEXT_SHARD)
+
+
+def test_a_row_that_is_not_for_training_is_refused(paths: RunPaths, shards: CheckedShards) -> None:
+    record = RowRecord(session_id="s", calls=[CallRecord(id="a", reply_tokens=3)])
+    rows = [trajectory(1), replace(trajectory(2), kind=RowKind.EVALUATION, record=record)]
+    name = seal_in(paths, rows).file
+    assert len(shards.read_rows(name, [0])) == 1
+    with pytest.raises(ShardError, match="row 1: expected a training row, got kind evaluation"):
+        shards.read_rows(name, [0, 1])
+    assert shards.read_records(name, [1]) == [record]
+    with pytest.raises(ShardError, match=r"has rows 0\.\.1, got 2"):
+        shards.read_records(name, [2])
 
 
 OTHER_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -191,7 +206,7 @@ def test_metadata_that_is_no_json_object_is_refused(
     path = paths.shards_dir / SHARD
     with h5py.File(path, "r+") as file:
         file["meta"][:] = ord(byte)
-    with pytest.raises(ShardError, match="metadata of a row: expected a JSON object"):
+    with pytest.raises(ShardError, match="meta: expected a JSON object"):
         ShardReader(path).read_rows([0])
 
 

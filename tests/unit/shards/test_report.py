@@ -1,5 +1,7 @@
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -9,7 +11,20 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.view import shard_report as report
+from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind
 from tests.support.sample_trajectories import seal_in, ticket, trajectory
+
+
+def find(path: Path, number: int) -> FoundRow:
+    (row,), _ = find_rows(path, RowQuery(number=number))
+    return row
+
+
+def numbers(path: Path, **query: Any) -> list[int]:
+    rows, _ = find_rows(path, RowQuery(**query))
+    return [row.number for row in rows]
 
 
 @pytest.fixture
@@ -22,9 +37,10 @@ def paths(paths: RunPaths) -> RunPaths:
 
 def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
     head, first, second, total = report.format_shard_table(paths).splitlines()
-    assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
-    assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
-    assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
+    assert head.split()[:5] == ["shard", "kinds", "rows", "tokens", "tickets"]
+    sizes = [["train", "4", "24", "2", "0.01"], ["train", "2", "12", "1", "0.01"]]
+    assert first.split() == ["cell-0-000000.h5", *sizes[0], "1.1..1.2", "0.500"]
+    assert second.split() == ["cell-0-000001.h5", *sizes[1], "1.3", "0.500"]
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
 
 
@@ -34,13 +50,25 @@ def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> N
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
+def test_a_shard_of_held_out_and_failed_episodes_says_so(paths: RunPaths) -> None:
+    record = RowRecord(session_id="s")
+    rows = [
+        replace(trajectory(), kind=kind, record=record)
+        for kind in (RowKind.EVALUATION, RowKind.FAILED, RowKind.FAILED)
+    ]
+    seal_in(paths, rows)
+    line = report.format_shard_table(paths).splitlines()[3].split()
+    assert line[:5] == ["cell-0-000002.h5", "evaluation+failed", "3", "18", "0"]
+    assert line[-1] == "-"
+
+
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(paths: RunPaths) -> None:
     seal_in(paths, ticket(1), "cell-1")  # sealed twice, after a crash
-    assert report.find_ticket_rows(paths.root, 1) == [0, 1, 6, 7]
-    assert report.find_ticket_rows(paths.root, 3) == [4, 5]
-    assert report.find_ticket_rows(paths.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
+    assert numbers(paths.root, ticket_id=1) == [0, 1, 6, 7]
+    assert numbers(paths.root, ticket_id=3) == [4, 5]
+    assert numbers(paths.shards_dir / "cell-0-000001.h5", ticket_id=3) == [0, 1]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
-        report.find_ticket_rows(paths.root, 9)
+        numbers(paths.root, ticket_id=9)
 
 
 def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: RunPaths) -> None:
@@ -50,13 +78,13 @@ def test_the_list_says_which_shard_cannot_be_read_or_that_there_is_none(paths: R
 
 
 def test_a_trajectory_is_shown_token_by_token(paths: RunPaths) -> None:
-    title, head, *lines = report.format_trajectory_row(paths.root, 5).splitlines()
+    title, head, *lines = report.format_tokens(find(paths.root, 5)).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
     assert head.split() == ["position", "id", "mask", "logprob", "version"]
     assert lines[0].split() == ["0", "3100", "0", "-", "-"]
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
-    of_the_file = report.format_trajectory_row(paths.shards_dir / "cell-0-000001.h5", 0)
+    of_the_file = report.format_tokens(find(paths.shards_dir / "cell-0-000001.h5", 0))
     assert of_the_file.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
@@ -65,9 +93,9 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
     seal_in(paths, [trajectory(tokens=2)])
     tokenizer_json = tmp_path / "tokenizer.json"
     with pytest.raises(RecipeError, match="there is no tokenizer"):
-        report.format_trajectory_row(paths.root, 0, tokenizer_json)
+        report.format_tokens(find(paths.root, 0), tokenizer_json)
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
-    lines = report.format_trajectory_row(paths.root, 0, tokenizer_json).splitlines()
+    lines = report.format_tokens(find(paths.root, 0), tokenizer_json).splitlines()
     assert lines[1].split()[-1] == "text"
     assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
 
@@ -75,7 +103,7 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [-1, 6])
 def test_a_row_that_does_not_exist_is_an_error_with_the_range(paths: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
-        report.format_trajectory_row(paths.root, row)
+        find(paths.root, row)
 
 
 def test_a_verification_ends_with_its_totals(paths: RunPaths) -> None:

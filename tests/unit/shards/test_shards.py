@@ -186,8 +186,8 @@ def test_a_later_version_is_refused_and_unknown_names_are_not(paths: RunPaths) -
         file.attrs["also_later"] = 1
     assert ShardReader(path).num_rows == 1
     with h5py.File(path, "r+") as file:
-        file.attrs["version"] = 2
-    with pytest.raises(ShardError, match="expected version 1 to 1, got"):
+        file.attrs["version"] = 3
+    with pytest.raises(ShardError, match="expected version 1 to 2, got"):
         ShardReader(path)
 
 

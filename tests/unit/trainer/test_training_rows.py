@@ -14,7 +14,8 @@ from areal_hpc.trainer.batch.training_rows import (
     summarize_batch,
 )
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.trajectory import MAX_REWARD, TrajectoryRow
+from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 NOW = WeightVersion(1, 9)

@@ -12,10 +12,11 @@ from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import write_quarantine
+from areal_hpc.shards.index import SealedShard, UntrainedEpisode, append_to_index
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run
-from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from tests.support.commands import exit_code_of
-from tests.unit.view.run_directory import RunDirectory
+from tests.unit.view.run_directory import SHARD_BYTES, RunDirectory
 
 Change = Callable[[RunDirectory], object]
 Fates = dict[str, list[int]]
@@ -301,6 +302,37 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
     code, lines = audited(run)
     assert (code, lines[-1]) == (65, "trained_once=4 duplicates=0 lost=2 open=0")
     assert "that shard is gone" in "\n".join(lines)
+
+
+def keep_untrained(run: RunDirectory) -> list[UntrainedEpisode]:
+    """Episodes that no ticket is made of, in a shard of the cell."""
+    kept = [
+        UntrainedEpisode("evaluation", "e", [0]),
+        UntrainedEpisode("failed", "f", [1], "KeyError at a.py:1"),
+        UntrainedEpisode("failed", "g", [2], "KeyError at a.py:1"),
+    ]
+    (run.paths.shards_dir / "cell-0-000009.h5").write_bytes(bytes(SHARD_BYTES))
+    line = SealedShard("cell-0-000009.h5", SHARD_BYTES, "", 3, 10, [], kept)
+    append_to_index(run.paths.index_dir, line)
+    return kept
+
+
+def test_held_out_and_failed_episodes_are_counted_and_are_no_tickets(run: RunDirectory) -> None:
+    before = fates(audit_run(run.paths))
+    keep_untrained(run)
+    assert fates(audit_run(run.paths)) == before
+    code, lines = audited(run)
+    said = "kept beside the tickets, never trained on: 1 evaluation and 2 failed episodes"
+    assert (code, lines[-2]) == (0, said)
+
+
+def test_a_batch_that_names_a_held_out_episode_is_a_fault(run: RunDirectory) -> None:
+    keep_untrained(run)
+    wrong = SealedTicket(TicketRef(5, 1), "cell-0-000009.h5", [0], [1.0], NO_VERSION)
+    run.hand_out(3, [wrong, run.batches[2][1]])
+    audit = audit_run(run.paths)
+    assert fates(audit)["lost"] == [5]
+    assert "row 0 of that shard is of kind evaluation and not for training" in whys(audit)
 
 
 def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirectory) -> None:

@@ -1,0 +1,82 @@
+"""Records of a row's model calls, made from the interactions of its path."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord
+
+_json_object_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class RenderingContext(msgspec.Struct, frozen=True):
+    """Tools and template variables that messages were rendered with."""
+
+    tools_hash: str = ""
+    """Empty without tools."""
+    tools: Any = None
+    variables: dict[str, Any] = {}
+
+
+def build_call_records(
+    path: Sequence[Interaction], trained: Collection[str]
+) -> tuple[list[CallRecord], dict[str, Any]]:
+    """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
+    contexts = [decode_context(one.context) for one in path]
+    records = [
+        _build_call_record(one, context, one.interaction_id in trained)
+        for one, context in zip(path, contexts, strict=True)
+    ]
+    return records, {one.tools_hash: one.tools for one in contexts if one.tools_hash}
+
+
+def _build_call_record(call: Interaction, context: RenderingContext, trained: bool) -> CallRecord:
+    reward = call.given_reward
+    if reward is None and call.reward is not None:
+        reward = Reward(call.reward)
+    return CallRecord(
+        id=call.interaction_id,
+        parent_id=call.parent_id,
+        trained=trained,
+        reward=reward,
+        reuse=call.reuse,
+        asked_at=call.asked_at,
+        first_token_at=call.first_token_at,
+        answered_at=call.answered_at,
+        replica=call.replica,
+        prompt_tokens=call.prompt_tokens,
+        reply_tokens=call.num_output_tokens,
+        cached_tokens=call.cached_tokens,
+        finish_reason=call.finish_reason,
+        new_messages=len(call.new_messages),
+        tools=context.tools_hash,
+        template_variables=context.variables,
+        sampling=decode_sampling(call.sampling),
+    )
+
+
+def decode_sampling(packed: bytes) -> dict[str, Any]:
+    """Sampling parameters of an interaction; msgspec.DecodeError if they are no JSON object."""
+    return _json_object_decoder.decode(packed) if packed else {}
+
+
+@lru_cache(maxsize=256)
+def decode_context(context: bytes) -> RenderingContext:
+    """What an interaction's messages were rendered with. Shared: not to be changed."""
+    if not context:
+        return RenderingContext()
+    match msgspec.json.decode(context):
+        case [tools, dict() | None as variables]:
+            pass
+        case _:  # a client in the agent may have recorded it
+            return RenderingContext()
+    if not tools:
+        return RenderingContext(variables=variables or {})
+    encoded = msgspec.json.encode(tools, order="sorted")
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return RenderingContext(digest, tools, variables or {})

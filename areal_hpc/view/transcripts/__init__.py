@@ -1,0 +1,1 @@
+"""Transcripts: recorded conversations of a run, searched and shown as text."""

@@ -1,0 +1,183 @@
+"""Grammar of `--where`: comparisons of a row's fields, joined by `and`, `or`, `not`, parentheses.
+
+    expression = term {"or" term}
+    term       = factor {"and" factor}
+    factor     = "not" factor | "(" expression ")" | field operator value
+    operator   = "=" | "!=" | "<" | "<=" | ">" | ">=" | "~"
+    value      = a number, a word, or a text in quotes
+
+`~` asks whether a text contains another one, without regard to case. A field that a row lacks
+compares as unequal to everything.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from areal_hpc.errors import RecipeError
+
+FieldValue = float | str | None
+"""Value of a field of one row; None where the row has none."""
+MAX_EXPRESSION_CHARS = 2000
+MAX_NESTED_LEVELS = 50
+_TOKEN_PATTERN = re.compile(
+    r"""\s*(?:(?P<quoted>"[^"]*"|'[^']*')|(?P<symbol><=|>=|!=|==|[()=<>~])|(?P<word>[^\s()=<>~!"']+))"""
+)
+_ORDERINGS: dict[str, Callable[[float, float], bool]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_OPERATORS = (*_ORDERINGS, "~")
+
+
+class FieldReader(Protocol):
+    """One row, whose fields are looked up by name."""
+
+    def get_field(self, name: str) -> FieldValue:
+        """The value of a field that `FieldTypes` knows."""
+        ...
+
+
+FieldTypes = Callable[[str], type[float] | type[str] | None]
+"""Type of the field of a name; None if there is no such field."""
+RowPredicate = Callable[[FieldReader], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    text: str
+    is_quoted: bool = False
+
+
+def parse_filter(text: str, types: FieldTypes, field_names: Sequence[str]) -> RowPredicate:
+    """The predicate that an expression describes.
+
+    Raises:
+        RecipeError: It is none; names the place, and the fields that there are.
+    """
+    return _Parser(text, types, field_names).parse()
+
+
+class _Parser:
+    def __init__(self, text: str, types: FieldTypes, field_names: Sequence[str]) -> None:
+        self._text, self._types, self._field_names = text, types, field_names
+        self._level = 0
+        if len(text) > MAX_EXPRESSION_CHARS:
+            self._fail(f"expected at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}")
+        self._tokens = self._split()
+
+    def _split(self) -> list[_Token]:
+        tokens, at, text = [], 0, self._text.rstrip()
+        while at < len(text):
+            match = _TOKEN_PATTERN.match(text, at)
+            if match is None:
+                self._fail(f"unexpected {text[at:].lstrip()[:20]!r}")
+            quoted = match["quoted"]
+            tokens.append(_Token(quoted[1:-1], True) if quoted else _Token(match[0].strip()))
+            at = match.end()
+        return tokens
+
+    def parse(self) -> RowPredicate:
+        if not self._tokens:
+            self._fail("expected a comparison, got nothing")
+        predicate = self._parse_expression()
+        if self._tokens:
+            self._fail(f"expected `and`, `or` or the end, got {self._tokens[0].text!r}")
+        return predicate
+
+    def _parse_expression(self) -> RowPredicate:
+        terms = [self._parse_term()]
+        while self._take("or"):
+            terms.append(self._parse_term())
+        return terms[0] if len(terms) == 1 else lambda row: any(term(row) for term in terms)
+
+    def _parse_term(self) -> RowPredicate:
+        factors = [self._parse_factor()]
+        while self._take("and"):
+            factors.append(self._parse_factor())
+        return factors[0] if len(factors) == 1 else lambda row: all(one(row) for one in factors)
+
+    def _parse_factor(self) -> RowPredicate:
+        self._level += 1
+        if self._level > MAX_NESTED_LEVELS:
+            self._fail(f"expected at most {MAX_NESTED_LEVELS} levels of `not` and parentheses")
+        try:
+            if self._take("not"):
+                inner = self._parse_factor()
+                return lambda row: not inner(row)
+            if self._take("("):
+                inner = self._parse_expression()
+                if not self._take(")"):
+                    self._fail("a parenthesis is not closed")
+                return inner
+            return self._parse_comparison()
+        finally:
+            self._level -= 1
+
+    def _parse_comparison(self) -> RowPredicate:
+        field = self._next("a field").text
+        kind = self._types(field)
+        if kind is None:
+            self._fail(f"there is no field {field!r}")
+        sign = self._next(f"one of {' '.join(_OPERATORS)} after {field}").text.replace("==", "=")
+        if sign not in _OPERATORS:
+            self._fail(f"expected one of {' '.join(_OPERATORS)} after {field}, got {sign!r}")
+        wanted = self._next(f"a value after {field} {sign}").text
+        if kind is str:
+            return self._compare_text(field, sign, wanted)
+        return self._compare_number(field, sign, wanted)
+
+    def _compare_number(self, field: str, sign: str, wanted: str) -> RowPredicate:
+        if sign == "~":
+            self._fail(f"{field} is a number: `~` is for texts")
+        try:
+            number = float(wanted)
+        except ValueError:
+            self._fail(f"{field} is a number, got {wanted!r}")
+        compare = _ORDERINGS[sign]
+
+        def holds(row: FieldReader) -> bool:
+            value = row.get_field(field)
+            return sign == "!=" if not isinstance(value, int | float) else compare(value, number)
+
+        return holds
+
+    def _compare_text(self, field: str, sign: str, wanted: str) -> RowPredicate:
+        if sign not in ("=", "!=", "~"):
+            self._fail(f"{field} is a text, which takes =, != or ~, got {sign}")
+
+        def holds(row: FieldReader) -> bool:
+            value = row.get_field(field)
+            if not isinstance(value, str):
+                return sign == "!="
+            if sign == "~":
+                return wanted.casefold() in value.casefold()
+            return (value == wanted) is (sign == "=")
+
+        return holds
+
+    def _take(self, text: str) -> bool:
+        """True, and the token is taken, if it comes next and is not in quotes."""
+        if self._tokens and self._tokens[0] == _Token(text):
+            del self._tokens[0]
+            return True
+        return False
+
+    def _next(self, wanted: str) -> _Token:
+        if not self._tokens:
+            self._fail(f"expected {wanted}, got the end")
+        return self._tokens.pop(0)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise RecipeError(
+            f"{problem}, in {self._text[:200]!r}",
+            key="--where",
+            hint='compare fields, such as "step=20 and reward<0.5"; '
+            f"there are {', '.join(self._field_names)}",
+        )

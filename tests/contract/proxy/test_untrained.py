@@ -1,0 +1,196 @@
+"""Held-out and failed episodes: sealed with all that was said, and never part of a ticket."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from areal_hpc.proxy.sessions.untrained import MAX_KEPT_PER_CAUSE
+from areal_hpc.shards.index import read_index
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import KeepFailedRequest, StartSessionRequest
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
+from tests.support.waiting import wait_for
+
+HELD_OUT = TicketRef(3, 1_000_001, eval_step=4)
+CAUSE, ERROR = "KeyError at agent.py:31", "the agent raised KeyError: 'x'\nTraceback: \u2713"
+
+
+@pytest.fixture
+def stage(small_stage: Stage) -> Stage:
+    """One that seals what is 0.3 s old."""
+    small_stage.sglang.script = lambda request: Script()
+    small_stage.sglang.requests.clear()
+    return small_stage
+
+
+def await_rows(stage: Stage, session_id: str) -> list[TrajectoryRow]:
+    wait_for(lambda: stage.untrained_rows(session_id), 10.0, lambda: stage.log)
+    return stage.untrained_rows(session_id)
+
+
+def play(stage: Stage, ref: TicketRef, **more: Any) -> tuple[str, str]:
+    """A session in which one thing was said."""
+    session_id, key = stage.open_session(ref)
+    assert stage.ask(key, "hi", **more).status_code == 200
+    return session_id, key
+
+
+def keep_failed(stage: Stage, session_id: str, cause: str = CAUSE) -> dict[str, Any]:
+    reply = stage.post("/rl/keep_failed", KeepFailedRequest(session_id, cause, ERROR))
+    assert reply.status_code == 200, reply.text
+    kept: dict[str, Any] = reply.json()
+    return kept
+
+
+def test_a_held_out_episode_is_sealed_and_settled_with_nobody(stage: Stage) -> None:
+    settled = len(stage.ledger.settled)
+    session_id, key = play(stage, HELD_OUT)
+    stage.finish_session(key, 0.5)
+    assert stage.finish_ticket(HELD_OUT, session_id) == 1
+    (row,) = await_rows(stage, session_id)
+    assert (row.kind, row.eval_step, row.ticket_id) == (RowKind.EVALUATION, 4, 3)
+    assert (row.reward, row.attempt) == (0.5, 1_000_001)
+    assert len(stage.ledger.settled) == settled
+    assert stage.finish_ticket(HELD_OUT, session_id) == 1  # the driver may ask again
+    (shard,) = (
+        one
+        for one in read_index(stage.paths.index_dir)
+        if session_id in [episode.session_id for episode in one.untrained]
+    )
+    assert shard.tickets == []
+
+
+def test_a_failed_episode_is_kept_with_its_error_and_its_ticket_goes_on(
+    stage: Stage, ref: TicketRef
+) -> None:
+    failed, key = play(stage, ref)
+    assert stage.ask(key, "another conversation").status_code == 200
+    stage.end_session(key)
+    assert keep_failed(stage, failed) == keep_failed(stage, failed) == {"kept": True}
+    silent, silent_key = stage.open_session(ref)  # failed before it called the model
+    stage.end_session(silent_key)
+    assert keep_failed(stage, silent) == {"kept": True}
+    good, good_key = play(stage, ref)
+    stage.finish_session(good_key, 1.0)
+    refusal = stage.post("/rl/finish_ticket", {"ref": ref, "session_ids": [failed]})
+    assert refusal.status_code == 409
+    assert stage.finish_ticket(ref, good) == 1
+    first, second = await_rows(stage, failed)
+    for row in (first, second):
+        assert (row.kind, row.eval_step, row.ticket_id) == (RowKind.FAILED, -1, ref.ticket_id)
+        assert (row.record.cause, row.record.error) == (CAUSE, ERROR)
+        assert row.loss_mask_T.sum() == 5
+    assert second.meta["messages"][0]["content"] == "another conversation"
+    (empty,) = await_rows(stage, silent)
+    assert (empty.num_tokens, empty.record.error) == (0, ERROR)
+    stage.seal()
+    assert [row.kind for row in stage.sealed_rows(ref)] == [RowKind.TRAIN]
+
+
+def test_discarding_a_ticket_leaves_its_failed_episodes(stage: Stage, ref: TicketRef) -> None:
+    session_id, key = play(stage, ref)
+    assert (
+        stage.post("/rl/keep_failed", KeepFailedRequest(session_id, CAUSE, ERROR)).status_code
+        == 409
+    )  # still open
+    stage.end_session(key)
+    keep_failed(stage, session_id)
+    body = {"ref": ref, "session_ids": [], "discard": True}
+    assert stage.post("/rl/finish_ticket", body).status_code == 200
+    assert len(await_rows(stage, session_id)) == 1
+
+
+def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) -> None:
+    stage = own_stage
+
+    def fail(cause: str = CAUSE) -> bool:
+        session_id, key = stage.open_session(TicketRef(5, 0))
+        stage.end_session(key)
+        return bool(keep_failed(stage, session_id, cause)["kept"])
+
+    assert all(fail() for _ in range(MAX_KEPT_PER_CAUSE - 1))
+    stage.stop_proxy()  # which seals them
+    stage.start_proxy()
+    assert [fail(), fail(), fail("ValueError at agent.py:31")] == [True, False, True]
+    body = {"session_id": "s", "cause": "x" * 600, "error": ""}
+    assert stage.post("/rl/keep_failed", body).status_code == 400
+
+
+def test_what_is_not_trained_survives_kill_9_and_is_sealed_once(own_stage: Stage) -> None:
+    stage = own_stage
+    evaluated, key = play(stage, HELD_OUT)
+    failed, failed_key = play(stage, TicketRef(5, 0))
+    stage.end_session(failed_key)
+    keep_failed(stage, failed)
+    stage.restart_proxy()
+    stage.finish_session(key, 1.0)
+    assert stage.finish_ticket(HELD_OUT, evaluated) == 1
+    unsealed = stage.journal.read_bytes()
+    stage.stop_proxy()
+    assert [len(stage.untrained_rows(one)) for one in (evaluated, failed)] == [1, 1]
+    stage.journal.write_bytes(unsealed)  # as if it died before it could note the shard
+    stage.start_proxy()
+    stage.stop_proxy()
+    assert [len(stage.untrained_rows(one)) for one in (evaluated, failed)] == [1, 1]
+
+
+def test_a_call_is_recorded_with_its_times_replica_and_parameters(stage: Stage) -> None:
+    began = time.time()
+    request = StartSessionRequest("task", TicketRef(0, 2, eval_step=5), task_index=17)
+    opened = stage.post("/rl/start_session", request).json()
+    session_id, key = opened["session_id"], opened["api_key"]
+    first = stage.ask(key, "hi", temperature=0.5)
+    messages = [
+        {"role": "user", "content": "hi"},
+        first.json()["choices"][0]["message"],
+        {"role": "user", "content": "and?"},
+    ]
+    more = {"seed": 11, "max_tokens": 9, "temperature": 0.5}
+    events = stage.chat(key, messages, stream=True, **more).text
+    streamed = json.loads(events.split("data: ")[1])["id"]
+    reward = Reward(0.5, {"format": 0.25}, {"tool_errors": 2}, "nearly \u2713")
+    assert stage.post("/rl/set_reward", {"reward": reward}, key).status_code == 200
+    stage.end_session(key)
+    stage.finish_ticket(TicketRef(0, 2, eval_step=5), session_id)
+    (row,) = await_rows(stage, session_id)
+    record, (one, two) = row.record, row.record.calls
+    assert (record.session_id, record.task_id, record.task_index) == (session_id, "task", 17)
+    assert record.cell == "cell-0"
+    times = [began, record.started_at, one.asked_at, one.answered_at, two.asked_at]
+    times += [two.first_token_at, two.answered_at, record.ended_at, time.time()]
+    assert times == sorted(times)
+    assert one.first_token_at == 0.0
+    assert [one.id, two.id, two.parent_id] == [first.json()["id"], streamed, one.id]
+    assert [one.trained, two.trained] == [True, True]
+    assert [one.reward, two.reward] == [None, reward]
+    assert [call.replica for call in (one, two)] == [0, 0]
+    assert [one.new_messages, two.new_messages] == [1, 1]
+    assert one.prompt_tokens + one.reply_tokens < two.prompt_tokens
+    assert two.prompt_tokens + two.reply_tokens == row.num_tokens
+    asked = {"temperature": 0.5, "sampling_seed": 11, "max_new_tokens": 9}
+    assert {name: two.sampling[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("much", "float"),
+        ({"value": "1"}, "float"),
+        ({"value": 1.0, "parts": {"a": "b"}}, "float"),
+        ({"value": 1.0, "parts": {"no spaces": 1}}, "expected names of at most 64"),
+        ({"value": 1.0, "metrics": {str(i): 1 for i in range(65)}}, "at most 64 names"),
+        ({"value": 1.0, "note": "x" * 4001}, "at most 4000 characters"),
+        ({"value": 1e39}, "finite 32-bit float"),
+    ],
+)
+def test_a_reward_that_is_none_is_refused_in_words(stage: Stage, reward: Any, said: str) -> None:
+    _, key = play(stage, TicketRef(9, 0))
+    refusal = stage.post("/rl/set_reward", {"reward": reward}, key)
+    assert refusal.status_code == 400
+    assert said in refusal.text
+    stage.end_session(key)

@@ -1,0 +1,262 @@
+"""Recorded conversations: which rows an expression finds, and how they are shown."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.manifests import write_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.transcripts.conversation import format_groups
+from areal_hpc.view.transcripts.filter_expression import FieldValue, parse_filter
+from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from tests.golden.make_shard_v1 import GOLDEN
+from tests.support.sample_trajectories import seal_in, trajectory
+
+FIELDS: dict[str, FieldValue] = {"step": 20.0, "reward": 0.25, "kind": "failed", "part.a": None}
+QUESTION = {"role": "user", "content": "What is 2 + 2?"}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
+
+
+class Row:
+    """A row of the fields above."""
+
+    def get_field(self, name: str) -> FieldValue:
+        return FIELDS[name]
+
+
+def type_of(name: str) -> type[float] | type[str] | None:
+    if name not in FIELDS:
+        return None
+    return str if name == "kind" else float
+
+
+def matches(text: str) -> bool:
+    return parse_filter(text, type_of, list(FIELDS))(Row())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("step=20 and reward<0.5", True),
+        ("step=20 and reward<0.25", False),
+        ("reward<=0.25 and not step!=20", True),
+        ("step = 1 or step>=20 and kind = failed", True),
+        ("(step=1 or step=20) and kind='evaluation'", False),
+        ("not (step=1 or kind!=failed)", True),
+        ('kind~"AIL"', True),
+        ("kind~x", False),
+        ("reward>-1e3", True),
+        ("part.a>0 or part.a<=0", False),  # it has none
+        ("part.a!=0", True),
+    ],
+)
+def test_an_expression_chooses_rows(text: str, expected: bool) -> None:
+    assert matches(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected a comparison, got nothing"),
+        ("stepp=20", "there is no field 'stepp'"),
+        ("step", "expected one of = != < <= > >= ~ after step, got the end"),
+        ("step 20", "expected one of = != < <= > >= ~ after step, got '20'"),
+        ("step=", "expected a value after step =, got the end"),
+        ("step=x", "step is a number, got 'x'"),
+        ("step~2", "step is a number: `~` is for texts"),
+        ("kind<a", "kind is a text, which takes =, != or ~, got <"),
+        ("step=1 kind=a", "expected `and`, `or` or the end, got 'kind'"),
+        ("(step=1", "a parenthesis is not closed"),
+        ("step='1", 'unexpected "\'1"'),
+        ("(" * 60 + "step=1", "at most 50 levels"),
+        ("x" * 3000, "at most 2000 characters"),
+        ("__import__('os')", "there is no field '__import__'"),
+    ],
+)
+def test_what_is_no_expression_is_refused_with_the_place_and_the_fields(
+    text: str, said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        matches(text)
+    assert said in str(caught.value)
+    assert "at: --where" in str(caught.value)
+    assert "there are step, reward, kind, part.a" in str(caught.value)
+
+
+@given(st.text(alphabet="stepkind=<>!~()'\" 0.andornot", max_size=40))
+def test_any_text_is_an_expression_or_an_error_in_words(text: str) -> None:
+    with contextlib.suppress(RecipeError):
+        assert matches(text) in (True, False)
+
+
+def conversation(ticket_id: int, episode: int, reply: str, **fields: Any) -> TrajectoryRow:
+    """A question, a tool call, its result and an answer, in two calls."""
+    messages = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": CALL}],
+        },
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": reply},
+    ]
+    reward = Reward(float(episode), {"format": 0.5}, {"tool_errors": 2}, "well done")
+    calls = [
+        CallRecord(id="a", new_messages=1, asked_at=10.0, answered_at=10.25, reply_tokens=7),
+        CallRecord(
+            id="b",
+            new_messages=1,
+            asked_at=11.0,
+            answered_at=12.5,
+            reply_tokens=3,
+            finish_reason="length",
+            reward=reward,
+        ),
+    ]
+    record = RowRecord(
+        session_id=f"s-{ticket_id}-{episode}",
+        task_index=7,
+        cell="cell-0",
+        started_at=9.0,
+        ended_at=13.0,
+        calls=calls,
+    )
+    row = replace(
+        trajectory(ticket_id, episode, tokens=6 + 2 * episode, reward=float(episode)),
+        record=record,
+        meta={"messages": messages},
+    )
+    return replace(row, **fields)
+
+
+@pytest.fixture
+def run(paths: RunPaths) -> RunPaths:
+    """Two tickets, of which step 3 trained the first; a held-out and a failed episode."""
+    trained = [conversation(1, 0, "four"), conversation(1, 1, "4"), conversation(2, 0, "five")]
+    shard = seal_in(paths, trained)
+    ticket = SealedTicket(TicketRef(1, 1), shard.file, [0, 1], [0.0, 1.0], NO_VERSION)
+    write_manifest(paths, BatchManifest(3, 1, [ticket]))
+    failed = RowRecord(session_id="f", cause="KeyError at a.py:31", error="no\n  File 'a.py'")
+    seal_in(
+        paths,
+        [
+            conversation(0, 0, "held out", kind=RowKind.EVALUATION, eval_step=4),
+            replace(trajectory(2, 1, tokens=0), kind=RowKind.FAILED, record=failed, meta={}),
+        ],
+    )
+    return paths
+
+
+def found(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> list[int]:
+    rows, _ = find_rows(run.root, RowQuery(where, sort_by=sort_by, **query))
+    return [row.number for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("where", "numbers"),
+    [
+        ("", [0, 1, 2, 3, 4]),
+        ("step=3 and reward<0.5", [0]),
+        ("step=4", [3]),
+        ("kind=failed", [4]),
+        ("kind!=train", [3, 4]),
+        ("length>=4", [1]),
+        ("tokens=8", [1]),
+        ("seconds=4 and calls=2 and task=7 and cell=cell-0", [0, 1, 2, 3]),
+        ("finish=length and kind=train", [0, 1, 2]),
+        ("cause~keyerror", [4]),
+        ("note~DONE and ticket=2", [2]),
+        ("text~five", [2]),
+        ("part.format=0.5 and metric.tool_errors>1 and episode=1", [1]),
+        ("part.other=0.5", []),
+        ("attempt=1 and ticket=1", [0, 1]),
+    ],
+)
+def test_rows_are_found_by_what_was_recorded(run: RunPaths, where: str, numbers: list[int]) -> None:
+    assert found(run, where) == numbers
+
+
+def test_rows_are_sorted_by_a_field_and_those_without_it_come_last(run: RunPaths) -> None:
+    assert found(run, sort_by="length")[0] == 1
+    assert found(run, sort_by="seconds")[-1] == 4
+    assert found(run, sort_by="step") == [3, 0, 1, 2, 4]
+    assert found(run, sort_by="length", max_rows=1) == [1]
+    assert found(run, max_rows=2) == [3, 4]
+    assert found(run, ticket_id=2) == [2, 4]
+    with pytest.raises(RecipeError, match="no field 'size'"):
+        found(run, sort_by="size")
+
+
+def shown(run: RunPaths, where: str, width: int = 100) -> list[str]:
+    rows, _ = find_rows(run.root, RowQuery(where))
+    return format_groups(rows, width).splitlines()
+
+
+def test_episodes_of_a_ticket_stand_side_by_side_after_what_they_share(run: RunPaths) -> None:
+    lines = shown(run, "ticket=1 and kind=train")
+    assert lines[0] == "ticket 1, attempt 1, step 3, task 7: reward 0 1"
+    assert lines[1:3] == ["user", "  What is 2 + 2?"]
+    body = [[part.strip() for part in line.split("\u2502")] for line in lines[4:]]
+    assert all(len(parts) == 2 for parts in body)
+    left, right = ([parts[side] for parts in body] for side in (0, 1))
+    assert "row 0, train, episode 0, reward 0, 3 of 6" in left[0]
+    for side, answer in ((left, "four"), (right, "4")):
+        text = "\n".join(side)
+        assert "assistant  (0.25 s, 7 tokens)" in text
+        assert '\u2192 add({"a":2,"b":2})' in text
+        assert f"assistant  (1.50 s, 3 tokens, length)\n{answer}\n= reward" in text
+        assert "well done" in text
+    assert "What is 2 + 2?" not in "\n".join(left)
+
+
+def test_on_a_narrow_screen_episodes_stand_below_one_another(run: RunPaths) -> None:
+    lines = shown(run, "ticket=1 and kind=train", width=60)
+    assert not any("\u2502" in line for line in lines)
+    assert max(map(len, lines)) <= 60
+    assert sum(line.startswith("\u2500\u2500 row") for line in lines) == 2
+
+
+def test_held_out_and_failed_episodes_are_shown_alike(run: RunPaths) -> None:
+    assert shown(run, "kind=evaluation")[0] == "held-out task 0, attempt 1, step 4: reward 0"
+    failed = shown(run, "kind=failed")
+    assert failed[-3:] == ["failed", "  no", "    File 'a.py'"]
+
+
+def test_what_a_model_says_does_not_reach_the_terminal_as_control_characters(
+    paths: RunPaths,
+) -> None:
+    seal_in(paths, [conversation(1, 0, "\x1b[2Jgone\u202eabc \u65e5\u672c" + "\u65e5" * 60)])
+    lines = shown(paths, "", width=40)
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert "\\x1b[2Jgone\\u202eabc" in text
+    assert "\u65e5" * 19 in text  # each takes two cells
+    assert "\u65e5" * 20 not in text
+
+
+def test_messages_of_any_form_are_shown(paths: RunPaths) -> None:
+    odd = [
+        {"role": "assistant", "tool_calls": ["x", {"function": 5}], "content": [{"type": "image"}]},
+        {"content": {"a": [1]}},
+        "no message",
+    ]
+    seal_in(paths, [replace(trajectory(1), meta={"messages": odd})])
+    text = "\n".join(shown(paths, ""))
+    assert '[image]\n  \u2192 x\n  \u2192 {"function":5}\n?\n  {"a":[1]}' in text
+
+
+def test_rows_of_version_1_are_shown_without_what_it_did_not_record() -> None:
+    rows, _ = find_rows(GOLDEN, RowQuery("kind=train and step!=1 and not seconds>0"))
+    text = format_groups(rows, 100)
+    assert text.startswith(f"ticket {2**40}, attempt 3: reward 0.1 -1\n")
+    assert "1 + 1 = ? \u2713" in text
