@@ -22,7 +22,7 @@ from typing import Literal
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.trajectory import MAX_REWARD
+from areal_hpc.wire.reward import MAX_REWARD
 
 CreditRule = Literal["tree", "chronological"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.trajectory import MAX_REWARD
+from areal_hpc.wire.reward import MAX_REWARD
 
 
 def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:

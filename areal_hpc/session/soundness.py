@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
-from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_VOCAB_SIZE
+from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE, MAX_VOCAB_SIZE
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""

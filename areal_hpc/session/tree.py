@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,9 +20,8 @@ import numpy.typing as npt
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_differing_field
-
-PromptReuse = Literal["reused", "retokenized", "none"]
-"""`none`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import PromptReuse
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""
@@ -64,9 +63,20 @@ class Interaction(msgspec.Struct, kw_only=True):
     temperature: float
     asked_at: float = 0.0
     """Unix time at which the request arrived; 0 in journals that did not note it."""
+    first_token_at: float = 0.0
+    """Unix time at which a stream began to come; 0 where that is not known."""
     answered_at: float = 0.0
     """Unix time at which the reply was complete."""
+    replica: int = -1
+    """The one of the cell that said the end of the reply; -1 where nobody noted it."""
+    cached_tokens: int = 0
+    """Of the prompt, that the engine had computed before."""
+    sampling: bytes = b""
+    """JSON of the sampling parameters that the engine was asked for."""
     reward: float | None = None
+    """What counts: as the agent gave it, or as its own client discounted it."""
+    given_reward: Reward | None = None
+    """What the agent gave, with its parts, metrics and note."""
 
     @property
     def completed(self) -> bool:

@@ -14,6 +14,7 @@ from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.verify import MAX_PARALLEL_READS, find_file_fault
+from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 _RESTORE_HINT = "restore the file from a copy; areal-hpc shards verify names all that are damaged"
@@ -74,6 +75,14 @@ class CheckedShards:
             return ShardReader(path).read_rows(rows, with_meta=False)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
+
+    def read_records(self, name: str, rows: Sequence[int]) -> list[RowRecord]:
+        """What is known of the episodes and calls of these rows of a shard, in that order.
+
+        Raises:
+            ShardError: The file is missing or damaged.
+        """
+        return ShardReader(self._shards_dir / name).read_records(rows)
 
     def _check_shard(self, line: _DigestLine) -> None:
         path = self._shards_dir / line.file

@@ -20,6 +20,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import DATASETS, FORMAT_NAME, FORMAT_VERSION, Axis, DatasetSpec
 from areal_hpc.wire.fault_points import fault_point
+from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
@@ -123,6 +124,24 @@ class ShardReader:
                 self._read_metas(chosen) if with_meta else ({} for _ in rows),
                 strict=True,
             )
+        ]
+
+    def read_records(self, rows: Sequence[int]) -> list[RowRecord]:
+        """What is known of the episodes and calls of `rows`, in that order.
+
+        Raises:
+            ShardError: The storage failed, or the metadata is none.
+        """
+        return [
+            RowRecord(
+                calls=[
+                    CallRecord(id=name, finish_reason=reason, trained=True)
+                    for name, reason in zip(
+                        meta.get("interaction_ids", ()), meta.get("finish_reasons", ()), strict=True
+                    )
+                ]
+            )
+            for meta in self._read_metas(np.asarray(rows, dtype=np.int64))
         ]
 
     def _read_metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:

@@ -12,13 +12,14 @@ Shape letters used in names across the package:
 """
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_REWARD = float(np.finfo(np.float32).max)
-"""Rewards are stored as 32-bit floats."""
+from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.row_record import RowRecord
 
 MAX_TEMPERATURE: float = 100
 """Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
@@ -26,9 +27,26 @@ MAX_VOCAB_SIZE = 2**31
 """Token ids are stored as 32-bit integers."""
 
 
+class RowKind(IntEnum):
+    """Why a row was recorded. A batch holds training rows alone."""
+
+    TRAIN = 0
+    EVALUATION = 1
+    """Of a held-out task."""
+    FAILED = 2
+    """Of an episode that its agent did not bring to an end."""
+    AUXILIARY = 3
+    """Of a conversation that served an episode and is not to be learned from."""
+
+    @property
+    def label(self) -> str:
+        """Its name in texts: `train`, `evaluation`, `failed`, `auxiliary`."""
+        return self.name.lower()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryRow:
-    """One training row: a token sequence the model saw and partly said.
+    """One recorded row: a token sequence the model saw and partly said.
 
     All four arrays have length T. Prompt, tool and user tokens have `loss_mask` 0,
     `logprobs` 0 and `versions` -1; tokens the model sampled have `loss_mask` 1, the
@@ -51,8 +69,15 @@ class TrajectoryRow:
     reward: float
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by it."""
+    kind: RowKind = RowKind.TRAIN
+    eval_step: int = -1
+    """The step whose weights were evaluated, if its task is a held-out one; else -1."""
+    record: RowRecord = field(default_factory=RowRecord)
+    """The episode and the row's model calls."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Free-form JSON: messages, finish reasons, interaction ids."""
+    """Free-form JSON: the messages."""
+    tool_schemas: dict[str, Any] = field(default_factory=dict)
+    """Schemas of the tools that its calls name, by their hash."""
 
     def __post_init__(self) -> None:
         arrays = (self.input_ids_T, self.loss_mask_T, self.logprobs_T, self.versions_T)

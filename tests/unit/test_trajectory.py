@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_hpc.wire.trajectory import MAX_REWARD, find_defect
+from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.trajectory import find_defect
 from tests.support.sample_trajectories import trajectory
 
 SOUND = trajectory(tokens=6)

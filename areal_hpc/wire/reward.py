@@ -1,0 +1,93 @@
+"""Reward that an agent gives, with its parts, metrics and a note."""
+
+import math
+import numbers
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from areal_hpc.errors import InvalidRewardError, escape_surrogates
+
+MAX_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are stored as 32-bit floats."""
+MAX_NAMED_NUMBERS = 64
+"""Parts, or metrics, of one reward: each becomes a curve."""
+MAX_NAME_CHARS = 64
+MAX_NOTE_CHARS = 4000
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+
+
+class Reward(Struct, frozen=True, omit_defaults=True):
+    """Reward of an episode or of one reply, and what it was made of.
+
+    Only `value` is trained on. `parts` and `metrics` become curves of the run; `note` is shown with
+    the conversation.
+
+    Raises:
+        InvalidRewardError: (a ValueError) A number is none or not finite, there are more than 64
+            parts or metrics, a name has other characters than letters, digits and `_./-`, or the
+            note is longer than 4,000 characters.
+    """
+
+    value: float
+    parts: dict[str, float] = {}
+    """What the value was made of, by name: `{"format": 0.2, "correct": 0.8}`."""
+    metrics: dict[str, float] = {}
+    """Further numbers of the episode, by name: `{"tool_errors": 2}`."""
+    note: str = ""
+    """A remark for whoever reads the conversation."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "value", parse_reward_number(self.value))
+        for field in ("parts", "metrics"):
+            force_setattr(self, field, _parse_named_numbers(getattr(self, field), field))
+        force_setattr(self, "note", _parse_note(self.note))
+
+
+def parse_reward_number(number: object, name: str = "reward") -> float:
+    """The number, or numpy's scalar of one, as a finite float; InvalidRewardError names `name`."""
+    if isinstance(number, np.ndarray | np.generic) and number.size == 1:
+        number = number.item()
+    if not isinstance(number, numbers.Real):
+        raise InvalidRewardError(f"{name}: expected a finite float, got {_show(number)}")
+    try:
+        value = float(number)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= MAX_REWARD:
+        raise InvalidRewardError(f"{name}: expected a finite 32-bit float, got {number!r:.200}")
+    return value
+
+
+def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        raise InvalidRewardError(f"{field}: expected numbers by name, got {_show(given)}")
+    if len(given) > MAX_NAMED_NUMBERS:
+        raise InvalidRewardError(
+            f"{field}: expected at most {MAX_NAMED_NUMBERS} names, got {len(given)}"
+        )
+    for name in given:
+        if not (
+            isinstance(name, str) and len(name) <= MAX_NAME_CHARS and _NAME_PATTERN.fullmatch(name)
+        ):
+            raise InvalidRewardError(
+                f"{field}: expected names of at most {MAX_NAME_CHARS} letters, digits and _./-, "
+                f"got {_show(name)}"
+            )
+    return {name: parse_reward_number(number, f"{field}.{name}") for name, number in given.items()}
+
+
+def _parse_note(note: object) -> str:
+    expected = f"note: expected a text of at most {MAX_NOTE_CHARS} characters"
+    if not isinstance(note, str):
+        raise InvalidRewardError(f"{expected}, got {_show(note)}")
+    if len(note) > MAX_NOTE_CHARS:
+        raise InvalidRewardError(f"{expected}, got {len(note)}")
+    return escape_surrogates(note)
+
+
+def _show(value: object) -> str:
+    return f"{value!r:.200} ({type(value).__name__})"
