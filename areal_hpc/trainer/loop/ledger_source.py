@@ -10,6 +10,7 @@ import torch
 
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.metrics.writer import summarize_weight_update_pauses
 from areal_hpc.rundir.events import EventLog
@@ -48,6 +49,7 @@ class LedgerSource(BatchSource):
         specs: list[TensorSpec],
         events: EventLog,
         stop: StopRequest,
+        episode_failures: EpisodeFailureCounter,
         idle_timeout_s: float = math.inf,
         async_evaluation: AsyncEvaluationTracker | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class LedgerSource(BatchSource):
         self._specs = specs
         self._events = events
         self._stop = stop
+        self._episode_failures = episode_failures
         self._async_evaluation = async_evaluation
         self._idle_timeout_s = idle_timeout_s
         self._found_at = self._missed_at = time.monotonic()
@@ -87,6 +90,7 @@ class LedgerSource(BatchSource):
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
+            self._ticket_counts["episode/failures"] = self._episode_failures.count_new()
         elif reply.trouble:
             raise AgentError(
                 reply.trouble, hint="read the logs of ledger and drivers in logs/latest"
@@ -107,7 +111,8 @@ class LedgerSource(BatchSource):
         if self._poll_outdated_replicas():
             return "publish"
         if not self._is_served:
-            self._stop.wait(NO_REPLICA_PAUSE_S)
+            with self._record.timer.time_phase("replica_wait"):
+                self._stop.wait(NO_REPLICA_PAUSE_S)
             return "wait"
         if not self._is_announced:
             self._ledger.report_weights_published(self._record.version.step)
