@@ -20,7 +20,7 @@ STEP = {
     "step": 1,
     "reward/mean": 0.5,
     "time/step_s": 2.0,
-    "throughput/trained_tokens_per_s": 100.0,
+    "throughput/wall_tokens_per_s": 100.0,
     "tokens/trained": 200,
     "tokens/sampled": 100,
     "episodes": 4,
@@ -94,6 +94,6 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
     assert "export" not in said, "no model has been exported"
     paths.export_dir("step_00000001").mkdir(parents=True)
     assert "trained model" in status()
-    odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
+    odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/wall_tokens_per_s")
     append_line(paths.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
     assert "training reward   0.500 -> not finite" in status()
