@@ -31,8 +31,9 @@ def add_commands(commands: CommandGroup) -> None:
         _show_status,
         ["run"],
         help="show progress and the jobs of a run",
-        description="Show the progress of a run and the Slurm state of its jobs. Calls Slurm "
-        "once; `watch -n 30 areal-hpc status RUN` is safe to leave running.",
+        description="Show the progress of a run, its alerts and the Slurm state of its jobs. Calls "
+        "Slurm once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 "
+        "if an alert is a failure.",
     )
     commands.add(
         "why",
@@ -112,6 +113,7 @@ def _parse_row_count(text: str) -> int:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
+    from areal_hpc.view.health import format_alert, list_failures, read_alerts
     from areal_hpc.view.jobs import describe_jobs, fetch_run_jobs, get_run_state
     from areal_hpc.view.summary import format_run_progress, read_run_progress
 
@@ -119,12 +121,14 @@ def _show_status(arguments: argparse.Namespace) -> int:
     run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
     lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
     lines += format_run_progress(advance, paths)
+    alerts = read_alerts(paths)
+    lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
         lines += ["", format_summary(paths)]
     print("\n".join(lines))
-    return 0
+    return UNHEALTHY_EXIT_CODE if list_failures(alerts) else 0
 
 
 def _explain_failure(arguments: argparse.Namespace) -> int:

@@ -140,6 +140,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         evaluation_every_steps=evaluation.every_steps,
         evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
         evaluation_cell=evaluation.separate_cell,
+        alerts=recipe.alerts,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
         stop_grace_s=recipe.cluster.stop_grace_s,
     )

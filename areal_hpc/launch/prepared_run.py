@@ -12,6 +12,7 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.lock import hold_lock
@@ -94,7 +95,8 @@ def _prepare(
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else setup.create_attempt_log_dir(paths)
-    setup.record_provenance(recipe, paths, attempt)
+    setup.write_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
+    record_provenance(recipe, paths, attempt, pythons, folders)
     stages = plan_run(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))

@@ -1,12 +1,8 @@
-"""Set-up of a run directory: task sets, model, recipe, provenance."""
+"""Set-up of a run directory: task sets, model, recipe."""
 
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +14,7 @@ from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_arguments, hide_private_values
+from areal_hpc.recipe.private_values import hide_private_values
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
@@ -143,38 +139,3 @@ def write_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> No
         write_atomic_private(replaced, yaml.safe_dump(before, sort_keys=False).encode())
     # Variables and agent arguments may hold keys of other services.
     write_atomic_private(path, text.encode())
-
-
-def record_provenance(recipe: Recipe, paths: RunPaths, attempt: int) -> None:
-    """Write the resolved recipe, and add this launch to the provenance file."""
-    write_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
-    launches = []
-    if paths.provenance.exists():
-        launches = json.loads(paths.provenance.read_text())["launches"]
-    launches.append(
-        {
-            "attempt": attempt,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(hide_private_arguments(sys.argv)),
-            "areal_hpc": importlib.metadata.version("areal-hpc"),
-            "git_commit": _get_git_revision(),
-            "python": platform.python_version(),
-            "host": platform.node(),
-        }
-    )
-    write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
-
-
-def _get_git_revision() -> str | None:
-    """The commit of the code that runs; None where it is not a checkout or there is no git."""
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return None
-    return answer.stdout.strip() or None

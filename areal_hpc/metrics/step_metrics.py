@@ -10,7 +10,7 @@ from areal_hpc.rundir.jsonl import read_lines
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
-IDLE_CELLS_METRIC = "time/idle_cells_s"
+IDLE_CELLS_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""

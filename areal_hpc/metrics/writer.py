@@ -51,7 +51,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
-        self._path = path
+        self.path = path
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= resume_step}
         self.judged_step = max(
             (step for step in kept if EVAL_REWARD_METRIC in kept[step]), default=-1
@@ -75,7 +75,7 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        append_line(self._path, {"step": step, **replace_non_finite(values)})
+        append_line(self.path, {"step": step, **replace_non_finite(values)})
         if self._board is not None:
             for name, value in replace_non_finite(values).items():
                 if isinstance(value, int | float):

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
+from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -96,6 +97,8 @@ class Recipe(BaseConfig):
     """Megatron-core."""
     weights: WeightsConfig = WeightsConfig()
     """The broadcast of new weights."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Rules by which the run is judged after each step."""
 
     @property
     def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:

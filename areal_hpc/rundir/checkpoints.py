@@ -33,6 +33,13 @@ class UntrainedRecord(msgspec.Struct, frozen=True):
     """Why the whole batch was set aside, unread; None if it was not."""
 
 
+class RewardRange(msgspec.Struct, frozen=True):
+    """The lowest and the highest reward of an episode that a run has trained on."""
+
+    lowest: float
+    highest: float
+
+
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a checkpoint in the run's history."""
 
@@ -50,6 +57,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Every generation of this chain of checkpoints, with the step it began from."""
     untrained: list[UntrainedRecord] = []
     """What those batches did not teach."""
+    reward_range: RewardRange | None = None
+    """Of all batches so far; None before the first."""
     row: FlatRow = {}
     """The metrics of this step as far as they were known: its line is written after it."""
 

@@ -36,7 +36,9 @@ class RunPaths(_Folder):
     recipe = _PathDescriptor(RECIPE_FILE)
     """The resolved recipe, written before the first job starts. Resume reads this one."""
     provenance = _PathDescriptor("provenance.json")
-    """Versions, git commit and command line of every launch."""
+    """Versions, commits and command line of every launch."""
+    provenance_dir = _PathDescriptor("provenance")
+    """Patches and copies of the user's code that `provenance.json` names."""
     lock = _PathDescriptor("launcher.lock")
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
     data_dir = _PathDescriptor("data")
@@ -140,6 +142,10 @@ class RunPaths(_Folder):
             return []
         names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in self.logs_dir.iterdir())
         return sorted(int(match[1]) for match in names if match)
+
+    def provenance_copy(self, attempt: int, name: str) -> Path:
+        """What a launch leaves of the code that it started with."""
+        return self.provenance_dir / f"attempt_{attempt:02d}.{name}"
 
     def replaced_recipe(self, attempt: int) -> Path:
         """The recipe of the launches before `attempt`, where that one changed it."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
+from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.trainer import (
     ActivationConfig,
     ParallelConfig,
@@ -47,6 +48,8 @@ class TrainerJobConfig(RankJobConfig):
     """Held-out tasks per evaluation; 0 never evaluates."""
     evaluation_cell: bool = False
     """A cell of their own plays them, and training does not wait for it."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Rules by which each step is judged."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Time without any cell after which the job gives its nodes back, under Slurm."""
     stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0

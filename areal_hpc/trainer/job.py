@@ -16,6 +16,7 @@ import torch.distributed as dist
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.starts import StopDeadline
 from areal_hpc.jobs.topology import get_job_start_number
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
@@ -27,6 +28,7 @@ from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.alert_reporter import AlertReporter
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
@@ -99,7 +101,10 @@ def _make_coordinator(
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(paths.metrics, paths.tensorboard_dir, version.step)
-    record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
+    alerts = AlertReporter(job.alerts, paths, events)
+    record = StepRecord(
+        metrics, version, metrics.reopened or learner.reopened_row, alerts.report_step
+    )
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     ledger = LedgerClient(
         paths.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
@@ -128,6 +133,7 @@ def _make_coordinator(
         ],
         events=events,
         stop=stop,
+        episode_failures=EpisodeFailureCounter(paths.events),
         # Without Slurm there is nobody to give nodes back to.
         idle_timeout_s=job.idle_timeout_s if get_job_start_number() else math.inf,
         async_evaluation=evaluation,

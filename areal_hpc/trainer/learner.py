@@ -1,7 +1,7 @@
 """Learner: the policy of one rank, its updates, checkpoints and exports."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,14 @@ from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import write_quarantine
 from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.trainer.batch.batch_metrics import (
+    extend_reward_range,
+    group_episode_rewards,
+    summarize_replies,
+    summarize_rewards,
+    summarize_tokens,
+)
+from areal_hpc.trainer.batch.episode_metrics import summarize_recorded_episodes
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
@@ -27,18 +35,21 @@ from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
     build_rows,
     read_batch,
-    summarize_batch,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.collectives import broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.memory import read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
-from areal_hpc.trainer.objective.policy_loss import (
-    LOSS_SUM_NAMES,
-    compute_policy_loss,
-    interpolate_logprobs,
+from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
+from areal_hpc.trainer.objective.loss_metrics import (
+    STEP_HISTOGRAM_BINS,
+    STEP_MAXIMUM_NAMES,
+    STEP_SUM_NAMES,
+    build_loss_metrics,
 )
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.step import (
     LossStats,
@@ -60,8 +71,6 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 logger = logging.getLogger(__name__)
 
 PROXIMAL_CHANNEL = "proximal"
-STEP_SUM_NAMES = (*LOSS_SUM_NAMES, "tokens", "places", "compared")
-STEP_MAXIMUM_NAMES = ("weight", "mismatch")
 
 
 class Learner:
@@ -121,7 +130,7 @@ class Learner:
     def train_batch(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None = None
     ) -> FlatRow:
-        """Consume one batch; its metrics, the same on every rank. A collective.
+        """Consume one batch; its metrics, those of replies and episodes on rank 0. A collective.
 
         One that is quarantined, or that no rank can read, is consumed without being trained.
 
@@ -135,6 +144,8 @@ class Learner:
         timer, config = PhaseTimer(), self._config
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
+        with timer.time_phase("measure"):
+            metrics = self._summarize_batch(batch, manifest)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
@@ -147,30 +158,37 @@ class Learner:
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             stats, norms = self._take_optimizer_steps(parts, rate)
         untrained += self._build_nonfinite_records(norms, manifest.step)
-        metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance_state(manifest, untrained)
-        sums, maxima = stats.sums, stats.maxima
-        tokens = max(1.0, sums["tokens"])
+        trained_tokens = metrics["tokens/trained"]
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
-            "throughput/trained_tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
-            "loss": sums["loss"] / tokens,
+            "throughput/train_phase_tokens_per_s": trained_tokens / timer.seconds["train"],
+            **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **build_norm_metrics(norms),
             "lr": rate,
-            "ratio/clip_fraction": sums["clipped"] / tokens,
-            "importance_weight/mean": sums["weight"] / tokens,
-            "importance_weight/max": maxima["weight"],
-            "importance_weight/out_of_bounds_fraction": sums["outside"] / tokens,
-            "importance_weight/effective_sample_fraction": compute_effective_sample_fraction(sums),
-            "kl/behavior": sums["kl"] / tokens,
-            "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
-            "logprob/compared_tokens": int(sums["compared"]),
-            "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
+            "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
+            "memory/trainer_peak_bytes": all_reduce_max(read_peak_memory_bytes(self.policy.device)),
             **timer.build_metrics(),
         }
         fault_point("train.after_step")
         return replace_non_finite(line)
+
+    def _summarize_batch(
+        self, batch: Sequence[TrajectoryRow], manifest: BatchManifest
+    ) -> dict[str, float]:
+        """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
+        groups = group_episode_rewards(batch)
+        reward_range = extend_reward_range(self.state.reward_range, groups)
+        self.state = msgspec.structs.replace(self.state, reward_range=reward_range)
+        metrics = {
+            **summarize_rewards(groups, reward_range, self._config.objective.min_reward_std),
+            **summarize_tokens(batch, self.version, self.state.forks),
+        }
+        if dist.get_rank() == 0 and batch:
+            metrics |= summarize_replies(batch)
+            metrics |= summarize_recorded_episodes(manifest, self._shards)
+        return metrics
 
     def _read_sound_rows(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None
@@ -236,17 +254,20 @@ class Learner:
         norms = []
         for number, part in enumerate(parts):
             loss = partial(self._compute_loss, taken=number / len(parts))
-            seen, norm = train_step(self.policy, self._optimizer, part, loss, rate)
+            seen, norm = train_step(
+                self.policy, self._optimizer, part, loss, rate, measures_entropy=True
+            )
             stats.add(seen)
             norms.append(norm)
-        return stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES), norms
+        reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
+        return reduced, norms
 
     def _store_proximal_logprobs(
         self, batch: MicroBatch, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
-        return logprobs_N.sum(), measure_engine_mismatch(batch, logprobs_N)
+        return logprobs_N.sum(), _compare_with_engine(batch, logprobs_N)
 
     def _compute_loss(
         self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
@@ -265,7 +286,7 @@ class Learner:
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL_CHANNEL not in batch.channels_N:
-            stats.add(measure_engine_mismatch(batch, held_N))
+            stats.add(_compare_with_engine(batch, held_N))
         return total, stats
 
     def _compute_proximal_logprobs(
@@ -314,18 +335,14 @@ class Learner:
         save_hf_model(self.policy, self._model_path, target)
 
 
-def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
-    """Tokens of equal weight that would say as much, as a share of all: Kish's sample size."""
-    squares = sums["applied_squared"] * sums["tokens"]
-    return sums["applied"] ** 2 / squares if squares else 0.0
-
-
-def measure_engine_mismatch(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
-    """Log-probability drift check: engine against trainer, where both had the same weights."""
-    current_N = batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0
-    gaps = (logprobs_N - batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL]).abs()[current_N]
-    max_gap = gaps.max().item() if gaps.numel() else 0.0
-    return LossStats({"compared": gaps.numel()}, {"mismatch": max_gap})
+def _compare_with_engine(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
+    """Engine's and trainer's log-probabilities of the tokens that the current weights sampled."""
+    found = measure_engine_mismatch(
+        logprobs_N,
+        batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+        batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0,
+    )
+    return LossStats(found.sums, {"mismatch": found.max_abs_diff}, {"mismatch": found.histogram_B})
 
 
 def _split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,10 +46,12 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class LossStats:
-    """Statistics that loss functions add up over tokens: sums and maxima by name."""
+    """Statistics that loss functions add up over tokens: sums, maxima and histograms by name."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Counts by bin, on the CPU in float64."""
 
     def add(self, other: LossStats) -> None:
         """Add the statistics of another micro-batch."""
@@ -58,9 +60,18 @@ class LossStats:
         for name, value in other.maxima.items():
             held = self.maxima.get(name, value)
             self.maxima[name] = value if math.isnan(value) else max(held, value)
+        for name, counts in other.histograms.items():
+            self.histograms[name] = counts + self.histograms.get(name, 0)
 
-    def reduce_over_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> LossStats:
+    def reduce_over_ranks(
+        self,
+        names: Sequence[str],
+        maxima: Sequence[str],
+        histograms: Mapping[str, int] | None = None,
+    ) -> LossStats:
         """These statistics over all ranks, on every rank. A collective.
+
+        `histograms` gives the number of bins of each.
 
         Only the first tensor-parallel rank of the last stage counts: the others saw the same
         tokens, or none.
@@ -72,6 +83,10 @@ class LossStats:
         own = self if counts else LossStats()
         sums = torch.tensor([own.sums.get(name, 0.0) for name in names], dtype=torch.float64)
         tops = torch.tensor([own.maxima.get(name, 0.0) for name in maxima], dtype=torch.float64)
+        counts_of = {
+            name: own.histograms.get(name, torch.zeros(bins, dtype=torch.float64))
+            for name, bins in (histograms or {}).items()
+        }
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             # A maximum over ranks passes over what is not a number: it travels as a flag beside.
@@ -79,9 +94,12 @@ class LossStats:
             both = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), odd.double()])
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
             tops = both[0].masked_fill(both[1] > 0, torch.nan)
+            for counts_B in counts_of.values():
+                dist.all_reduce(counts_B)
         return LossStats(
             dict(zip(names, sums.tolist(), strict=True)),
             dict(zip(maxima, tops.tolist(), strict=True)),
+            counts_of,
         )
 
 
@@ -123,27 +141,39 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
 
 
 def run_forward_backward(
-    policy: Policy, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    *,
+    backward: bool,
+    measures_entropy: bool = False,
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
-    of the whole batch. The statistics are complete only on the last pipeline stage.
+    of the whole batch. The statistics are complete only on the last pipeline stage; with
+    `measures_entropy` their sum `entropy` is that of the tokens' distributions.
     """
     stats = LossStats()
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        entropy_N = (
+            torch.empty(len(batch.labels_N), device=logits_1NV.device) if measures_entropy else None
+        )
         logprobs_N = compute_token_logprobs(
             logits_1NV.flatten(0, 1),
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE_CHANNEL),
             policy.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
+            entropy_N,
         )
         total, seen = loss(batch, logprobs_N)
         stats.add(seen)
+        if entropy_N is not None:
+            stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64).item()}))
         return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -170,10 +200,18 @@ def run_forward_backward(
 
 
 def train_step(
-    policy: Policy, optimizer: Any, batches: Sequence[MicroBatch], loss: LossFunction, rate: float
+    policy: Policy,
+    optimizer: Any,
+    batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    rate: float,
+    *,
+    measures_entropy: bool = False,
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
-    stats = run_forward_backward(policy, batches, loss, backward=True)
+    stats = run_forward_backward(
+        policy, batches, loss, backward=True, measures_entropy=measures_entropy
+    )
     fault_point("optimizer.before_step")
     norm = step_optimizer(policy, optimizer, rate)
     fault_point("optimizer.after_step")

@@ -13,6 +13,7 @@ from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
+from areal_hpc.view.health import list_failures
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
 from areal_hpc.view.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
@@ -66,6 +67,21 @@ class Diagnosis:
 
 def diagnose(evidence: RunInspection) -> Diagnosis:
     """The cause of the state that a run is in."""
+    diagnosis = _diagnose_state(evidence)
+    failures = list_failures(evidence.alerts)
+    if not diagnosis.is_well or not failures:
+        return diagnosis
+    worst = failures[0]
+    return replace(
+        diagnosis,
+        headline=f"{diagnosis.headline}; but {worst.message}",
+        hint=worst.hint,
+        is_well=False,
+    )
+
+
+def _diagnose_state(evidence: RunInspection) -> Diagnosis:
+    """The cause, without what metrics say of the run's health."""
     state = get_run_state(evidence.run)
     within_s = RUNNING_CASCADE_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
     findings = sorted(_collect_events(evidence), key=lambda finding: finding.at or 0.0)

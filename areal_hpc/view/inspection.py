@@ -1,6 +1,5 @@
 """Collection of a run's logs, events and exit statuses for diagnosis."""
 
-import json
 import re
 import shutil
 import statistics
@@ -10,12 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.view.health import read_alerts, read_launch_time
 from areal_hpc.view.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_records
 
@@ -79,6 +80,8 @@ class RunInspection:
     """Nodes on the run's exclude list."""
     pace: StepPace | None = None
     """None before the first steps."""
+    alerts: tuple[Alert, ...] = ()
+    """As of the newest step, failures first."""
     free_bytes: int | None = None
     """On the storage of the run directory; None if it does not say."""
 
@@ -91,7 +94,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     """
     run = fetch_run_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
-    since = _read_launch_time(paths)
+    since = read_launch_time(paths)
     events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
     task_exits = tuple(word for word in _read_exit_records(run) if word.at >= since)
     return RunInspection(
@@ -103,6 +106,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
+        alerts=tuple(read_alerts(paths)),
         free_bytes=_read_free_disk_bytes(paths),
     )
 
@@ -121,15 +125,6 @@ def _read_free_disk_bytes(paths: RunPaths) -> int | None:
         return shutil.disk_usage(paths.root).free
     except OSError:
         return None
-
-
-def _read_launch_time(paths: RunPaths) -> float:
-    """Unix time of the last `run` or `submit`; 0 if nobody can tell."""
-    try:
-        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
-        return datetime.fromisoformat(newest["time"]).timestamp()
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return 0.0
 
 
 def _read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:

@@ -10,8 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.health import format_alert, read_alerts_config
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
 
 MAX_SFT_LINES = 10
@@ -34,6 +36,7 @@ class PlainReporter:
         self._last_step = _get_last_step(before.steps)
         self._last_sft = _get_last_step(before.sft)
         self._evaluated = {step for step, _ in before.evaluations}
+        self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
 
     def print_line(self, message: str) -> None:
@@ -60,14 +63,23 @@ class PlainReporter:
                 self._last_sft = row["step"]
                 loss = format_metric(row["loss"], ".4f")
                 self.print_line(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
-        for row in snapshot.steps:
+        for number, row in enumerate(snapshot.steps):
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self.print_line(format_step_line(row, self._total_steps))
+                self._report_new_alerts(snapshot.steps[:number], row)
             elif EVAL_REWARD_METRIC in row and row["step"] not in self._evaluated:
                 evaluation = {"step": row["step"], EVAL_REWARD_METRIC: row[EVAL_REWARD_METRIC]}
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = {step for step, _ in snapshot.evaluations}
+
+    def _report_new_alerts(self, before: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
+        """Print what a step's metrics say of the run's health that those before did not."""
+        if self._alerts is None:  # the recipe is in place once a step is
+            self._alerts = AlertTracker(read_alerts_config(self._paths))
+            self._alerts.find_new(before)
+        for alert in self._alerts.find_new([*before, row]):
+            self.print_line(format_alert(alert))
 
     def close(self) -> None:
         """Print what the last look missed."""
@@ -129,7 +141,7 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"
-        f"  {format_metric(row['throughput/trained_tokens_per_s'], '.0f')} tok/s"
+        f"  {format_metric(row.get('throughput/wall_tokens_per_s'), '.0f')} tok/s"
         f"  staleness {format_metric(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
         f"  engine-trainer {gap}"
     )

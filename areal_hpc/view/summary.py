@@ -73,10 +73,10 @@ def format_run_progress(advance: RunProgress, paths: RunPaths) -> list[str]:
     if rows:
         last = rows[-1]
         lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
-        rate = format_metric(last["throughput/trained_tokens_per_s"], ".0f")
+        rate = format_metric(last.get("throughput/wall_tokens_per_s"), ".0f")
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  training phase    {rate} tokens/s",
+            f"  speed             {rate} tokens/s",
             f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]

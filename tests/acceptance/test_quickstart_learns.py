@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.results import read_results, write_results
+from tests.support.run_files import events_of
 from tests.support.small_run import started_from
 from tests.support.tables import markdown
 
@@ -193,6 +195,10 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
     run_recipe(recipe, seed, fileroot, *judged, *overrides)
     wall_s = time.monotonic() - began
     (metrics,) = fileroot.glob("quickstart/*/metrics.jsonl")
+    said_by(areal_hpc("status", metrics.parent))  # exits with 1 for an alert that is a failure
+    failures = [event for event in events_of(RunPaths(metrics.parent), "alert")
+                if event["level"] == "failure"]  # fmt: skip
+    assert failures == []
     rows = read_lines(metrics)
     evaluated = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     trained = [row for row in rows if "reward/mean" in row]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from areal_hpc.areal.config.translation import render_rule_table
+from areal_hpc.metrics.alert_rules import render_alert_table
+from areal_hpc.metrics.catalogue import render_metric_table
 from tests.support import agents_table, document_table, rank_kill, slurm_events_table
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
@@ -10,6 +12,8 @@ from tests.support.tables import write_table
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
     ("areal-documents.md", "blocks"): document_table.table,
+    ("metrics.md", "alerts"): render_alert_table,
+    ("metrics.md", "metrics"): render_metric_table,
     ("migrating-from-areal.md", "keys"): render_rule_table,
     ("operating.md", "events"): slurm_events_table.tables,
     ("operating.md", "rank kill"): rank_kill.table,

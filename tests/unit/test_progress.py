@@ -10,7 +10,7 @@ from areal_hpc.view.summary import summarize_run
 
 STEP = {
     "reward/mean": 0.5,
-    "throughput/trained_tokens_per_s": 100.0,
+    "throughput/wall_tokens_per_s": 100.0,
     "staleness/mean": 0.0,
     "staleness/max": 0,
     "logprob/engine_trainer_max_abs_diff": 1e-6,

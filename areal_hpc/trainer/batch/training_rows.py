@@ -1,7 +1,5 @@
 """From a batch manifest to rows to train on."""
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,12 +10,10 @@ from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
-from areal_hpc.trainer.objective.advantages import (
-    compute_group_advantages,
-    compute_mean_episode_rewards,
-)
+from areal_hpc.trainer.objective.advantages import compute_group_advantages
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
@@ -159,7 +155,7 @@ def _compute_ages(
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
-    for packed in _count_tokens_by_version(versions_T):
+    for packed in count_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness(
             current, WeightVersion.unpack(packed), forks
         )
@@ -169,37 +165,3 @@ def _compute_ages(
 def _get_softmax_temperature(trajectory: TrajectoryRow) -> float:
     """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
     return trajectory.temperature or 1.0
-
-
-def summarize_batch(
-    batch: Sequence[TrajectoryRow], current: WeightVersion, forks: Sequence[GenerationFork]
-) -> dict[str, float]:
-    """Metrics of the batch before any training: rewards, sizes, ages of its tokens.
-
-    A batch without rows has no mean reward.
-    """
-    tokens_of = [_count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
-    sampled = sum(tokens_of, Counter[int]())
-    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
-    numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
-    places = [numbers.setdefault((row.ticket_id, row.episode), len(numbers)) for row in batch]
-    rewards = compute_mean_episode_rewards([row.reward for row in batch], places)
-    mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
-    return mean | {
-        "episodes": len(numbers),
-        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch),
-        "tokens/sampled": sampled.total(),
-        "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
-        "staleness/max": max(ages, default=0),
-        "staleness/mixed_version_rows": sum(len(tokens) > 1 for tokens in tokens_of),
-    }
-
-
-def _count_tokens_by_version(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
-    """Tokens by the version they were sampled from; versions come in few, long stretches."""
-    turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
-    tokens = Counter[int]()
-    for begin, end in itertools.pairwise([0, *turns.tolist(), len(versions_T)]):
-        if (version := int(versions_T[begin])) >= 0:
-            tokens[version] += end - begin
-    return tokens

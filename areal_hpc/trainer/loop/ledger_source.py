@@ -10,6 +10,7 @@ import torch
 
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
     CELL_WAIT_PHASE,
@@ -53,6 +54,7 @@ class LedgerSource(BatchSource):
         specs: list[TensorSpec],
         events: EventLog,
         stop: StopRequest,
+        episode_failures: EpisodeFailureCounter,
         idle_timeout_s: float = math.inf,
         async_evaluation: AsyncEvaluationTracker | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class LedgerSource(BatchSource):
         self._specs = specs
         self._events = events
         self._stop = stop
+        self._episode_failures = episode_failures
         self._async_evaluation = async_evaluation
         self._idle_timeout_s = idle_timeout_s
         self._found_at = self._missed_at = time.monotonic()
@@ -95,6 +98,7 @@ class LedgerSource(BatchSource):
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
+            self._ticket_counts["episode/failures"] = self._episode_failures.count_new()
         elif reply.trouble:
             raise AgentError(
                 reply.trouble, hint="read the logs of ledger and drivers in logs/latest"

@@ -220,9 +220,10 @@ def _execute_command(
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModelCommand():
+            began = time.perf_counter()
             learner.export_model()
             if coordinator:
-                coordinator.on_exported()
+                coordinator.on_exported(time.perf_counter() - began)
 
 
 def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
@@ -341,9 +342,10 @@ class Coordinator:
         self._record.metrics.write_held_lines()
         self._record.timer.add_seconds("checkpoint", seconds)
 
-    def on_exported(self) -> None:
+    def on_exported(self, seconds: float) -> None:
         """The weights have been written as a Hugging Face model."""
         self._exported_step = self._record.version.step
+        self._record.timer.add_seconds("export", seconds)
 
     def close(self) -> None:
         """Leave the replicas and the files."""

@@ -1,7 +1,10 @@
 """Row of metrics of the step in progress, kept by rank 0."""
 
+import shutil
 import time
+from collections.abc import Callable
 
+from areal_hpc.metrics.limit import find_limit
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow
@@ -12,10 +15,18 @@ class StepRecord:
     """The present weights, and the metrics of the step that made them until they are written.
 
     At the start `row` is what is known already of that step; None when its row is complete.
+    `on_written` is told of every row that is written whole, its step included.
     """
 
-    def __init__(self, metrics: MetricsWriter, version: WeightVersion, row: FlatRow | None) -> None:
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        version: WeightVersion,
+        row: FlatRow | None,
+        on_written: Callable[[FlatRow], None] = lambda row: None,
+    ) -> None:
         self.metrics = metrics
+        self._on_written = on_written
         self._restart_timing()
         self.begin(version, row or {})
         self._is_open = row is not None
@@ -38,13 +49,33 @@ class StepRecord:
         else:
             self.metrics.write(step, values)
 
-    def write(self, updates: FlatRow) -> None:
-        """Write the row once, with the times of its phases and what weight updates cost."""
+    def write(self, further: FlatRow) -> None:
+        """Write the row once, with the times of its phases and `further` metrics."""
         if not self._is_open:
             return
-        seconds = round(time.monotonic() - self._began_at, 4)
-        known: FlatRow = {"version": str(self.version), **self.timer.build_metrics(), **updates}
+        known: FlatRow = {
+            "version": str(self.version),
+            "generation": self.version.generation,
+            "unix_time_s": round(time.time(), 3),
+            "time/step_s": round(time.monotonic() - self._began_at, 4),
+            "disk/free_bytes": shutil.disk_usage(self.metrics.path.parent).free,
+            **self.timer.build_metrics(),
+            **further,
+        }
         # A row reopened by a resume keeps the times of its first writing.
-        self.metrics.write(self.version.step, known | {"time/step_s": seconds} | self.row)
+        row = _add_limits(known | self.row)
+        self.metrics.write(self.version.step, row)
         self._is_open = False
         self._restart_timing()
+        self._on_written({"step": self.version.step, **row})
+
+
+def _add_limits(row: FlatRow) -> FlatRow:
+    """The row with what follows from its times: the speed over all phases, and what limits it."""
+    further: FlatRow = {}
+    step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
+    if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
+        further["throughput/wall_tokens_per_s"] = tokens / step_s
+    if (limit := find_limit(row)) is not None:
+        further["limit"] = limit
+    return row | further

@@ -10,12 +10,16 @@ import pytest
 
 import areal_hpc
 from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.limit import PHASES_BY_LIMIT, compute_limit_shares
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SmallRun
 
+PHASES = {f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases}
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -28,15 +32,35 @@ def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: Sm
         assert row["tokens/trained"] > 0
         assert row["staleness/max"] == 0
         assert row["version"] == f"1.{row['step']}"
-        phases = {"time/batch_wait_s", "time/train_s", "time/publish_s", "time/idle_cells_s"}
+        phases = {"time/batch_wait_s", "time/train_s", "time/publish_s", "cells/idle_s"}
         assert phases <= row.keys()
         assert row["logprob/engine_trainer_max_abs_diff"] <= 1e-4
         assert row["logprob/compared_tokens"] == row["tokens/sampled"]
+        assert row["entropy/mean"] > 0
+        assert row["episode/failures"] == 0
+
+
+def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: SmallRun) -> None:
+    rows = read_metrics(finished.paths.metrics)
+    assert {name for row in rows for name in row if find_metric(name) is None} == set()
+    for row in rows:
+        phases_s = sum(seconds for name, seconds in row.items() if name in PHASES)
+        assert phases_s >= 0.97 * row["time/step_s"], row["step"]
+        assert sum(compute_limit_shares(row).values()) >= 0.97
+        assert row["limit"] in PHASES_BY_LIMIT
+        assert row["generation"] == 1
+    times = [row["unix_time_s"] for row in rows]
+    assert times == sorted(times)
+    assert times[-1] <= finished.paths.finished_marker.stat().st_mtime + 1
 
 
 def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     paths = finished.paths
     launch = json.loads(paths.provenance.read_text())["launches"][0]
+    versions = {role: found["packages"] for role, found in launch["environments"].items()}
+    assert "sglang" in versions["serve"]
+    assert {"torch", "megatron-core"} <= versions["train"].keys()
+    assert launch["user_code"]["packages"] == ["examples"]
     assert "recipes/quickstart.yaml" in launch["command"]
     assert paths.recipe.exists()
     assert paths.learning_curve.stat().st_size > 10_000

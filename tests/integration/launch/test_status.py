@@ -23,7 +23,7 @@ STEP = {
     "step": 1,
     "reward/mean": 0.5,
     "time/step_s": 2.0,
-    "throughput/trained_tokens_per_s": 100.0,
+    "throughput/wall_tokens_per_s": 100.0,
     "tokens/trained": 200,
     "tokens/sampled": 100,
     "episodes": 4,
@@ -97,7 +97,7 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
     assert "export" not in said, "no model has been exported"
     paths.export_dir("step_00000001").mkdir(parents=True)
     assert "trained model" in status()
-    odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
+    odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/wall_tokens_per_s")
     append_line(paths.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
     assert "training reward   0.500 -> not finite" in status()
 
@@ -110,7 +110,7 @@ def test_idle_time_and_batches_set_aside_are_named(
         job.root.mkdir(exist_ok=True)
         launch = LaunchFile(JobSpec(name, "agents", []), "", "", "", {})
         job.launch.write_bytes(msgspec.json.encode(launch))
-    waits = {"time/step_s": 3600.0, "time/batch_wait_s": 1800.0, "time/idle_cells_s": 900.0}
+    waits = {"time/step_s": 3600.0, "time/batch_wait_s": 1800.0, "cells/idle_s": 900.0}
     append_line(paths.metrics, STEP | waits)
     append_line(paths.events, {"time": time.time(), "event": "no_cell", "waited_s": 240.0})
     for step in (7, 9):

@@ -103,7 +103,7 @@ class Court:
                     self.coordinator.on_checkpoint_started(0.0)
                     self.coordinator.on_checkpoint_saved(0.0)
                 case ExportModelCommand():
-                    self.coordinator.on_exported()
+                    self.coordinator.on_exported(0.0)
                 case StopCommand(finished):
                     self._finished = finished
                     return

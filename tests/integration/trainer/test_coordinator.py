@@ -16,6 +16,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
@@ -112,6 +113,7 @@ def make_coordinator(
         specs=SPECS,
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
+        episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),
         async_evaluation=evaluation,
     )
     coordinator = Coordinator(schedule, record, source, stop)

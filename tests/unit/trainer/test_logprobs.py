@@ -42,7 +42,10 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     weights = torch.randn(ROWS, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group)
+    entropy = torch.empty(ROWS)
+    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group, entropy)
+    alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
+    assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
     (values * weights).sum().backward()
 
     plain = hidden.clone().requires_grad_()
@@ -52,6 +55,8 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
     (expected * weights).sum().backward()
 
+    chances = logits.detach().log_softmax(-1)
+    torch.testing.assert_close(entropy, -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected)
     assert ours.grad is not None

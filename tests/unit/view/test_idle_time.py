@@ -38,7 +38,7 @@ def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(tmp_path: Path) ->
 def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
     rows: list[dict[str, Any]] = [
         {"time/step_s": 1800.0, "time/batch_wait_s": 600.0, "time/cell_wait_s": 300.0},
-        {"time/step_s": 1800.0, "time/batch_wait_s": None, "time/idle_cells_s": 1800.0},
+        {"time/step_s": 1800.0, "time/batch_wait_s": None, "cells/idle_s": 1800.0},
         {"step": 3, "eval/reward": 0.5},
     ]
     assert describe_idle_time(rows, RunSize("GPU", 8, 4, 2)) == [

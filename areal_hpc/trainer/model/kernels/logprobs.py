@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from vocabulary-parallel logits.
+"""Log-probabilities of tokens, and entropies, from vocabulary-parallel logits.
 
 The logits are by far the largest activation (151,936 columns for Qwen2.5), so nothing of their size
 is ever made beside them: they are read in chunks of rows that fit a cache, in float32 whatever
@@ -20,15 +20,18 @@ def compute_token_logprobs(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
+    entropy_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
+
+    `entropy_N`, float32, takes the entropy in nats of the distributions that labels come from.
 
     The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
     read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
     divides the logits, as the sampler did; None is 1 everywhere.
     """
     return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits_NV, labels_N, temperature_N, vocab, group
+        logits_NV, labels_N, temperature_N, vocab, group, entropy_N
     )
 
 
@@ -43,6 +46,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature_N: torch.Tensor | None,
         vocab: int,
         group: dist.ProcessGroup,
+        entropy_N: torch.Tensor | None,
     ) -> torch.Tensor:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
@@ -51,15 +55,24 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             chosen_N = chosen_N / temperature_N
         lse_N = torch.empty_like(chosen_N)
+        mean_N = None if entropy_N is None else torch.empty_like(chosen_N)
         for rows in iterate_row_chunks(real_NV):
             values = real_NV[rows].float()
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
-            torch.logsumexp(values, -1, out=lse_N[rows])
+            if mean_N is None:
+                torch.logsumexp(values, -1, out=lse_N[rows])
+            else:
+                _compute_lse_and_mean(values, lse_N[rows], mean_N[rows])
         if group.size() > 1:
             chosen_N = torch.where(is_own_N, chosen_N, 0.0)
             dist.all_reduce(chosen_N, group=group)
-            lse_N = _reduce_lse(lse_N, group)
+            own_lse_N, lse_N = lse_N, _reduce_lse(lse_N, group)
+            if mean_N is not None:
+                mean_N *= (own_lse_N - lse_N).exp_()
+                dist.all_reduce(mean_N, group=group)
+        if entropy_N is not None and mean_N is not None:
+            torch.sub(lse_N, mean_N, out=entropy_N)
         ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N)
         ctx.first, ctx.vocab = first, vocab
         return chosen_N - lse_N
@@ -83,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if values.dtype != held.dtype:
                 held.copy_(values)
         logits_NV[:, ctx.vocab - ctx.first :] = 0
-        return logits_NV, None, None, None, None
+        return logits_NV, None, None, None, None, None
 
 
 def _find_own_columns(
@@ -93,6 +106,22 @@ def _find_own_columns(
     local_N = labels_N - first
     is_own_N = (local_N >= 0) & (local_N < columns)
     return is_own_N, torch.where(is_own_N, local_N, 0)
+
+
+def _compute_lse_and_mean(values: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor) -> None:
+    """Log-sum-exp of each row, and the mean of its values under their softmax.
+
+    What `torch.logsumexp` does, step by step, so that the exponentials are at hand: the sums come
+    out the same to the bit.
+    """
+    top = values.amax(-1, keepdim=True)
+    shifted = values - top
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    torch.log(total, out=lse)
+    lse.add_(top[:, 0])
+    torch.sum(weights.mul_(shifted), -1, out=mean)
+    mean.div_(total).add_(top[:, 0])
 
 
 def _reduce_lse(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

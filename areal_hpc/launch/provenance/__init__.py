@@ -1,0 +1,1 @@
+"""Provenance of a launch: versions, commits, differences and the user's code."""

@@ -1,0 +1,95 @@
+"""Provenance file of a run: one entry for each launch, and patches and code beside it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.launch.provenance.environments import read_environments, read_gpu_driver_version
+from areal_hpc.launch.provenance.repositories import RepositoryState, read_repository
+from areal_hpc.launch.provenance.user_code import read_user_code
+from areal_hpc.recipe.private_values import hide_private_arguments
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.paths import RunPaths
+
+
+def record_provenance(
+    recipe: Recipe,
+    paths: RunPaths,
+    attempt: int,
+    pythons: Mapping[str, str],
+    folders: Sequence[str],
+) -> None:
+    """Add this launch to the provenance file: what runs, and from where.
+
+    `folders` are those that the run's processes import the user's code from. All files are for the
+    run's owner alone: a patch may show what nobody else is to see.
+    """
+    launches: list[dict[str, Any]] = []
+    if paths.provenance.exists():
+        launches = json.loads(paths.provenance.read_text())["launches"]
+    own = read_repository(Path(__file__).parent)
+    here = read_repository(Path.cwd())
+    repositories = {
+        "areal_hpc": own,
+        "user": None if own and here and own.root == here.root else here,
+    }
+    launches.append(
+        {
+            "attempt": attempt,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": list(hide_private_arguments(sys.argv)),
+            "areal_hpc": importlib.metadata.version("areal-hpc"),
+            "git_commit": own and own.revision,
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "environments": read_environments(pythons),
+            "gpu_driver": read_gpu_driver_version(),
+            "repositories": {
+                name: _keep_repository(
+                    state, paths.provenance_copy(attempt, f"{name}.patch"), paths
+                )
+                for name, state in repositories.items()
+                if state is not None
+            },
+            "user_code": _keep_user_code(recipe, paths, attempt, folders, launches),
+        }
+    )
+    write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
+
+
+def _keep_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:
+    """A repository's entry; what differs from its commit goes to a file of its own."""
+    entry = dataclasses.asdict(state)
+    del entry["patch"]
+    if state.patch:
+        write_atomic_private(patch, state.patch)
+    return {**entry, "patch": str(patch.relative_to(paths.root)) if state.patch else None}
+
+
+def _keep_user_code(
+    recipe: Recipe,
+    paths: RunPaths,
+    attempt: int,
+    folders: Sequence[str],
+    earlier: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    """The entry of the user's code, and a copy of it unless an earlier launch left the same."""
+    code = read_user_code(recipe, folders)
+    if code is None:
+        return None
+    entry = dataclasses.asdict(code)
+    del entry["archive"]
+    known = [launch.get("user_code") or {} for launch in earlier]
+    copy = next((one["copy"] for one in known if one.get("digest") == code.digest), None)
+    if copy is None:
+        file = paths.provenance_copy(attempt, "user_code.zip")
+        write_atomic_private(file, code.archive)
+        copy = str(file.relative_to(paths.root))
+    return {**entry, "copy": copy}

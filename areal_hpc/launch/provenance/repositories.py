@@ -1,0 +1,76 @@
+"""State of a git repository: its commit, and how the files differ from it."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+MAX_PATCH_BYTES = 1 << 20
+"""A longer patch is cut: it says that much was changed, and the copy of the code has the rest."""
+MAX_UNTRACKED_FILES = 100
+GIT_TIMEOUT_S = 20.0
+_READ_ONLY = {"GIT_OPTIONAL_LOCKS": "0"}
+"""Looking at a repository must not write to it."""
+_NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", "diff.external=")
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryState:
+    """A repository as it is at a launch."""
+
+    root: str
+    revision: str
+    """The commit that is checked out."""
+    untracked: list[str]
+    """Files that git does not know and does not ignore, the first of them."""
+    patch: bytes
+    """What changes the commit's files into those that are there; empty if nothing does."""
+    is_patch_cut: bool
+
+
+def read_repository(folder: Path) -> RepositoryState | None:
+    """The repository that a folder lies in; None where there is none, or no git."""
+    try:
+        root = _ask_git(folder, "rev-parse", "--show-toplevel").strip()
+        revision = _ask_git(folder, "rev-parse", "HEAD").strip()
+        untracked = _ask_git(Path(root), "ls-files", "--others", "--exclude-standard")
+        patch = _read_patch(Path(root))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return RepositoryState(
+        root,
+        revision,
+        untracked.splitlines()[:MAX_UNTRACKED_FILES],
+        patch[:MAX_PATCH_BYTES],
+        len(patch) > MAX_PATCH_BYTES,
+    )
+
+
+def _ask_git(folder: Path, *words: str) -> str:
+    answer = subprocess.run(
+        ["git", *_NO_PROGRAMS, *words],
+        cwd=folder,
+        env=os.environ | _READ_ONLY,
+        capture_output=True,
+        timeout=GIT_TIMEOUT_S,
+        check=True,
+    )
+    return answer.stdout.decode(errors="replace")
+
+
+def _read_patch(root: Path) -> bytes:
+    """The differences from the commit, of which no more is read than is kept."""
+    command = ["git", *_NO_PROGRAMS, "diff", "--no-ext-diff", "--no-textconv", "HEAD"]
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env=os.environ | _READ_ONLY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        stream: IO[bytes] | None = process.stdout
+        assert stream is not None
+        patch = stream.read(MAX_PATCH_BYTES + 1)
+        process.kill()  # if it has more to say
+    return patch

@@ -1,0 +1,370 @@
+"""Rules of alerts: what a step's metrics, and those of the steps before, say of a run's health.
+
+Pure. `docs/metrics.md` lists the rules from here, `recipe/sections/alerts.py` has their bounds.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+
+FloatArray = npt.NDArray[np.float64]
+StepRow = Mapping[str, Any]
+"""A row of `metrics.jsonl` of a step that trained something."""
+AlertLevel = Literal["failure", "note"]
+
+WINDOW_STEPS = 20
+"""Steps before the present one that it is compared with."""
+MIN_WINDOW_STEPS = 5
+"""Fewer say nothing of what is usual."""
+MIN_SOLVED_SHARE = 0.9
+"""Of the groups with equal rewards, the share at the best one that makes the tasks solved."""
+MIN_REWARD_DROP_SHARE = 0.1
+"""Of the range of rewards seen, the smallest fall that counts."""
+MIN_FAILED_EPISODES = 8
+"""Fewer failed tries in a step are no sign of a broken agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One finding about a run's health, as of its newest step."""
+
+    rule: str
+    level: AlertLevel
+    step: int
+    """The step since which it holds."""
+    message: str
+    hint: str
+
+
+RuleCheck = Callable[[Sequence[StepRow], AlertsConfig], Alert | None]
+"""Given rows of trained steps, oldest first and at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRule:
+    """One rule, and what documents say of it."""
+
+    name: str
+    level: AlertLevel
+    keys: tuple[str, ...]
+    """Its bounds, below `alerts` in a recipe."""
+    metrics: tuple[str, ...]
+    """What it looks at, by names of the catalogue."""
+    meaning: str
+    check: RuleCheck
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+
+def check_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """Steps in a row that taught nothing; a note if that is because the tasks are solved."""
+    wanted = config.no_signal_steps
+    streak = 0
+    for row in reversed(rows):
+        if not _lacks_signal(row, config):
+            break
+        streak += 1
+    if wanted is None or streak < wanted:
+        return None
+    last, first = rows[-1], rows[-streak]
+    since = f"steps {first['step']} to {last['step']}"
+    equal = last.get("groups/zero_variance") or 0.0
+    alert = partial(Alert, "no_signal", step=first["step"])
+    if all(map(_is_solved, rows[-wanted:])):
+        return alert(
+            level="note",
+            message=f"the tasks are solved: {since} have {equal:.0%} of groups with equal rewards, "
+            "nearly all of them at the best one",
+            hint="stop here, or train on harder tasks",
+        )
+    if equal < config.max_zero_variance:
+        return alert(
+            level="failure",
+            message=f"{since} taught nothing: the gradient is zero although rewards differ",
+            hint="look at ratio/clip_fraction and importance_weight/out_of_bounds_fraction: "
+            "every token may be clipped or masked",
+        )
+    return alert(
+        level="failure",
+        message=f"{since} taught nothing: {equal:.0%} of groups have equal rewards"
+        f"{_describe_rewards(last)}",
+        hint="read replies with areal-hpc shards show RUN 0, then check the agent's reward and "
+        "the learning rate",
+    )
+
+
+def _lacks_signal(row: StepRow, config: AlertsConfig) -> bool:
+    equal = row.get("groups/zero_variance")
+    return row.get("grad_norm") == 0 or (equal is not None and equal >= config.max_zero_variance)
+
+
+def _is_solved(row: StepRow) -> bool:
+    equal, best = row.get("groups/zero_variance") or 0.0, row.get("groups/all_best") or 0.0
+    return equal > 0 and best >= MIN_SOLVED_SHARE * equal
+
+
+def _describe_rewards(row: StepRow) -> str:
+    mean, worst = row.get("reward/mean"), row.get("groups/all_worst") or 0.0
+    text = "" if mean is None else f", the mean reward is {mean:.3g}"
+    return f"{text}, {worst:.0%} of groups have only the worst reward" if worst else text
+
+
+def check_reward_drop(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """A fall of the reward from which it has not recovered: of several the first."""
+    if config.max_reward_drop_std is None:
+        return None
+    known = [row for row in rows if row.get("reward/mean") is not None]
+    rewards = np.array([row["reward/mean"] for row in known], dtype=float)
+    highest_since, alert = -math.inf, None
+    for at in range(len(known) - 1, 0, -1):
+        highest_since = max(highest_since, rewards[at])
+        before = slice(max(0, at - WINDOW_STEPS), at)
+        mean = float(rewards[before].mean())
+        if highest_since >= mean:  # mostly: the rest takes longer
+            continue
+        spread = _compute_reward_spread(rewards[before], known[before])
+        least = MIN_REWARD_DROP_SHARE * _compute_reward_range(known[before.start : at + 1])
+        bound = mean - max(config.max_reward_drop_std * spread, least)
+        if highest_since < bound:
+            since = known[at]["step"]
+            alert = Alert(
+                "reward_drop",
+                "failure",
+                since,
+                f"the reward fell at step {since} from {mean:.3g}, the mean of the "
+                f"{at - before.start} steps before, below {bound:.3g}; now it is "
+                f"{rewards[-1]:.3g}",
+                "lower trainer.optimizer.lr and go back to a checkpoint before that step",
+            )
+    return alert
+
+
+def _compute_reward_spread(rewards: FloatArray, rows: Sequence[StepRow]) -> float:
+    """Standard deviation of a step's mean reward.
+
+    It varies from step to step, and is known only to the precision that its groups allow: the
+    larger of the two counts.
+    """
+    errors = np.array([row.get("reward/standard_error") or 0.0 for row in rows])
+    of_groups = math.sqrt((errors**2).mean() * (1 + 1 / len(errors)))
+    return max(of_groups, float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0)
+
+
+def _compute_reward_range(rows: Sequence[StepRow]) -> float:
+    lowest = [row["reward/min"] for row in rows if row.get("reward/min") is not None]
+    highest = [row["reward/max"] for row in rows if row.get("reward/max") is not None]
+    return max(highest) - min(lowest) if lowest and highest else 0.0
+
+
+def check_engine_mismatch(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """Engine and trainer give tokens other probabilities under the same weights."""
+    name, bound, row = (
+        "logprob/engine_trainer_mean_abs_diff",
+        config.max_engine_trainer_diff,
+        rows[-1],
+    )
+    if bound is None or not row.get("logprob/compared_tokens") or name not in row:
+        return None
+    diff = row[name]
+    if diff is not None and diff <= bound:
+        return None
+    found = "is not finite" if diff is None else f"is {diff:.2g} nats on average, above {bound:g}"
+    return Alert(
+        "engine_mismatch",
+        "failure",
+        row["step"],
+        f"engine and trainer disagree: the difference of a token's log-probability {found}",
+        "compare dtype and model files of both, and SGLang's options; weights that a high "
+        "learning rate has blown up also do this",
+    )
+
+
+def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """More tries of episodes fail than a working agent's should."""
+    row, bound = rows[-1], config.max_failed_episodes
+    failures, episodes = row.get("episode/failures") or 0, row["episodes"]
+    if bound is None or failures < MIN_FAILED_EPISODES:
+        return None
+    share = failures / (failures + episodes)
+    if share <= bound:
+        return None
+    return Alert(
+        "failing_agents",
+        "failure",
+        row["step"],
+        f"{failures} tries of episodes failed, {episodes} ended well: {share:.0%} failed, "
+        f"above {bound:.0%}",
+        "areal-hpc why RUN names their errors",
+    )
+
+
+# Notes -------------------------------------------------------------------------------------------
+
+
+def check_reply_length(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """Replies are much longer, or shorter, than they were."""
+    name, bound = "reply/tokens_mean", config.max_reply_length_ratio
+    before = [row[name] for row in rows[-WINDOW_STEPS - 1 : -1] if row.get(name)]
+    now = rows[-1].get(name)
+    if bound is None or not now or len(before) < MIN_WINDOW_STEPS:
+        return None
+    ratio = now / statistics.fmean(before)
+    if 1 / bound <= ratio <= bound:
+        return None
+    return Alert(
+        "reply_length",
+        "note",
+        rows[-1]["step"],
+        f"replies have {now:.0f} tokens, {ratio:.2g} times the mean of the {len(before)} steps "
+        "before",
+        _READ_HINT,
+    )
+
+
+def check_free_disk(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+    """Little room is left on the storage of the run directory."""
+    bound, free_bytes = config.min_free_disk_gib, rows[-1].get("disk/free_bytes")
+    if bound is None or free_bytes is None or free_bytes >= bound * 2**30:
+        return None
+    return Alert(
+        "full_disk",
+        "note",
+        rows[-1]["step"],
+        f"{free_bytes / 2**30:.2g} GiB are free on the storage of the run, below {bound:g} GiB",
+        "make room there: a checkpoint that does not fit ends the run",
+    )
+
+
+def _check_bound(
+    rows: Sequence[StepRow],
+    config: AlertsConfig,
+    *,
+    rule: str,
+    metric: str,
+    key: str,
+    message: str,
+    hint: str,
+) -> Alert | None:
+    """A note where a metric is beyond a bound of the recipe, which its name says: max or min."""
+    value, bound = rows[-1].get(metric), getattr(config, key)
+    if value is None or bound is None:
+        return None
+    if value <= bound if key.startswith("max") else value >= bound:
+        return None
+    return Alert(rule, "note", rows[-1]["step"], message.format(value=value, bound=bound), hint)
+
+
+def _make_bound_rule(
+    rule: str, metric: str, key: str, meaning: str, message: str, hint: str
+) -> AlertRule:
+    check = partial(_check_bound, rule=rule, metric=metric, key=key, message=message, hint=hint)
+    return AlertRule(rule, "note", (key,), (metric,), meaning, check)
+
+
+_READ_HINT = "read some with areal-hpc shards show RUN 0"
+
+RULES: tuple[AlertRule, ...] = (
+    AlertRule(
+        "no_signal",
+        "failure",
+        ("no_signal_steps", "max_zero_variance"),
+        ("grad_norm", "groups/zero_variance", "groups/all_best", "groups/all_worst"),
+        "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards; "
+        "only a note where rewards have varied and these groups have the best one: the tasks are "
+        "solved",
+        check_signal,
+    ),
+    AlertRule(
+        "reward_drop",
+        "failure",
+        ("max_reward_drop_std",),
+        ("reward/mean", "reward/standard_error", "reward/min", "reward/max"),
+        "the reward fell by so many standard deviations of the 20 steps before, and by a tenth of "
+        "the range of rewards, and has not recovered",
+        check_reward_drop,
+    ),
+    AlertRule(
+        "engine_mismatch",
+        "failure",
+        ("max_engine_trainer_diff",),
+        ("logprob/engine_trainer_mean_abs_diff", "logprob/compared_tokens"),
+        "engine and trainer give tokens other probabilities under the same weights",
+        check_engine_mismatch,
+    ),
+    AlertRule(
+        "failing_agents",
+        "failure",
+        ("max_failed_episodes",),
+        ("episode/failures", "episodes"),
+        f"more than this share of the tries of episodes failed, and at least {MIN_FAILED_EPISODES}",
+        check_failing_agents,
+    ),
+    _make_bound_rule(
+        "low_entropy",
+        "entropy/mean",
+        "min_entropy",
+        "samples of a task hardly differ",
+        "the entropy of sampled tokens is {value:.2g} nats, below {bound:g}",
+        "raise rollout.sampling.temperature or trainer.objective.clip_high, or stop here",
+    ),
+    AlertRule(
+        "reply_length",
+        "note",
+        ("max_reply_length_ratio",),
+        ("reply/tokens_mean",),
+        "replies are so many times longer, or shorter, than in the 20 steps before",
+        check_reply_length,
+    ),
+    _make_bound_rule(
+        "repetition",
+        "reply/repeated_fraction",
+        "max_repeated_fraction",
+        "replies end in loops",
+        "{value:.0%} of what replies end with repeats itself, above {bound:.0%}",
+        _READ_HINT,
+    ),
+    _make_bound_rule(
+        "cut_replies",
+        "reply/cut_fraction",
+        "max_cut_fraction",
+        "replies reach their limit of tokens",
+        "{value:.0%} of replies reached their limit of tokens, above {bound:.0%}",
+        "raise rollout.sampling.max_new_tokens, or reward shorter replies",
+    ),
+    AlertRule(
+        "full_disk",
+        "note",
+        ("min_free_disk_gib",),
+        ("disk/free_bytes",),
+        "little room is left on the storage of the run directory",
+        check_free_disk,
+    ),
+    _make_bound_rule(
+        "slow_cell",
+        "generation/slowest_cell_ratio",
+        "min_cell_speed_ratio",
+        "one cell generates much slower than another",
+        "the slowest cell generates at {value:.0%} of the fastest one's speed, below {bound:.0%}",
+        "areal-hpc status RUN names its node; exclude it if that lasts",
+    ),
+)
+
+
+def render_alert_table() -> str:
+    """Every rule with its level, keys, metrics and meaning, as a Markdown table."""
+    lines = ["| alert | level | keys below `alerts` | looks at | means |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        keys, metrics = (
+            ", ".join(f"`{one}`" for one in ones) for ones in (rule.keys, rule.metrics)
+        )
+        lines.append(f"| `{rule.name}` | {rule.level} | {keys} | {metrics} | {rule.meaning} |")
+    return "\n".join(lines)

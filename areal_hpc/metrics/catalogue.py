@@ -1,0 +1,230 @@
+"""Catalogue of the metrics of a step: everything that a row of `metrics.jsonl` may hold.
+
+The tables of docs/metrics.md are made from it, and alerts take names and units from it. A contract
+test keeps it equal to what the code writes.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["up", "down", "steady", "-"]
+"""Where a healthy run goes: more is better, less is better, it should stay where it is, or the
+number says nothing of health."""
+
+MetricSource = Literal[
+    "trainer", "batch", "records", "loss", "evaluation", "ledger", "events", "weights"
+]
+SOURCES: dict[MetricSource, str] = {
+    "trainer": "the trainer's own clocks, memory and disk",
+    "batch": "the rows and rewards of the batch",
+    "records": "what the proxy recorded of each model call of the batch",
+    "loss": "the forward and backward passes of the step, over all ranks",
+    "evaluation": "the held-out tasks",
+    "ledger": "the ledger's counts of tickets",
+    "events": "the drivers' lines in `events.jsonl`",
+    "weights": "the update of the replicas",
+}
+REPRODUCIBLE_SOURCES: tuple[MetricSource, ...] = ("batch", "records", "loss")
+"""A replay of the same batch finds the same numbers from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of a step. A name that ends in `<name>` stands for any number of metrics."""
+
+    name: str
+    unit: str
+    """Empty for a plain number; `share` is a number from 0 to 1."""
+    meaning: str
+    """The formula, or what is counted."""
+    direction: Direction
+    source: MetricSource
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if the name is that of many metrics, which users name."""
+        return self.name.endswith("<name>")
+
+
+def _list_metrics(source: MetricSource, *rows: tuple[str, str, Direction, str]) -> Iterator[Metric]:
+    for name, unit, direction, meaning in rows:
+        yield Metric(name, unit, meaning, direction, source)
+
+
+CATALOGUE: tuple[Metric, ...] = (
+    *_list_metrics(
+        "trainer",
+        ("step", "", "up", "batches trained"),
+        ("version", "", "-", "the weights after the step, `generation.step`"),
+        ("generation", "", "steady", "which start of the trainer wrote the row"),
+        ("unix_time_s", "s", "-", "Unix time at which the row was complete"),
+    ),
+    *_list_metrics(
+        "batch",
+        ("reward/mean", "", "up", "mean reward over episodes; of an episode, over its rows"),
+        ("reward/std", "", "-", "standard deviation of the reward over episodes"),
+        ("reward/min", "", "up", "lowest reward of an episode"),
+        ("reward/max", "", "up", "highest reward of an episode"),
+        ("reward/standard_error", "", "-",
+         "standard deviation of the groups' mean rewards / sqrt(groups)"),
+        ("groups/zero_variance", "share", "down",
+         "groups whose rewards vary less than `trainer.objective.min_reward_std`: they teach "
+         "nothing"),
+        ("groups/all_best", "share", "-",
+         "groups of which every episode has the highest reward that the run has seen"),
+        ("groups/all_worst", "share", "down",
+         "groups of which every episode has the lowest reward that the run has seen"),
+        ("episodes", "", "-", "episodes of the batch"),
+        ("reply/tokens_mean", "tokens", "steady",
+         "sampled tokens of a reply: of a stretch that the model sampled without a break"),
+        ("reply/tokens_p95", "tokens", "steady", "95th percentile of the same"),
+        ("reply/tokens_max", "tokens", "-", "the longest reply"),
+        ("reply/repeated_fraction", "share", "down",
+         "1 - distinct / all runs of 4 tokens, over the last 256 tokens of each reply"),
+        ("tokens/trained", "tokens", "-", "tokens of the batch, prompts included"),
+        ("tokens/sampled", "tokens", "-", "those of them that the model sampled"),
+        ("staleness/mean", "steps", "down",
+         "versions between the weights that sampled a token and those that it trains"),
+        ("staleness/max", "steps", "down", "that of the oldest token"),
+        ("staleness/mixed_version_rows", "", "-", "rows with tokens of several versions"),
+    ),
+    *_list_metrics(
+        "records",
+        ("reward/part/<name>", "", "up", "mean over episodes of a part of `Reward(parts=...)`"),
+        ("reward/metric/<name>", "", "-",
+         "mean over episodes of a number of `Reward(metrics=...)`"),
+        ("reply/cut_fraction", "share", "down",
+         "replies that ended because they reached their limit of tokens"),
+        ("episode/turns_mean", "", "-", "model calls of an episode"),
+        ("episode/turns_max", "", "-", "the most model calls of an episode"),
+        ("episode/duration_mean_s", "s", "down", "from the start to the end of an episode"),
+        ("episode/duration_max_s", "s", "down", "that of the slowest episode"),
+        ("episode/tool_time_fraction", "share", "-",
+         "time of episodes in which no model call of theirs was under way: tools and the agent"),
+        ("cells/idle_s", "s", "down",
+         "seconds that cells had no ticket, summed over cells, while the batch formed"),
+        ("generation/tokens_per_s", "tokens/s", "up",
+         "sampled tokens of the batch / seconds from its first model call to its last reply"),
+        ("generation/cached_prompt_fraction", "share", "up",
+         "prompt tokens that the engine took from its cache"),
+        ("generation/slowest_cell_ratio", "", "up",
+         "sampled tokens per second of model calls: the slowest cell's / the fastest's"),
+    ),
+    *_list_metrics(
+        "loss",
+        ("loss", "", "-", "the objective, negated, per sampled token"),
+        ("grad_norm", "", "steady", "largest norm of the step's gradients, before clipping"),
+        ("lr", "", "-", "learning rate"),
+        ("entropy/mean", "nats", "steady",
+         "entropy of the distribution that a sampled token came from, by the trainer's logits"),
+        ("ratio/clip_fraction", "share", "down", "tokens whose gradient the clip removed"),
+        ("importance_weight/mean", "", "steady", "proximal / pi_b before the bounds"),
+        ("importance_weight/max", "", "down", "the largest of them"),
+        ("importance_weight/out_of_bounds_fraction", "share", "down",
+         "tokens that were clamped or masked"),
+        ("importance_weight/effective_sample_fraction", "share", "up",
+         "tokens of equal weight that would say as much, as a share of all"),
+        ("kl/behavior", "nats", "down", "KL(pi_b || proximal) per token, estimated by k3"),
+        ("logprob/engine_trainer_max_abs_diff", "nats", "down",
+         "largest difference of a token's log-probability, engine against trainer, where both had "
+         "the same weights"),
+        ("logprob/engine_trainer_mean_abs_diff", "nats", "down", "the mean of the same"),
+        ("logprob/engine_trainer_p99_abs_diff", "nats", "down",
+         "its 99th percentile, to 4 %"),
+        ("logprob/engine_trainer_kl", "nats", "down",
+         "KL(engine || trainer) per token, estimated by k3"),
+        ("logprob/compared_tokens", "tokens", "-", "tokens that these four are about"),
+        ("padding_waste", "share", "down", "places of forward passes that hold padding"),
+        ("step/skipped", "", "down",
+         "optimizer steps of the batch that were not taken: no gradient, or none that is finite"),
+        ("step/nonfinite", "", "down", "those of them whose gradient was not finite"),
+    ),
+    *_list_metrics(
+        "trainer",
+        ("throughput/wall_tokens_per_s", "tokens/s", "up", "`tokens/trained` / `time/step_s`"),
+        ("throughput/train_phase_tokens_per_s", "tokens/s", "up",
+         "`tokens/trained` / `time/train_s`"),
+        ("time/step_s", "s", "down", "from the row before to this one"),
+        ("limit", "", "-",
+         "what most of that time went to: `generation` (batch_wait, cell_wait), `training` "
+         "(read, measure, pack, train, checkpoint, export), `weights` (publish) or `evaluation` "
+         "(eval)"),
+        ("time/batch_wait_s", "s", "down", "waiting for episodes"),
+        ("time/cell_wait_s", "s", "down", "waiting for a replica that takes the weights"),
+        ("time/read_s", "s", "down", "reading the batch, and checking its digests"),
+        ("time/measure_s", "s", "down", "computing the metrics of its replies and episodes"),
+        ("time/pack_s", "s", "down", "advantages and packing"),
+        ("time/train_s", "s", "down", "forward, backward, optimizer"),
+        ("time/publish_s", "s", "down", "finding replicas and sending them the weights"),
+        ("time/checkpoint_s", "s", "down", "copying the state, and waiting for its writer"),
+        ("time/eval_s", "s", "down", "waiting for held-out tasks"),
+        ("time/export_s", "s", "down", "writing a Hugging Face model"),
+        ("memory/trainer_peak_bytes", "bytes", "down",
+         "most memory that a rank has held so far: of its GPU, else resident"),
+        ("disk/free_bytes", "bytes", "up", "free on the storage of the run directory"),
+    ),
+    *_list_metrics(
+        "evaluation",
+        ("eval/reward", "", "up", "mean reward of the held-out tasks, of an evaluated step"),
+    ),
+    *_list_metrics(
+        "ledger",
+        ("tickets/stale_trained", "", "down",
+         "tickets of the batch with a token older than the bound"),
+        ("tickets/stale_dropped", "", "down", "tickets given up on because they were older"),
+        ("tickets/stale_requeued", "", "down", "tickets issued again because they were older"),
+        ("tickets/filtered", "", "down", "tickets finished and not accepted"),
+        ("tickets/failed", "", "down", "tickets dropped because their agent kept failing"),
+    ),
+    *_list_metrics(
+        "events",
+        ("episode/failures", "", "down",
+         "tries of training episodes that raised or took too long since the row before"),
+    ),
+    *_list_metrics(
+        "weights",
+        ("weights/group_join_s", "s", "down", "forming groups; near 0 while replicas stay"),
+        ("weights/write_s", "s", "down", "by disk: writing"),
+        ("weights/pause_call_s", "s", "down", "from here on generation stands still"),
+        ("weights/transfer_s", "s", "down", "gathering, packing and sending"),
+        ("weights/load_s", "s", "down",
+         "what the slowest group waited for its replicas to load; by disk, reading too"),
+        ("weights/verify_s", "s", "down", "checksums of all that replicas hold"),
+        ("weights/flush_s", "s", "down", "the cache of the old weights"),
+        ("weights/resume_s", "s", "down", "back into service"),
+        ("weights/generation_pause_version", "", "-",
+         "the update that the next four are about: the newest that requests recovered from"),
+        ("weights/generation_pause_s", "s", "down",
+         "the order to pause until the first new token, of the slowest replica"),
+        ("weights/reprefill_s", "s", "down", "the part of it after the order to go on"),
+        ("weights/paused_requests", "", "-", "in flight or waiting when the pause began"),
+        ("weights/recomputed_tokens", "tokens", "down",
+         "whose keys and values were computed again"),
+    ),
+)  # fmt: skip
+
+_METRIC_BY_NAME = {metric.name: metric for metric in CATALOGUE}
+_PATTERNS = [
+    (re.compile(re.escape(metric.name.removesuffix("<name>")) + ".+"), metric)
+    for metric in CATALOGUE
+    if metric.is_pattern
+]
+
+
+def find_metric(name: str) -> Metric | None:
+    """The catalogue's entry for a name in a row; None if it has none."""
+    if (metric := _METRIC_BY_NAME.get(name)) is not None:
+        return metric
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def render_metric_table() -> str:
+    """Every metric with unit, meaning, direction and source, as a Markdown table."""
+    lines = ["| metric | unit | good | meaning | from |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{one.name}` | {one.unit} | {one.direction} | {one.meaning} | {one.source} |"
+        for one in CATALOGUE
+    ]
+    return "\n".join(lines)

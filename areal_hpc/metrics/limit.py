@@ -1,0 +1,33 @@
+"""Time limit of a step: which part of the system the others waited for."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+StepLimit = Literal["generation", "training", "weights", "evaluation"]
+
+PHASES_BY_LIMIT: dict[StepLimit, tuple[str, ...]] = {
+    "generation": ("batch_wait", "cell_wait"),
+    "training": ("read", "measure", "pack", "train", "checkpoint", "export"),
+    "weights": ("publish",),
+    "evaluation": ("eval",),
+}
+"""Phases of the trainer, as in `time/<phase>_s`, by what they are spent on."""
+
+
+def compute_limit_shares(row: Mapping[str, Any]) -> dict[StepLimit, float]:
+    """The share of a step's time that went to each part of the system; empty without times."""
+    step_s = row.get("time/step_s") or 0.0
+    if step_s <= 0:
+        return {}
+    return {
+        limit: sum(row.get(f"time/{phase}_s") or 0.0 for phase in phases) / step_s
+        for limit, phases in PHASES_BY_LIMIT.items()
+    }
+
+
+def find_limit(row: Mapping[str, Any]) -> StepLimit | None:
+    """What most of a step's time went to; None without times."""
+    shares = compute_limit_shares(row)
+    if not shares:
+        return None
+    return max(shares, key=lambda limit: shares[limit])

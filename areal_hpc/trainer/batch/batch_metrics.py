@@ -1,0 +1,147 @@
+"""Metrics of a batch before any training: rewards, groups, replies, ages of tokens. Pure numpy."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.rundir.checkpoints import RewardRange
+from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+
+_GRAM_FACTORS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
+)
+_REPLY_FACTOR = 0xD6E8FEB86659FD93
+"""Odd numbers that spread four tokens in a row, and the number of their reply, over 64 bits."""
+REPETITION_WINDOW_TOKENS = 256
+"""Tokens at the end of a reply in which repetition is looked for: loops go on to the end."""
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+def summarize_tokens(
+    batch: Sequence[TrajectoryRow], current: WeightVersion, forks: Sequence[GenerationFork]
+) -> dict[str, float]:
+    """Number of the batch's tokens, and how old the weights are that sampled them."""
+    tokens_of = [count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
+    sampled = sum(tokens_of, Counter[int]())
+    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
+    return {
+        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch),
+        "tokens/sampled": sampled.total(),
+        "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
+        "staleness/max": max(ages, default=0),
+        "staleness/mixed_version_rows": sum(len(tokens) > 1 for tokens in tokens_of),
+    }
+
+
+def count_tokens_by_version(versions_T: IntArray) -> Counter[int]:
+    """Tokens by the version they were sampled from; versions come in few, long stretches."""
+    turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
+    tokens = Counter[int]()
+    for begin, end in itertools.pairwise([0, *turns.tolist(), len(versions_T)]):
+        if (version := int(versions_T[begin])) >= 0:
+            tokens[version] += end - begin
+    return tokens
+
+
+# Rewards -----------------------------------------------------------------------------------------
+
+
+def group_episode_rewards(batch: Sequence[TrajectoryRow]) -> list[FloatArray]:
+    """The episodes' rewards of each ticket of the batch; an episode's is the mean of its rows'."""
+    rows_of: dict[int, list[TrajectoryRow]] = {}
+    for row in batch:
+        rows_of.setdefault(row.ticket_id, []).append(row)
+    return [
+        compute_mean_episode_rewards([row.reward for row in rows], [row.episode for row in rows])
+        for rows in rows_of.values()
+    ]
+
+
+def extend_reward_range(
+    seen: RewardRange | None, groups: Sequence[FloatArray]
+) -> RewardRange | None:
+    """The range of all rewards so far, with those of another batch."""
+    lowest = [group.min() for group in groups] + ([seen.lowest] if seen else [])
+    highest = [group.max() for group in groups] + ([seen.highest] if seen else [])
+    return RewardRange(float(min(lowest)), float(max(highest))) if lowest else None
+
+
+def summarize_rewards(
+    groups: Sequence[FloatArray], seen: RewardRange | None, min_reward_std: float
+) -> dict[str, float]:
+    """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
+
+    `seen` is the range of rewards up to and including this batch: without a difference between its
+    ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
+    """
+    if not groups or seen is None:
+        return {"episodes": 0}
+    rewards = np.concatenate(groups)
+    means = np.array([group.mean() for group in groups])
+    spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
+    has_varied = seen.highest - seen.lowest >= min_reward_std
+
+    def count_at(end: float) -> float:
+        near = [bool((abs(group - end) < min_reward_std).all()) for group in groups]
+        return float(np.mean(near)) if has_varied else 0.0
+
+    return {
+        "episodes": len(rewards),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/standard_error": (
+            float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+        ),
+        "groups/zero_variance": float(np.mean([spread < min_reward_std for spread in spreads])),
+        "groups/all_best": count_at(seen.highest),
+        "groups/all_worst": count_at(seen.lowest),
+    }
+
+
+# Replies -----------------------------------------------------------------------------------------
+
+
+def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
+    """Lengths of the replies that the batch trains, and how much they repeat themselves."""
+    replies = [reply for row in batch for reply in _split_replies(row)]
+    if not replies:
+        return {}
+    lengths = np.array([len(reply) for reply in replies])
+    return {
+        "reply/tokens_mean": float(lengths.mean()),
+        "reply/tokens_p95": float(np.percentile(lengths, 95)),
+        "reply/tokens_max": int(lengths.max()),
+        "reply/repeated_fraction": compute_repeated_fraction(replies),
+    }
+
+
+def _split_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
+    """The stretches of a row's tokens that the model sampled without a break."""
+    edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
+    return [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
+
+
+def compute_repeated_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float:
+    """Runs of tokens that came before in the same reply, as a share of all; 0 for short replies."""
+    keys = []
+    for number, reply in enumerate(replies):
+        ids = reply[-REPETITION_WINDOW_TOKENS:].astype(np.uint64)
+        runs = len(ids) - len(_GRAM_FACTORS) + 1
+        if runs > 0:
+            hashes = np.full(runs, number * _REPLY_FACTOR % 2**64, np.uint64)
+            for place, factor in enumerate(_GRAM_FACTORS):
+                hashes += ids[place : place + runs] * factor
+            keys.append(hashes)
+    if not keys:
+        return 0.0
+    every = np.concatenate(keys)
+    return 1.0 - len(np.unique(every)) / len(every)

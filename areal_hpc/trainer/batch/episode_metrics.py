@@ -1,0 +1,185 @@
+"""Metrics of a batch's episodes, from what the proxy recorded of their model calls.
+
+Rows of shards before format v2 know little of their calls: what none of a batch knows is absent
+from its metrics, not zero.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_hpc.errors import ShardError
+from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+
+logger = logging.getLogger(__name__)
+
+CUT_FINISH_REASON = "length"
+"""How a reply ends that reached its limit of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """One episode of a batch: all that its rows know of it."""
+
+    cell: str
+    started_at: float
+    """Unix time; 0 if it is not known."""
+    ended_at: float
+    calls: dict[str, CallRecord]
+    """Its model calls by id; of one that several rows share, the record that trains it."""
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the end of its session; 0 if that is not known."""
+        return max(0.0, self.ended_at - self.started_at) if self.started_at else 0.0
+
+
+def read_episode_records(manifest: BatchManifest, shards: CheckedShards) -> list[EpisodeRecord]:
+    """The episodes of a batch.
+
+    Raises:
+        ShardError: A shard is gone, or what it says of a row cannot be read.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for ticket in manifest.tickets:
+        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
+    found: dict[str, list[RowRecord]] = {}
+    for shard, rows in rows_of.items():
+        for record in shards.read_records(shard, rows):
+            session = record.session_id or f"row {len(found)}"  # a row of before format v2
+            found.setdefault(session, []).append(record)
+    return [merge_rows(records) for records in found.values()]
+
+
+def merge_rows(records: Sequence[RowRecord]) -> EpisodeRecord:
+    """The episode that these rows are of."""
+    first, calls = records[0], dict[str, CallRecord]()
+    for call in (call for record in records for call in record.calls):
+        if call.trained or call.id not in calls:
+            calls[call.id] = call
+    return EpisodeRecord(first.cell, first.started_at, first.ended_at, calls)
+
+
+def summarize_recorded_episodes(manifest: BatchManifest, shards: CheckedShards) -> dict[str, float]:
+    """Metrics of a batch's episodes; none if what is recorded of them cannot be read."""
+    try:
+        return summarize_episodes(read_episode_records(manifest, shards))
+    except ShardError as error:  # the tokens can be read: what is said of them is no condition
+        logger.warning("metrics of episodes are left out: %s", error)
+        return {}
+
+
+def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """Turns, times, ends of replies, speed of generation, and numbers of the agents' own."""
+    told = [episode for episode in episodes if episode.calls]
+    return {
+        **_summarize_turns(told),
+        **_summarize_durations(told),
+        **_summarize_generation([call for episode in told for call in episode.calls.values()]),
+        **_compare_cells(told),
+        **_summarize_agent_numbers(told),
+    }
+
+
+def _summarize_turns(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    if not episodes:
+        return {}
+    turns = [len(episode.calls) for episode in episodes]
+    trained = [call for one in episodes for call in one.calls.values() if call.trained]
+    metrics: dict[str, float] = {
+        "episode/turns_mean": float(np.mean(turns)),
+        "episode/turns_max": max(turns),
+    }
+    if trained:
+        cut = [call.finish_reason == CUT_FINISH_REASON for call in trained]
+        metrics["reply/cut_fraction"] = float(np.mean(cut))
+    return metrics
+
+
+def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    timed = [episode for episode in episodes if episode.duration_s > 0]
+    if not timed:
+        return {}
+    durations = [episode.duration_s for episode in timed]
+    in_calls_s = sum(measure_union_s(map(get_span, one.calls.values())) for one in timed)
+    return {
+        "episode/duration_mean_s": float(np.mean(durations)),
+        "episode/duration_max_s": max(durations),
+        "episode/tool_time_fraction": max(0.0, 1.0 - in_calls_s / sum(durations)),
+    }
+
+
+def get_span(call: CallRecord) -> tuple[float, float]:
+    """When a call was under way, in Unix time."""
+    return call.asked_at, call.answered_at
+
+
+def measure_union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that at least one of the spans covers."""
+    covered_s, end = 0.0, -np.inf
+    for begin, until in sorted(spans):
+        covered_s += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return float(covered_s)
+
+
+def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    timed = [call for call in calls if call.asked_at and call.answered_at]
+    if timed:
+        began, ended = min(one.asked_at for one in timed), max(one.answered_at for one in timed)
+        if ended > began:
+            tokens = sum(call.reply_tokens for call in timed)
+            metrics["generation/tokens_per_s"] = tokens / (ended - began)
+    if prompt_tokens := sum(call.prompt_tokens for call in calls):
+        cached = sum(call.cached_tokens for call in calls)
+        metrics["generation/cached_prompt_fraction"] = cached / prompt_tokens
+    return metrics
+
+
+def _compare_cells(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """How much slower the slowest cell's calls are than the fastest one's."""
+    speeds = [speed for _, speed in _measure_cell_speeds(episodes)]
+    if len(speeds) < 2:
+        return {}
+    return {"generation/slowest_cell_ratio": min(speeds) / max(speeds)}
+
+
+def _measure_cell_speeds(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
+    """Sampled tokens per second of model calls, of each cell that is known."""
+    for cell in sorted({episode.cell for episode in episodes if episode.cell}):
+        calls = [
+            call
+            for episode in episodes
+            if episode.cell == cell
+            for call in episode.calls.values()
+            if call.answered_at > call.asked_at > 0
+        ]
+        seconds = sum(call.answered_at - call.asked_at for call in calls)
+        tokens = sum(call.reply_tokens for call in calls)
+        if tokens:
+            yield cell, tokens / seconds
+
+
+def _summarize_agent_numbers(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """Means over episodes of the parts and metrics that agents gave with their rewards.
+
+    An episode with several rewards counts with their sums; one that does not name a number counts
+    not at all for it.
+    """
+    sums_of: dict[str, list[float]] = {}
+    for episode in episodes:
+        own: dict[str, float] = {}
+        rewards = [call.reward for call in episode.calls.values() if call.reward is not None]
+        for reward in rewards:
+            for kind, numbers in (("part", reward.parts), ("metric", reward.metrics)):
+                for name, number in numbers.items():
+                    key = f"reward/{kind}/{name}"
+                    own[key] = own.get(key, 0.0) + number
+        for key, number in own.items():
+            sums_of.setdefault(key, []).append(number)
+    return {key: float(np.mean(numbers)) for key, numbers in sums_of.items()}

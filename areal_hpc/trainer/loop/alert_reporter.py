@@ -1,0 +1,80 @@
+"""Alerts as the trainer tells them: events, its log, and a program of the user's."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import threading
+from collections import deque
+from typing import Any
+
+from areal_hpc.metrics.alert_rules import Alert
+from areal_hpc.metrics.alerts import MAX_ROWS, AlertTracker
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.paths import RunPaths
+
+logger = logging.getLogger(__name__)
+
+COMMAND_TIMEOUT_S = 60.0
+"""A program that has not ended by then is killed."""
+ALERT_EVENT = "alert"
+VARIABLE_PREFIX = "AREAL_HPC_ALERT_"
+"""Of the program's environment variables: RULE, LEVEL, STEP, MESSAGE, HINT and RUN_DIR."""
+
+
+class AlertReporter:
+    """Judges the run after each step, and tells every alert once.
+
+    Alerts that the run had before this start of the trainer are not told again.
+    """
+
+    def __init__(self, config: AlertsConfig, paths: RunPaths, events: EventLog) -> None:
+        self._command = list(config.command)
+        self._run_dir = str(paths.root)
+        self._events = events
+        self._rows: deque[dict[str, Any]] = deque(read_metrics(paths.metrics), maxlen=MAX_ROWS)
+        self._tracker = AlertTracker(config)
+        self._tracker.find_new([*self._rows])
+
+    def report_step(self, row: FlatRow) -> None:
+        """Judge the run by another row of metrics, that of its newest step."""
+        self._rows.append(row)
+        for alert in self._tracker.find_new([*self._rows]):
+            logger.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
+            self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))
+            if self._command:
+                self._start_command(alert)
+
+    def _start_command(self, alert: Alert) -> None:
+        """Start the user's program; training does not wait for it."""
+        facts = {**dataclasses.asdict(alert), "run_dir": self._run_dir}
+        variables = {f"{VARIABLE_PREFIX}{name.upper()}": str(fact) for name, fact in facts.items()}
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | variables,
+            )
+        except OSError as error:
+            logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
+            return
+        threading.Thread(target=_await_command, args=[process], daemon=True).start()
+
+
+def _await_command(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the program, and log what it says if it fails."""
+    try:
+        said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        logger.error("alerts.command: killed after %.0f s", COMMAND_TIMEOUT_S)
+        return
+    if process.returncode:
+        text = said.decode(errors="replace").strip()[-500:]
+        logger.error("alerts.command: it ended with exit code %d: %s", process.returncode, text)

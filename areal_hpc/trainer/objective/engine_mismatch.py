@@ -1,0 +1,63 @@
+"""Log-probability drift check: how far engine and trainer are apart under the same weights.
+
+Differences are sums and a histogram over tokens, which ranks and micro-batches add up.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+BINS_PER_DECADE = 32
+"""A percentile is read to 4 %: half a bin."""
+MIN_EXPONENT, MAX_EXPONENT = -9, 3
+"""Powers of ten that the histogram covers; what lies beyond is counted in the last bin there."""
+BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_DECADE
+
+MISMATCH_SUM_NAMES = ("compared", "mismatch_abs", "mismatch_kl")
+"""Sums over compared tokens: their number, the absolute difference, and the k3 estimate of
+KL(engine || trainer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMismatch:
+    """Differences of the log-probabilities of some tokens."""
+
+    sums: dict[str, float]
+    """`MISMATCH_SUM_NAMES` by name."""
+    max_abs_diff: float
+    """0 without tokens."""
+    histogram_B: torch.Tensor
+    """Tokens by the logarithm of their difference, on the CPU in float64."""
+
+
+def measure_engine_mismatch(
+    trainer_N: torch.Tensor, engine_N: torch.Tensor, is_compared_N: torch.Tensor
+) -> EngineMismatch:
+    """Compare log-probabilities of tokens, of those that the trainer's weights sampled."""
+    log_ratio_N = (trainer_N - engine_N)[is_compared_N].double()
+    if not log_ratio_N.numel():
+        no_tokens = dict.fromkeys(MISMATCH_SUM_NAMES, 0.0)
+        return EngineMismatch(no_tokens, 0.0, torch.zeros(BINS, dtype=torch.float64))
+    diff_N = log_ratio_N.abs()
+    kl = (torch.expm1(log_ratio_N) - log_ratio_N).sum()
+    total, kl_sum, largest = torch.stack([diff_N.sum(), kl, diff_N.max()]).tolist()
+    sums = dict(zip(MISMATCH_SUM_NAMES, (diff_N.numel(), total, kl_sum), strict=True))
+    return EngineMismatch(sums, largest, _count_by_bin(diff_N))
+
+
+def _count_by_bin(diff_N: torch.Tensor) -> torch.Tensor:
+    places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
+    # What is not a number has no place; the mean and the maximum tell of it.
+    bins_N = places_N.nan_to_num(BINS - 1, BINS - 1).long().clamp_(0, BINS - 1)
+    return torch.bincount(bins_N, minlength=BINS).double().cpu()
+
+
+def estimate_percentile(histogram_B: torch.Tensor, share: float, largest: float) -> float:
+    """The difference that `share` of the tokens do not exceed; at most `largest`, 0 for none."""
+    total = float(histogram_B.sum())
+    if not total or math.isnan(largest):
+        return largest
+    index = int(torch.searchsorted(histogram_B.cumsum(0), share * total))
+    middle = float(10.0 ** (MIN_EXPONENT + (index + 0.5) / BINS_PER_DECADE))
+    return min(middle, largest)

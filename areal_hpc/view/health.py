@@ -1,0 +1,75 @@
+"""Health of a run: its alerts as of its newest step, from its directory alone."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.metrics.alert_rules import MIN_FAILED_EPISODES, Alert
+from areal_hpc.metrics.alerts import find_alerts
+from areal_hpc.metrics.episode_failures import is_training_failure
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+
+
+def read_alerts(paths: RunPaths) -> list[Alert]:
+    """What the run's metrics say of it by the rules of its recipe, failures first.
+
+    Before its first trained step, which agents that only fail never let it reach, its events do.
+    """
+    config, rows = read_alerts_config(paths), read_metrics(paths.metrics)
+    if any(row.get("episodes") for row in rows) or config.max_failed_episodes is None:
+        return find_alerts(rows, config)
+    since = read_launch_time(paths)
+    events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
+    failing = find_only_failures(events)
+    return [failing] if failing else []
+
+
+def find_only_failures(events: Sequence[dict[str, Any]]) -> Alert | None:
+    """The alert of agents whose episodes have only failed so far; None if some ended well."""
+    failures = [event for event in events if is_training_failure(event)]
+    if len(failures) < MIN_FAILED_EPISODES:
+        return None
+    reason = str(failures[-1].get("reason", "")).strip().splitlines()
+    last = f"; the last: {reason[-1][:300]}" if reason else ""
+    return Alert(
+        "failing_agents",
+        "failure",
+        0,
+        f"{len(failures)} tries of episodes failed, and no step has been trained{last}",
+        "areal-hpc why RUN names their errors",
+    )
+
+
+def read_launch_time(paths: RunPaths) -> float:
+    """Unix time of the last `run` or `submit`; 0 if nobody can tell."""
+    try:
+        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
+        return datetime.fromisoformat(newest["time"]).timestamp()
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def read_alerts_config(paths: RunPaths) -> AlertsConfig:
+    """The rules of a run's recipe; the defaults where it has none that this version reads."""
+    try:
+        return AlertsConfig.model_validate(read_run_recipe(paths.recipe).get("alerts", {}))
+    except (RecipeError, ValidationError):
+        return AlertsConfig()
+
+
+def list_failures(alerts: Sequence[Alert]) -> list[Alert]:
+    """Those by which somebody has to act."""
+    return [alert for alert in alerts if alert.level == "failure"]
+
+
+def format_alert(alert: Alert) -> str:
+    """An alert for people, on one line."""
+    return f"{alert.level:<8} {alert.message} ({alert.rule}; try: {alert.hint})"

@@ -1,0 +1,88 @@
+"""The catalogue has every metric that the package writes, and no other."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from areal_hpc.metrics.catalogue import CATALOGUE, SOURCES, find_metric
+from areal_hpc.metrics.limit import PHASES_BY_LIMIT
+from tests.support.package_sources import sources
+
+NAMES = {metric.name for metric in CATALOGUE}
+GROUPS = {name.split("/")[0] for name in NAMES if "/" in name}
+WRITERS = ("metrics/", "trainer/", "weights/")
+"""Where metrics are measured and written."""
+IS_NOT_WRITTEN = {"metrics/catalogue.py", "metrics/alert_rules.py"}
+OF_SFT = {"tokens/targets", "throughput/trained_tokens_per_s"}
+"""In `sft_metrics.jsonl`."""
+
+
+def written_in(source: str) -> Iterator[re.Pattern[str]]:
+    """What a module's strings look like; a value that is put into one may be anything."""
+    tree = ast.parse(source)
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
+             for part in node.values}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                re.escape(str(part.value)) if isinstance(part, ast.Constant) else "[^/]+"
+                for part in node.values
+            ]
+            yield re.compile("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and id(node) not in inner:
+            yield re.compile(re.escape(str(node.value)))
+
+
+def is_metric(pattern: re.Pattern[str]) -> bool:
+    """True if a string is a name in one of the catalogue's groups."""
+    group, slash, rest = pattern.pattern.partition("/")
+    return bool(slash) and group in GROUPS and re.fullmatch(r"[\w\[\]^/+.\\{}]+", rest) is not None
+
+
+@functools.cache
+def written() -> dict[str, list[re.Pattern[str]]]:
+    return {
+        module: list(written_in(source))
+        for module, source in sources().items()
+        if module.startswith(WRITERS) and module not in IS_NOT_WRITTEN
+    }
+
+
+def test_every_metric_that_is_written_is_in_the_catalogue() -> None:
+    missing = {
+        (module, pattern.pattern)
+        for module, patterns in written().items()
+        for pattern in filter(is_metric, patterns)
+        if pattern.pattern not in OF_SFT
+        and find_metric(pattern.pattern) is None
+        and not any(pattern.fullmatch(name) for name in NAMES)
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_metric_of_the_catalogue_is_written(name: str) -> None:
+    sample = name.replace("<name>", "anything")
+    patterns = [pattern for found in written().values() for pattern in found]
+    assert any(pattern.fullmatch(sample) for pattern in patterns if pattern.pattern != "[^/]+")
+
+
+def test_a_metric_that_the_catalogue_lacks_is_noticed() -> None:
+    source = 'row["reward/median"] = 1\nrow[f"reply/{kind}_median"] = 2\nsay("see docs/weights.md")'
+    names = [pattern.pattern for pattern in written_in(source) if is_metric(pattern)]
+    assert names == ["reward/median", "reply/[^/]+_median"]
+    assert not any(find_metric(name) for name in names)
+
+
+def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
+    for metric in CATALOGUE:
+        assert metric.meaning
+        assert metric.source in SOURCES
+    assert len(NAMES) == len(CATALOGUE)
+    phases = [f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases]
+    assert sorted([*phases, "time/step_s"]) == sorted(n for n in NAMES if n.startswith("time/"))
+    assert find_metric("reward/part/format") is not None
+    assert find_metric("reward/median") is None

@@ -1,0 +1,37 @@
+"""A run that falls apart is no success, though every step of it is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.metrics.step_metrics import read_metrics
+from tests.support.commands import exit_code_of
+from tests.support.run_files import events_of
+from tests.support.small_run import SmallRun, started_from
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_a_learning_rate_of_10_is_a_failure_within_three_steps_of_the_fall(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = SmallRun(
+        tmp_path,
+        *started_from(model),
+        "rollout.workflow=tests.support.sums.VarietyAgent",
+        "valid_dataset=null",
+        "trainer.optimizer.lr=10",
+        "trainer.total_steps=4",
+        "trainer.checkpoint_every_steps=4",
+    )
+    run.finish()
+    rows = read_metrics(run.paths.metrics)
+    norms = {row["step"]: row["grad_norm"] for row in rows if row.get("episodes")}
+    assert norms[1] > 0
+    assert norms[2] == norms[3] == norms[4] == 0.0
+    assert "failure  steps 2 to 4 taught nothing" in run.said()
+    failures = [event for event in events_of(run.paths, "alert") if event["level"] == "failure"]
+    assert [event["rule"] for event in failures] == ["no_signal"]
+    for command in ("status", "why"):
+        assert exit_code_of(command, run.paths.root) == 1
+        assert "taught nothing" in capfd.readouterr().out

@@ -1,0 +1,137 @@
+"""What a launch writes down of the code and the environments that it starts with."""
+
+import json
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.launch.provenance import repositories
+from areal_hpc.launch.provenance.environments import read_gpu_driver_version
+from areal_hpc.launch.provenance.record import record_provenance
+from areal_hpc.launch.provenance.repositories import read_repository
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
+
+AGENT = "class Agent:\n    async def run(self, data, **extra_kwargs):\n        return 1.0\n"
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    told = subprocess.run(
+        ["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's repository with a package and one commit, which is the present folder."""
+    project = tmp_path / "project"
+    (project / "myagent" / "__pycache__").mkdir(parents=True)
+    (project / "myagent" / "__init__.py").touch()
+    (project / "myagent" / "agent.py").write_text(AGENT)
+    (project / "myagent" / "prompt.txt").write_text("Think.")
+    (project / "myagent" / "weights.bin").write_bytes(b"\0")
+    (project / "myagent" / "__pycache__" / "agent.pyc").write_bytes(b"\0")
+    (project / "myagent" / "link.py").symlink_to("/etc/passwd")
+    git(project, "init", "--quiet")
+    git(project, "add", "myagent/agent.py", "myagent/__init__.py")
+    git(project, "commit", "--quiet", "-m", "first")
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    overrides = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
+    return load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", overrides)
+
+
+def launch(recipe: Recipe, attempt: int, project: Path, **pythons: str) -> dict[str, Any]:
+    paths = RunPaths(recipe.run_dir)
+    folders = [str(project), str(CHECKOUT)]
+    record_provenance(recipe, paths, attempt, pythons, folders)
+    launches = json.loads(paths.provenance.read_text())["launches"]
+    assert len(launches) == attempt
+    found: dict[str, Any] = launches[-1]
+    return found
+
+
+def test_versions_of_every_role_are_those_of_its_own_interpreter(
+    recipe: Recipe, project: Path
+) -> None:
+    found = launch(recipe, 1, project, train=sys.executable, serve="/no/such/python")
+    train = found["environments"]["train"]
+    assert train["interpreter"] == sys.executable
+    assert {"torch", "megatron-core", "transformers", "areal-hpc"} <= train["packages"].keys()
+    assert "cuda" in train
+    assert "no such program" in found["environments"]["serve"]["error"]
+
+
+def test_what_differs_from_the_commit_is_a_patch_for_the_owner_alone(
+    recipe: Recipe, project: Path
+) -> None:
+    agent = project / "myagent" / "agent.py"
+    agent.write_text(AGENT.replace("1.0", "2.0"))
+    state = launch(recipe, 1, project)["repositories"]["user"]
+    assert state["revision"] == git(project, "rev-parse", "HEAD")
+    assert "myagent/prompt.txt" in state["untracked"]
+    patch = recipe.run_dir / state["patch"]
+    assert stat.S_IMODE(patch.stat().st_mode) == 0o600
+    git(project, "checkout", "--quiet", "--", "myagent/agent.py")
+    git(project, "apply", str(patch))
+    assert "2.0" in agent.read_text()
+    git(project, "checkout", "--quiet", "--", "myagent/agent.py")
+    assert launch(recipe, 2, project)["repositories"]["user"]["patch"] is None
+
+
+def test_the_package_of_the_agent_is_copied_once_for_each_content(
+    recipe: Recipe, project: Path
+) -> None:
+    first = launch(recipe, 1, project)["user_code"]
+    assert first["packages"] == ["examples", "myagent"]
+    archive = recipe.run_dir / first["copy"]
+    assert stat.S_IMODE(archive.stat().st_mode) == 0o600
+    with zipfile.ZipFile(archive) as copy:
+        names = [name for name in copy.namelist() if name.startswith("myagent/")]
+        assert names == ["myagent/__init__.py", "myagent/agent.py", "myagent/prompt.txt"]
+        assert copy.read("myagent/agent.py").decode() == AGENT
+    assert first["left_out"] >= 2, "weights and a link"
+    again = launch(recipe, 2, project)["user_code"]
+    assert (again["digest"], again["copy"]) == (first["digest"], first["copy"])
+    (project / "myagent" / "prompt.txt").write_text("Think twice.")
+    changed = launch(recipe, 3, project)["user_code"]
+    assert changed["digest"] != first["digest"]
+    assert changed["copy"] == "provenance/attempt_03.user_code.zip"
+
+
+def test_a_huge_difference_is_cut(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repositories, "MAX_PATCH_BYTES", 1000)
+    (project / "myagent" / "agent.py").write_text("x = 1\n" * 100_000)
+    state = read_repository(project / "myagent")
+    assert state is not None
+    assert (len(state.patch), state.is_patch_cut) == (1000, True)
+    assert state.root == str(project.resolve())
+
+
+def test_a_folder_outside_any_repository_has_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert read_repository(tmp_path) is None
+
+
+def test_the_driver_is_read_where_there_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert read_gpu_driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
+    assert read_gpu_driver_version(file) == "550.54.15"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Rel\n")
+    assert read_gpu_driver_version(file) == "560.35.03"

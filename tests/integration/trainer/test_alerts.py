@@ -1,0 +1,160 @@
+"""Alerts of runs that learn nothing, told by the trainer and by those who look at the run."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.loop.alert_reporter import AlertReporter
+from areal_hpc.view.live_progress import PlainReporter
+from tests.support.commands import exit_code_of, write_program
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import SAMPLES, TRAINER, record_run, write_recipe
+from tests.support.waiting import wait_for
+
+STEPS = 4
+SETTINGS = {"total_steps": STEPS}
+CONSTANT = [0.5] * SAMPLES
+RULES = {"max_engine_trainer_diff": 10.0}
+"""The recorded engine's log-probabilities are random numbers."""
+
+
+def write_alerts(paths: RunPaths, **rules: object) -> None:
+    """The recipe of a recorded run, with a section of alerts."""
+    write_recipe(paths, {**TRAINER, **SETTINGS})
+    with paths.recipe.open("a") as recipe:
+        yaml.safe_dump({"alerts": rules}, recipe)
+
+
+def train(ranks: RankServer, paths: RunPaths) -> RunPaths:
+    """Train a recorded run's batches, as `areal-hpc replay` does."""
+    write_alerts(paths, **RULES)
+    outcome = ranks.run(paths, "replay", trainer=SETTINGS)
+    assert outcome.codes == [0], outcome.log
+    return paths
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
+    """A run whose agents always return the same reward, and one whose rewards vary."""
+    root = tmp_path_factory.mktemp("runs")
+    constant = record_run(root / "constant" / "run", STEPS, rewards=dict.fromkeys(
+        range(1, STEPS + 1), CONSTANT))  # fmt: skip
+    return {
+        "constant": train(ranks, constant),
+        "varied": train(ranks, record_run(root / "varied" / "run", STEPS)),
+    }
+
+
+def test_a_constant_reward_is_a_failure_after_three_steps(
+    trained: dict[str, RunPaths], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(Path(shutil.copytree(trained["constant"].root, tmp_path / "run")))
+    rows = read_metrics(paths.metrics)
+    assert [row["groups/zero_variance"] for row in rows] == [1.0] * STEPS
+    paths.metrics.unlink()
+    for row in rows[:3]:
+        assert exit_code_of("status", paths.root) == 0
+        append_line(paths.metrics, row)
+    capfd.readouterr()
+    assert exit_code_of("status", paths.root) == 1
+    assert (
+        "failure  steps 1 to 3 taught nothing: 100% of groups have equal" in capfd.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_status_and_why_exit_with_1_for_a_failure_and_say_it(
+    trained: dict[str, RunPaths], command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, expected in (("constant", 1), ("varied", 0)):
+        paths = trained[name]
+        paths.finished_marker.touch()
+        assert exit_code_of(command, paths.root) == expected, name
+        assert ("taught nothing" in capfd.readouterr().out) == bool(expected)
+
+
+def test_run_prints_an_alert_once_below_the_step_that_raised_it(
+    trained: dict[str, RunPaths], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path)
+    reporter = PlainReporter(paths, STEPS, 0)
+    shutil.copy(trained["constant"].recipe, paths.recipe)
+    for row in read_metrics(trained["constant"].metrics):
+        append_line(paths.metrics, row)
+        reporter.report_new_steps()
+    reporter.close()
+    told = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["step", "step", "step", "failure", "step"]
+
+
+def test_the_recipe_switches_a_rule_off(trained: dict[str, RunPaths], tmp_path: Path) -> None:
+    paths = RunPaths(Path(shutil.copytree(trained["constant"].root, tmp_path / "run")))
+    write_alerts(paths, **RULES, no_signal_steps=None)
+    assert exit_code_of("status", paths.root) == 0
+    write_alerts(paths)
+    assert exit_code_of("status", paths.root) == 1
+
+
+def report(paths: RunPaths, rows: list[dict[str, Any]], *command: object) -> AlertReporter:
+    """The trainer's part, for steps as they are trained."""
+    config = AlertsConfig.model_validate({**RULES, "command": [*map(str, command)]})
+    reporter = AlertReporter(config, paths, EventLog(paths.events, "trainer"))
+    for row in rows:
+        append_line(paths.metrics, row)
+        reporter.report_step(row)
+    return reporter
+
+
+def test_the_trainer_tells_an_alert_once_and_a_restarted_one_does_not_repeat_it(
+    trained: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    paths, rows = RunPaths(tmp_path), read_metrics(trained["constant"].metrics)
+    report(paths, rows[:3])
+    report(paths, rows[3:])
+    (event,) = read_lines(paths.events)
+    assert (event["event"], event["role"]) == ("alert", "trainer")
+    assert (event["rule"], event["level"], event["step"]) == ("no_signal", "failure", 1)
+
+
+def test_the_users_program_gets_the_alert_in_its_environment_and_nothing_waits_for_it(
+    trained: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    paths = RunPaths(tmp_path / "run; touch injected")
+    paths.root.mkdir()
+    out = tmp_path / "told"
+    program = write_program(
+        tmp_path / "tell", f'sleep 1\nenv -0 | grep -z ^AREAL_HPC_ALERT_ > {out}.part\n'
+        f'echo "$1" >> {out}.part\nmv {out}.part {out}'
+    )  # fmt: skip
+    rows = read_metrics(trained["constant"].metrics)
+    began = time.monotonic()
+    report(paths, rows, program, "$(touch injected)")
+    assert time.monotonic() - began < 1.0
+    wait_for(out.exists, 30.0)
+    *facts, argument = out.read_text().split("\0")
+    told = dict(fact.split("=", 1) for fact in facts)
+    prefix = "AREAL_HPC_ALERT_"
+    assert told[f"{prefix}RULE"] == "no_signal"
+    assert told[f"{prefix}LEVEL"] == "failure"
+    assert told[f"{prefix}STEP"] == "1"
+    assert told[f"{prefix}RUN_DIR"] == str(paths.root)
+    assert "taught nothing" in told[f"{prefix}MESSAGE"]
+    assert argument.strip() == "$(touch injected)", "no shell has read it"
+
+
+def test_a_program_that_is_not_there_costs_a_line_in_the_log(
+    trained: dict[str, RunPaths], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report(RunPaths(tmp_path), read_metrics(trained["constant"].metrics), "/no/such/program")
+    assert "alerts.command: /no/such/program cannot be started" in caplog.text
+    assert json.loads(RunPaths(tmp_path).events.read_text())["event"] == "alert"

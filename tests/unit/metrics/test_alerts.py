@@ -1,0 +1,163 @@
+"""Rules of alerts, each on rows that break it and on rows that do not."""
+
+from typing import Any
+
+import pytest
+
+from areal_hpc.metrics.alert_rules import RULES, Alert
+from areal_hpc.metrics.alerts import QUIET_STEPS, AlertTracker, find_alerts
+from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+
+CONFIG = AlertsConfig()
+HEALTHY = {
+    "episodes": 256,
+    "reward/mean": 0.5,
+    "reward/standard_error": 0.02,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "grad_norm": 1.0,
+    "groups/zero_variance": 0.2,
+    "groups/all_best": 0.1,
+    "groups/all_worst": 0.1,
+    "entropy/mean": 0.8,
+    "reply/tokens_mean": 30.0,
+    "reply/cut_fraction": 0.0,
+    "reply/repeated_fraction": 0.1,
+    "logprob/compared_tokens": 1000,
+    "logprob/engine_trainer_mean_abs_diff": 1e-3,
+    "episode/failures": 0,
+    "disk/free_bytes": 100 * 2**30,
+    "generation/slowest_cell_ratio": 0.9,
+}
+EQUAL = {"groups/zero_variance": 0.95, "grad_norm": 0.1}
+SOLVED = {**EQUAL, "groups/all_best": 0.94, "groups/all_worst": 0.0}
+NO_GRADIENT = {"grad_norm": 0.0}
+CONSTANT = {
+    **NO_GRADIENT, "groups/zero_variance": 1.0, "groups/all_best": 0.0, "groups/all_worst": 0.0,
+    "reward/mean": 0.0, "reward/max": 0.0, "reward/standard_error": 0.0,
+}  # fmt: skip
+
+
+def rows(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**HEALTHY, "step": step, **one} for step, one in enumerate(changes, start=1)]
+
+
+def rewards(*means: float, **more: Any) -> list[dict[str, Any]]:
+    return rows(*({"reward/mean": mean, **more} for mean in means))
+
+
+def told(found: list[Alert]) -> list[tuple[str, str, int]]:
+    return [(one.rule, one.level, one.step) for one in found]
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    assert find_alerts(rows(*[{}] * 30), CONFIG) == []
+    assert find_alerts([], CONFIG) == []
+    assert find_alerts([{"step": 0, "eval/reward": 0.2}], CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([CONSTANT] * 2, []),
+        ([CONSTANT] * 3, [("no_signal", "failure", 1)]),
+        ([{}, EQUAL, NO_GRADIENT, EQUAL], [("no_signal", "failure", 2)]),
+        ([EQUAL, EQUAL, {}], []),
+        ([{}] + [SOLVED] * 3, [("no_signal", "note", 2)]),
+        ([SOLVED, SOLVED, EQUAL], [("no_signal", "failure", 1)]),
+    ],
+)
+def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solved(
+    changes: list[dict[str, Any]], expected: list[tuple[str, str, int]]
+) -> None:
+    assert told(find_alerts(rows(*changes), CONFIG)) == expected
+
+
+def test_the_message_says_what_was_seen_and_what_to_try() -> None:
+    (constant,) = find_alerts(rows(*[CONSTANT] * 3), CONFIG)
+    assert constant.message.startswith("steps 1 to 3 taught nothing: 100% of groups have equal")
+    assert "mean reward is 0" in constant.message
+    assert "the agent's reward" in constant.hint
+    (clipped,) = find_alerts(rows(*[NO_GRADIENT] * 3), CONFIG)
+    assert "the gradient is zero although rewards differ" in clipped.message
+    assert "out_of_bounds_fraction" in clipped.hint
+
+
+def test_a_reward_that_falls_and_stays_low_is_a_failure_from_the_step_of_the_fall() -> None:
+    fallen = rewards(*[0.5] * 10, 0.1, 0.12, 0.1)
+    assert told(find_alerts(fallen, CONFIG)) == [("reward_drop", "failure", 11)]
+    assert find_alerts(rewards(*[0.5] * 10, 0.1, 0.45), CONFIG) == [], "it has recovered"
+    assert find_alerts(rewards(*[0.5] * 10, 0.47), CONFIG) == [], "within what a step can tell"
+    # After one step alone, where its groups make it sure enough.
+    assert told(find_alerts(rewards(0.31, 0.0), CONFIG)) == [("reward_drop", "failure", 2)]
+    unsure = {"reward/standard_error": 0.1}
+    assert find_alerts(rewards(0.31, 0.0, **unsure), CONFIG) == []
+    # Long after the fall the steps before are low as well, and it is still told.
+    assert told(find_alerts(rewards(*[0.5] * 10, *[0.1] * 60), CONFIG)) == [
+        ("reward_drop", "failure", 11)
+    ]
+
+
+def test_a_noisy_reward_and_one_that_hardly_moves_are_none() -> None:
+    noisy = rewards(*[0.3, 0.7] * 12, 0.1)
+    assert find_alerts(noisy, CONFIG) == []
+    converged = rewards(*[1.0] * 20, 0.95, **{"reward/standard_error": 0.0})
+    assert find_alerts(converged, CONFIG) == [], "less than a tenth of the range of rewards"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "level"),
+    [
+        ({"logprob/engine_trainer_mean_abs_diff": 0.2}, "engine_mismatch", "failure"),
+        ({"logprob/engine_trainer_mean_abs_diff": None}, "engine_mismatch", "failure"),
+        ({"episode/failures": 300}, "failing_agents", "failure"),
+        ({"entropy/mean": 0.01}, "low_entropy", "note"),
+        ({"reply/tokens_mean": 61.0}, "reply_length", "note"),
+        ({"reply/tokens_mean": 14.0}, "reply_length", "note"),
+        ({"reply/repeated_fraction": 0.6}, "repetition", "note"),
+        ({"reply/cut_fraction": 0.3}, "cut_replies", "note"),
+        ({"disk/free_bytes": 2**30}, "full_disk", "note"),
+        ({"generation/slowest_cell_ratio": 0.3}, "slow_cell", "note"),
+    ],
+)
+def test_a_bound_that_is_broken_is_told_and_null_switches_its_rule_off(
+    change: dict[str, Any], rule: str, level: str
+) -> None:
+    history = rows(*[{}] * 9, change)
+    assert told(find_alerts(history, CONFIG)) == [(rule, level, 10)]
+    (key,) = next(one.keys for one in RULES if one.name == rule)
+    assert find_alerts(history, AlertsConfig.model_validate({key: None})) == []
+    (name,) = change
+    assert find_alerts(rows(*[{}] * 9, {name: HEALTHY[name]}), CONFIG) == []
+    absent = [{key: value for key, value in row.items() if key != name} for row in history]
+    assert find_alerts(absent, CONFIG) == [], "an older run's rows know nothing of it"
+
+
+def test_what_was_not_compared_and_a_few_failures_are_no_alerts() -> None:
+    blind = {"logprob/compared_tokens": 0, "logprob/engine_trainer_mean_abs_diff": 0.0}
+    assert find_alerts(rows(blind), CONFIG) == []
+    assert find_alerts(rows({"episodes": 4, "episode/failures": 7}), CONFIG) == []
+
+
+def test_batches_that_were_not_trained_are_passed_over() -> None:
+    history = rows(CONSTANT, CONSTANT, {"episodes": 0}, CONSTANT)
+    assert told(find_alerts(history, CONFIG)) == [("no_signal", "failure", 1)]
+
+
+def test_an_alert_is_told_when_it_begins_and_again_after_a_long_silence() -> None:
+    tracker, history, found = AlertTracker(CONFIG), [], []
+    cut = {"reply/cut_fraction": 0.5}
+    pattern = [{}, cut, cut, {}, cut, *[{}] * (QUIET_STEPS + 1), cut]
+    for row in rows(*pattern):
+        history.append(row)
+        found += [(row["step"], one.rule) for one in tracker.find_new(history)]
+    assert found == [(2, "cut_replies"), (len(pattern), "cut_replies")]
+
+
+def test_rules_name_metrics_of_the_catalogue_and_keys_of_the_recipe() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert all(find_metric(name) for name in rule.metrics), rule.name
+    keys = {key for rule in RULES for key in rule.keys}
+    assert keys | {"command"} == AlertsConfig.model_fields.keys()

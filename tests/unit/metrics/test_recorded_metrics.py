@@ -1,0 +1,44 @@
+"""The metrics of a real quick start, as it was recorded: no failure at any of its steps."""
+
+import re
+
+from areal_hpc.metrics.alerts import find_alerts
+from areal_hpc.metrics.catalogue import CATALOGUE, find_metric
+from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.sections.alerts import AlertsConfig
+from tests.support.environments import CHECKOUT
+
+ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
+NOT_THERE = re.compile(
+    # What its agent, its single cell, its transport, or rows of before format v2 do not have.
+    r"reward/(part|metric)/.*|generation/(slowest_cell_ratio|tokens_per_s|cached_prompt_fraction)"
+    r"|episode/(duration_.*|tool_time_fraction)|weights/write_s|time/cell_wait_s|cells/idle_s"
+)
+
+
+def test_the_quick_start_raises_no_failure_at_any_step() -> None:
+    assert len(ROWS) == 26
+    assert ROWS[-1]["reward/mean"] > 0.9, "it learned"
+    found = [find_alerts(ROWS[:count], AlertsConfig()) for count in range(1, len(ROWS) + 1)]
+    assert {alert.rule for alerts in found for alert in alerts} == {"low_entropy"}
+    assert {alert.level for alerts in found for alert in alerts} == {"note"}
+
+
+def test_its_rows_have_what_the_catalogue_names_and_nothing_else() -> None:
+    names = {name for row in ROWS for name in row}
+    assert {name for name in names if find_metric(name) is None} == set()
+    missing = {metric.name for metric in CATALOGUE} - names
+    assert {name for name in missing if not NOT_THERE.fullmatch(name)} == set()
+
+
+def test_its_phases_cover_its_steps() -> None:
+    assert min(sum(compute_limit_shares(row).values()) for row in ROWS) >= 0.97
+
+
+def test_a_learning_run_whose_last_groups_are_solved_ends_with_a_note() -> None:
+    solved = {"groups/zero_variance": 0.95, "groups/all_best": 0.95, "groups/all_worst": 0.0}
+    more = [{**ROWS[-1], **solved, "step": 25 + further} for further in (1, 2, 3)]
+    found = {(alert.rule, alert.level) for alert in find_alerts([*ROWS, *more], AlertsConfig())}
+    assert ("no_signal", "note") in found
+    assert all(level == "note" for _, level in found)

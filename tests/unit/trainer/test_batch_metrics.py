@@ -1,0 +1,91 @@
+"""What a batch's rows say of its rewards, groups and replies."""
+
+import numpy as np
+import pytest
+
+from areal_hpc.rundir.checkpoints import RewardRange
+from areal_hpc.trainer.batch.batch_metrics import (
+    REPETITION_WINDOW_TOKENS,
+    compute_repeated_fraction,
+    extend_reward_range,
+    group_episode_rewards,
+    summarize_replies,
+    summarize_rewards,
+)
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+MIN_STD = 1e-4
+
+
+def row(ticket: int, episode: int, reward: float, mask: str = "011") -> TrajectoryRow:
+    """A row whose model sampled where the mask has a 1."""
+    size = len(mask)
+    return TrajectoryRow(
+        ticket_id=ticket,
+        attempt=0,
+        episode=episode,
+        row=0,
+        input_ids_T=np.arange(size, dtype=np.int32),
+        loss_mask_T=np.array([*map(int, mask)], np.uint8),
+        logprobs_T=np.zeros(size, np.float32),
+        versions_T=np.full(size, -1, np.int64),
+        reward=reward,
+    )
+
+
+def groups(*rewards: list[float]) -> list[TrajectoryRow]:
+    """A ticket for each list, an episode for each reward."""
+    return [
+        row(ticket, at, one) for ticket, own in enumerate(rewards) for at, one in enumerate(own)
+    ]
+
+
+def summarize(batch: list[TrajectoryRow], seen: RewardRange | None = None) -> dict[str, float]:
+    found = group_episode_rewards(batch)
+    return summarize_rewards(found, extend_reward_range(seen, found), MIN_STD)
+
+
+def test_groups_that_teach_nothing_are_told_by_where_they_stand() -> None:
+    found = summarize(groups([1, 1], [0, 0], [0, 1], [0.5, 0.5]))
+    assert found["episodes"] == 8
+    assert found["groups/zero_variance"] == 0.75
+    assert (found["groups/all_best"], found["groups/all_worst"]) == (0.25, 0.25)
+    assert found["reward/mean"] == 0.5
+    assert (found["reward/min"], found["reward/max"]) == (0.0, 1.0)
+    assert found["reward/std"] == pytest.approx(np.std([1, 1, 0, 0, 0, 1, 0.5, 0.5], ddof=1))
+    assert found["reward/standard_error"] == pytest.approx(np.std([1, 0, 0.5, 0.5], ddof=1) / 2)
+
+
+def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() -> None:
+    constant = summarize(groups([0.3, 0.3], [0.3, 0.3]))
+    assert constant["groups/zero_variance"] == 1.0
+    assert (constant["groups/all_best"], constant["groups/all_worst"]) == (0.0, 0.0)
+    later = summarize(groups([0, 0], [0, 0]), RewardRange(0.0, 1.0))
+    assert (later["groups/all_best"], later["groups/all_worst"]) == (0.0, 1.0)
+    assert extend_reward_range(RewardRange(0.0, 1.0), [np.array([2.0])]) == RewardRange(0.0, 2.0)
+    assert extend_reward_range(None, []) is None
+
+
+def test_an_episode_of_several_rows_counts_once_with_their_mean() -> None:
+    found = summarize([row(0, 0, 1.0), row(0, 0, 0.0), row(0, 1, 0.5)])
+    assert (found["episodes"], found["groups/zero_variance"]) == (2, 1.0)
+    assert summarize([]) == {"episodes": 0}
+
+
+def test_replies_are_the_stretches_that_the_model_sampled() -> None:
+    found = summarize_replies(
+        [row(0, 0, 1.0, "0110001"), row(0, 1, 1.0, "0111"), row(1, 0, 0, "00")]
+    )
+    assert found["reply/tokens_mean"] == 2.0
+    assert found["reply/tokens_max"] == 3
+    assert found["reply/tokens_p95"] == pytest.approx(2.9)
+    assert summarize_replies([row(0, 0, 1.0, "00")]) == {}
+
+
+def test_a_loop_at_the_end_of_a_reply_is_repetition_and_two_equal_replies_are_not() -> None:
+    fresh = np.arange(600, dtype=np.int32)
+    assert compute_repeated_fraction([fresh, fresh]) == 0.0
+    loop = np.concatenate([fresh, np.resize(np.array([7, 8], np.int32), REPETITION_WINDOW_TOKENS)])
+    assert compute_repeated_fraction([loop]) == pytest.approx(1 - 2 / 253)
+    assert compute_repeated_fraction([loop[:600]]) == 0.0
+    assert compute_repeated_fraction([fresh[:3]]) == 0.0
