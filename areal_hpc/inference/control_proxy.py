@@ -64,7 +64,7 @@ class ControlProxyApp(JsonApp):
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
-    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
