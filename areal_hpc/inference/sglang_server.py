@@ -18,6 +18,7 @@ import psutil
 from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server_keys import KEYS_FILE_VARIABLE, write_keys_file
+from areal_hpc.inference.server_log import ServerLog
 from areal_hpc.inference.shared_memory import (
     list_server_files,
     remove_stale_files,
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
+_LOG_WRITE_TIMEOUT_S = 1.0
+"""For the last words of a server that has ended."""
 _READY_REQUEST_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
 _PROCESS_TITLE_PREFIX = "sglang::"
@@ -102,16 +105,18 @@ class SGLangServer:
             keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
             environment |= {KEYS_FILE_VARIABLE: str(keys_file)}
         wrapper = "areal_hpc.jobs.processes.die_with_parent"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log_file:
+        self._log = ServerLog(log_path)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", wrapper, str(os.getpid()), *command.argv],
                 stdin=subprocess.DEVNULL,
-                stdout=log_file,
+                stdout=self._log.write_end,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
+        finally:
+            self._log.begin()
 
     @property
     def pid(self) -> int:
@@ -187,6 +192,7 @@ class SGLangServer:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._log.wait_written(_LOG_WRITE_TIMEOUT_S)
         remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 

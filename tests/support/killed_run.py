@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_header
@@ -216,3 +217,11 @@ def warmed_up_model(root: Path) -> Path:
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )
     return export
+
+
+def random_model(folder: Path) -> Path:
+    """A model of random weights, of the quick start's sizes: for runs of which nobody asks what
+    they learn."""
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384}
+    make_tiny_model(folder, ["State the final answer to the following: 1 + 2 ="], **sizes)
+    return folder

@@ -66,12 +66,16 @@ class ScriptedSGLang:
     _runner: web.AppRunner | None = None
     _has_stopped: bool = False
 
-    async def start(self, port: int = 0) -> None:
+    def build_app(self) -> web.Application:
+        """What it answers."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/model_info", self._info)
-        self._runner, self.url = await _listen(app, port)
+        return app
+
+    async def start(self, port: int = 0) -> None:
+        self._runner, self.url = await _listen(self.build_app(), port)
         self._has_stopped = False
 
     async def stop(self) -> None:

@@ -1,0 +1,90 @@
+"""Storage hangs for 65 s, then a cell's node is frozen for 70 s: no server is restarted.
+
+The real stack, on a file system that is frozen as a whole: what a failover of a file server is to
+its clients. Writes `benchmarks/results/freezes.json`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.freezing import FreezableDisk, freezable_disk, freeze_job
+from tests.support.killed_run import KilledRun, random_model
+from tests.support.results import write_results
+from tests.support.run_files import events_of, trained_steps
+from tests.support.small_run import await_none_left
+
+pytestmark = pytest.mark.timeout(1800)
+
+STORAGE_HANGS_S, NODE_FROZEN_S = 65.0, 70.0
+"""More than `inference.health_timeout_s`, after which a silent server is restarted."""
+START_TIMEOUT_S = 300.0
+GOES_ON_WITHIN_S = 120.0
+STEPS_BETWEEN = 2
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FreezableDisk]:
+    with freezable_disk(tmp_path) as found:
+        yield found
+
+
+class FrozenRun(KilledRun):
+    """A run that goes on until it is told to stop."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        super().__init__(
+            root,
+            model,
+            [],
+            10_000,
+            "evaluation.every_steps=0",
+            "rollout.workflow=tests.support.slow_agent.SlowAgent",
+            "rollout.workflow_kwargs.mean_pause_s=1.0",
+        )
+
+    def await_steps(self, count: int, within_s: float) -> float:
+        """Seconds until so many more steps were trained."""
+        began, goal = time.monotonic(), trained_steps(self.paths) + count
+        self.await_true(lambda: trained_steps(self.paths) >= goal, within_s)
+        return round(time.monotonic() - began, 1)
+
+    def count_events(self, name: str) -> int:
+        return len(events_of(self.paths, name))
+
+
+def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
+    disk: FreezableDisk, tmp_path: Path
+) -> None:
+    run = FrozenRun(disk.root, random_model(tmp_path / "model"))
+    run.start()
+    run.await_steps(STEPS_BETWEEN, START_TIMEOUT_S)
+    freezes: dict[str, tuple[float, Callable[[], object]]] = {
+        "storage hung": (STORAGE_HANGS_S, lambda: disk.freeze(STORAGE_HANGS_S)),
+        "node frozen": (
+            NODE_FROZEN_S,
+            lambda: freeze_job(run.paths.job("cell-0").root, NODE_FROZEN_S),
+        ),
+    }
+    measured = {}
+    for name, (seconds, freeze) in freezes.items():
+        freeze()
+        measured[name] = {
+            "seconds": seconds,
+            "seconds_to_next_step": run.await_steps(1, GOES_ON_WITHIN_S),
+            "servers_restarted": run.count_events("replica_died"),
+            "processes_restarted": run.count_events("process_exited"),
+        }
+        run.await_steps(STEPS_BETWEEN, GOES_ON_WITHIN_S)
+    assert run.count_events("replica_ready") == 1, run.said()
+    run.press_ctrl_c()
+    run.steps = trained_steps(run.paths) + STEPS_BETWEEN
+    run.override(f"trainer.total_steps={run.steps}")
+    run.finish()
+    verdict = run.assert_complete()
+    await_none_left(run, 20.0)
+    write_results("freezes", {"freezes": measured, "steps": run.steps, "audit": verdict})
+    assert all(not one["servers_restarted"] for one in measured.values()), measured
+    assert all(not one["processes_restarted"] for one in measured.values()), measured

@@ -1,0 +1,109 @@
+"""A run over storage with a network file system's faults: nothing is lost, nothing trained twice.
+
+The real stack. Its trainer, its cell and its launcher each have a client of their own, with caches
+of 3 to 60 s, which now and then answers EIO or ESTALE and which hangs once. Like a person, the test
+gives the command again when a job fails for good. Writes `benchmarks/results/network_storage.json`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import areal_hpc, said_by
+from tests.support.environments import python_of
+from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
+from tests.support.results import write_results
+from tests.support.run_files import trained_steps
+from tests.support.small_run import await_none_left
+from tests.support.storage_nodes import StorageNode, storage_nodes
+
+pytestmark = pytest.mark.timeout(3600)
+
+NODES = ("trainer", "cell", "launcher")
+NODE_BY_ROLE = {"train": "trainer", "agents": "cell"}
+"""On which node the processes of each of the recipe's Pythons are."""
+FAILURE_RATE = 1 / 400
+HANG_S = 40.0
+STEPS = 12
+STEPS_BETWEEN = 2
+MAX_LAUNCHES = 10
+
+
+class NetworkedRun(KilledRun):
+    """A run that is started again whenever its launcher gives up."""
+
+    def __init__(self, root: Path, *overrides: str) -> None:
+        model = random_model(root / "model")
+        super().__init__(root, model, [], STEPS, "evaluation.every_steps=0", *overrides)
+        self._log = root / "launcher.log"  # a person's terminal is not on the storage
+        self.launches = 0
+
+    def keep_going(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; give the command as often as that takes."""
+        give_up_at = time.monotonic() + LAUNCH_TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < give_up_at, self.said()
+            if self.process is None or self.process.poll() is not None:
+                self.launches += 1
+                assert self.launches <= MAX_LAUNCHES, self.said()
+                self.start()
+            time.sleep(0.5)
+
+    def keep_going_to_step(self, step: int) -> None:
+        def is_trained() -> bool:
+            try:
+                return trained_steps(self.paths) >= step
+            except OSError:  # the test's own look is not spared
+                return False
+
+        self.keep_going(is_trained)
+
+    def is_complete(self) -> bool:
+        """True once the launcher says so."""
+        return self.process is not None and self.process.poll() == 0
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[dict[str, StorageNode]]:
+    with storage_nodes(tmp_path / "server", tmp_path / "runs", NODES) as found:
+        yield found
+
+
+def test_faults_of_the_storage_cost_time_and_nothing_else(
+    nodes: dict[str, StorageNode], tmp_path: Path
+) -> None:
+    pythons = {
+        role: nodes[node].write_python(tmp_path / f"python-{role}", python_of(role))
+        for role, node in NODE_BY_ROLE.items()
+    }
+    run = NetworkedRun(
+        tmp_path, *(f"cluster.{role}.python={program}" for role, program in pythons.items())
+    )
+    began = time.monotonic()
+    run.keep_going_to_step(1)
+    for node in nodes.values():
+        node.order(failure_rate=FAILURE_RATE)
+    for number, name in enumerate(("cell", "trainer"), start=1):
+        nodes[name].order(hang_s=HANG_S)
+        run.keep_going_to_step(1 + number * STEPS_BETWEEN)
+    run.keep_going(run.is_complete)
+    for node in nodes.values():
+        node.order(failure_rate=0.0)
+    verdict = run.audited()
+    said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
+    await_none_left(run, 20.0)
+    faults = {name: dict(sorted(node.counts().items())) for name, node in nodes.items()}
+    seen = {
+        "seconds": round(time.monotonic() - began),
+        "steps": STEPS,
+        "launches": run.launches,
+        "audit": verdict,
+        "faults": faults,
+    }
+    write_results("network_storage", seen)
+    assert verdict == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
+    for found in (faults["cell"], faults["trainer"]):
+        assert found["hung"] == 1
+        assert sum(found.values()) > 10, faults
