@@ -43,7 +43,9 @@ _READ_ONLY_ROUTES = ("model_info",)
 """Routes that are read with GET; SGLang opens them to the API key, all others to the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
-_DEFAULT_DEADLINE_S = 300.0
+_DEFAULT_DEADLINE_S, _MAX_DEADLINE_S = 300.0, 1e9
+_MAX_COUNT = 2**31 - 1
+"""Of starts: no server and no trainer is started more often."""
 _ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
 _STOP_TIMEOUT_S = 10.0
@@ -106,7 +108,7 @@ class ControlProxyApp(JsonApp):
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                body = await _read_body(request)
+                body = await _read_order(request)
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
@@ -218,10 +220,16 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
 
 
 def _read_caller(request: Request) -> ControlCaller:
+    deadline_s = _read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S))
+    if not 0 < deadline_s <= _MAX_DEADLINE_S:
+        raise HTTPException(
+            400,
+            f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_DEADLINE_S:.0f}",
+        )
     return ControlCaller(
-        incarnation=int(_read_number_header(request, INCARNATION_HEADER)),
-        generation=int(_read_number_header(request, TRAINER_GENERATION_HEADER)),
-        deadline_s=_read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S)),
+        incarnation=_read_count_header(request, INCARNATION_HEADER),
+        generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
+        deadline_s=deadline_s,
     )
 
 
@@ -230,6 +238,23 @@ async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
         return msgspec.json.decode(await _read_body(request), type=form)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPException(400, str(error)) from error
+
+
+async def _read_order(request: Request) -> bytes:
+    """The body of a call that SGLang gets as it came: a JSON object, which it takes for granted."""
+    body = await _read_body(request)
+    try:
+        msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise HTTPException(400, f"expected a JSON object: {error}") from error
+    return body
+
+
+def _read_count_header(request: Request, name: str) -> int:
+    number = _read_number_header(request, name)
+    if not (0 <= number <= _MAX_COUNT and number.is_integer()):
+        raise HTTPException(400, f"the header {name} must be a whole number from 0 to {_MAX_COUNT}")
+    return int(number)
 
 
 def _read_number_header(request: Request, name: str, default: str = "") -> float:

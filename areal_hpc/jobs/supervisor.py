@@ -40,6 +40,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import ROLES, format_restart_dir
+from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
 
@@ -212,8 +213,13 @@ class _Supervisor:
             self._recipe_variables = {role: read_role_variables(path, role) for role in ROLES}
         for child in self._children:
             self._start_process(child)
-        while (outcome := self._poll_processes()) is None:
-            self._stop.wait(PROCESS_POLL_S)
+        storage = StorageErrorTolerance()
+        outcome: TaskExit | None = None
+        while outcome is None:
+            with storage.tolerate():
+                outcome = self._poll_processes()
+            if outcome is None:
+                self._stop.wait(PROCESS_POLL_S)
         return outcome
 
     def _start_process(self, child: ManagedProcess) -> None:

@@ -29,8 +29,10 @@ from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
+from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 
+POLL_S = 0.2
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
 LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
@@ -187,17 +189,25 @@ class LocalLauncher:
         return int(rows[-1]["step"]) if rows else -1
 
     def _watch_jobs(self, stage: JobStage) -> None:
-        leader = self._jobs[0]
-        while not (leader.handle.is_done() and stage.done_marker.exists()):
+        storage = StorageErrorTolerance()
+        is_over = False
+        while not is_over:
             if self._stop.is_set():
                 raise RunInterruptedError
-            self._reporter.show_progress(stage.name)
-            for job in list(self._jobs):
-                failure = self._find_failure(job)
-                if failure is not None and not stage.done_marker.exists():
-                    self._handle_job_failure(job, failure)
-            time.sleep(0.2)
+            with storage.tolerate():
+                is_over = self._check_jobs(stage)
+            time.sleep(POLL_S)
+
+    def _check_jobs(self, stage: JobStage) -> bool:
+        """Look once at every job, and submit again what failed; true once the work is done."""
         self._reporter.show_progress(stage.name)
+        if self._jobs[0].handle.is_done() and stage.done_marker.exists():
+            return True
+        for job in list(self._jobs):
+            failure = self._find_failure(job)
+            if failure is not None and not stage.done_marker.exists():
+                self._handle_job_failure(job, failure)
+        return False
 
     def _handle_job_failure(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""

@@ -14,7 +14,7 @@ from tests.support.freezing import FreezableDisk, freezable_disk, freeze_job
 from tests.support.killed_run import KilledRun, random_model
 from tests.support.results import write_results
 from tests.support.run_files import events_of, trained_steps
-from tests.support.small_run import await_none_left
+from tests.support.small_run import await_none_left, interrupted_at_end
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -59,27 +59,27 @@ def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
     disk: FreezableDisk, tmp_path: Path
 ) -> None:
     run = FrozenRun(disk.root, random_model(tmp_path / "model"))
-    run.start()
-    run.await_steps(STEPS_BETWEEN, START_TIMEOUT_S)
-    freezes: dict[str, tuple[float, Callable[[], object]]] = {
-        "storage hung": (STORAGE_HANGS_S, lambda: disk.freeze(STORAGE_HANGS_S)),
-        "node frozen": (
-            NODE_FROZEN_S,
-            lambda: freeze_job(run.paths.job("cell-0").root, NODE_FROZEN_S),
-        ),
-    }
-    measured = {}
-    for name, (seconds, freeze) in freezes.items():
-        freeze()
-        measured[name] = {
-            "seconds": seconds,
-            "seconds_to_next_step": run.await_steps(1, GOES_ON_WITHIN_S),
-            "servers_restarted": run.count_events("replica_died"),
-            "processes_restarted": run.count_events("process_exited"),
+    with interrupted_at_end(run):
+        run.start()
+        run.await_steps(STEPS_BETWEEN, START_TIMEOUT_S)
+        freezes: dict[str, tuple[float, Callable[[], object]]] = {
+            "storage hung": (STORAGE_HANGS_S, lambda: disk.freeze(STORAGE_HANGS_S)),
+            "node frozen": (
+                NODE_FROZEN_S,
+                lambda: freeze_job(run.paths.job("cell-0").root, NODE_FROZEN_S),
+            ),
         }
-        run.await_steps(STEPS_BETWEEN, GOES_ON_WITHIN_S)
-    assert run.count_events("replica_ready") == 1, run.said()
-    run.press_ctrl_c()
+        measured = {}
+        for name, (seconds, freeze) in freezes.items():
+            freeze()
+            measured[name] = {
+                "seconds": seconds,
+                "seconds_to_next_step": run.await_steps(1, GOES_ON_WITHIN_S),
+                "servers_restarted": run.count_events("replica_died"),
+                "processes_restarted": run.count_events("process_exited"),
+            }
+            run.await_steps(STEPS_BETWEEN, GOES_ON_WITHIN_S)
+        assert run.count_events("replica_ready") == 1, run.said()
     run.steps = trained_steps(run.paths) + STEPS_BETWEEN
     run.override(f"trainer.total_steps={run.steps}")
     run.finish()

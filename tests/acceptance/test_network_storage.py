@@ -16,7 +16,7 @@ from tests.support.environments import python_of
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
 from tests.support.results import write_results
 from tests.support.run_files import trained_steps
-from tests.support.small_run import await_none_left
+from tests.support.small_run import await_none_left, interrupted_at_end
 from tests.support.storage_nodes import StorageNode, storage_nodes
 
 pytestmark = pytest.mark.timeout(3600)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(3600)
 NODES = ("trainer", "cell", "launcher")
 NODE_BY_ROLE = {"train": "trainer", "agents": "cell"}
 """On which node the processes of each of the recipe's Pythons are."""
-FAILURE_RATE = 1 / 400
+FAILURE_RATE = 1 / 1000
 HANG_S = 40.0
 STEPS = 12
 STEPS_BETWEEN = 2
@@ -82,15 +82,16 @@ def test_faults_of_the_storage_cost_time_and_nothing_else(
         tmp_path, *(f"cluster.{role}.python={program}" for role, program in pythons.items())
     )
     began = time.monotonic()
-    run.keep_going_to_step(1)
-    for node in nodes.values():
-        node.order(failure_rate=FAILURE_RATE)
-    for number, name in enumerate(("cell", "trainer"), start=1):
-        nodes[name].order(hang_s=HANG_S)
-        run.keep_going_to_step(1 + number * STEPS_BETWEEN)
-    run.keep_going(run.is_complete)
-    for node in nodes.values():
-        node.order(failure_rate=0.0)
+    with interrupted_at_end(run):
+        run.keep_going_to_step(1)
+        for node in nodes.values():
+            node.order(failure_rate=FAILURE_RATE)
+        for number, name in enumerate(("cell", "trainer"), start=1):
+            nodes[name].order(hang_s=HANG_S)
+            run.keep_going_to_step(1 + number * STEPS_BETWEEN)
+        run.keep_going(run.is_complete)
+        for node in nodes.values():
+            node.order(failure_rate=0.0)
     verdict = run.audited()
     said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
     await_none_left(run, 20.0)

@@ -43,7 +43,8 @@ from tests.support.fuse_protocol import (
 
 FILE_CACHED_S, DIRECTORY_CACHED_S = (3.0, 60.0), (30.0, 60.0)
 """NFS: acregmin to acregmax, acdirmin to acdirmax."""
-_APPEND_FLAGS = os.O_APPEND | os.O_DIRECT
+_OWN_FLAGS = os.O_APPEND | os.O_DIRECT | os.O_NOFOLLOW
+"""Of OPEN: what the kernel has seen to, or NFS does not do."""
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _HANDLE, _ATIME_NOW, _MTIME_NOW = (
     *(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
@@ -315,14 +316,14 @@ class StorageServer:
         self._require_present(node)
         (flags,) = struct.unpack_from("<I", body)
         number = self._number_of(node)
-        opened = self._keep_open(node, os.open(_path_of(node), flags & ~_APPEND_FLAGS))
+        opened = self._keep_open(node, os.open(_path_of(node), flags & ~_OWN_FLAGS))
         # Close-to-open: what it wrote and closed elsewhere is seen by who opens it here.
         self._channel.forget_attributes(number)
         return opened
 
     def _create(self, parent: Node, body: bytes) -> bytes:
         (flags, mode), name = struct.unpack_from("<II", body), body[16:].rstrip(b"\0")
-        fd = os.open(name, flags & ~_APPEND_FLAGS | os.O_CREAT, mode, dir_fd=parent.fd)
+        fd = os.open(name, flags & ~_OWN_FLAGS | os.O_CREAT, mode, dir_fd=parent.fd)
         entry = self._enter(parent, name)
         return entry + self._keep_open(self._nodes[self._by_key[_key_of(os.fstat(fd))]], fd)
 

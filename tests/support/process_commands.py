@@ -36,7 +36,12 @@ def is_scheduler(process: psutil.Process) -> bool:
 
 
 def start_job_process(
-    entry: str, config_path: Path, log: Path, *, max_open_files: int = 0
+    entry: str,
+    config_path: Path,
+    log: Path,
+    *,
+    max_open_files: int = 0,
+    python: Path = Path(sys.executable),
 ) -> subprocess.Popen[bytes]:
     """A process of a job, which takes this one for its supervisor; what it prints is logged.
 
@@ -46,7 +51,7 @@ def start_job_process(
     with log.open("ab") as log_file:
         return subprocess.Popen(
             [
-                *("sh", "-c", f'{limit}exec "$@"', "sh", sys.executable),
+                *("sh", "-c", f'{limit}exec "$@"', "sh", str(python)),
                 *("-m", "areal_hpc.jobs.processes.process_main", entry, str(config_path)),
             ],
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},

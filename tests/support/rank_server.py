@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
@@ -47,10 +48,10 @@ class RankServer:
 
 
 @contextmanager
-def rank_server() -> Iterator[RankServer]:
+def rank_server(python: Path = Path(sys.executable)) -> Iterator[RankServer]:
     """A server that ends with the block."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.replay_worker"],
+        [str(python), "-m", "tests.support.replay_worker"],
         cwd=CHECKOUT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

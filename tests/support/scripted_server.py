@@ -1,11 +1,10 @@
-"""The scripted SGLang as a server process: `python -m tests.support.scripted_server SGLANG'S WORDS`.
+"""The scripted SGLang as a server process, with SGLang's own words on its command line.
 
 A real inference job starts it in the place of SGLang, and its control proxy stands in front of it.
 """
 
 import argparse
 import asyncio
-import os
 from typing import Any
 
 from aiohttp import web
@@ -47,7 +46,7 @@ class ScriptedServer(ScriptedSGLang):
 
 async def serve(port: int, model_path: str) -> None:
     """Until killed."""
-    server = ScriptedServer(Tokenizer.from_file(os.path.join(model_path, "tokenizer.json")))
+    server = ScriptedServer(Tokenizer.from_file(f"{model_path}/tokenizer.json"))
     await server.start(port)
     await asyncio.Event().wait()
 

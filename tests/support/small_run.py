@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -154,3 +155,14 @@ def processes_of(run_dir: Path) -> list[str]:
 def await_none_left(run: SmallRun, timeout_s: float) -> None:
     """Assert that every process of the run is gone in time."""
     wait_for(lambda: run.processes() == [], timeout_s, run.processes)
+
+
+@contextmanager
+def interrupted_at_end(run: SmallRun) -> Iterator[None]:
+    """A block after which the run is at work no more, however the block ends."""
+    try:
+        yield
+    finally:
+        if run.process is not None and run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+            run.wait()

@@ -1,0 +1,162 @@
+"""50,000 calls made wrong, over every route of proxy, ledger and control proxy.
+
+After every thousand each service is killed and started again, tickets are played and sealed, and
+Megatron takes a step on them. No service dies or hangs, and no row is unsound. The counts go to
+`benchmarks/results/fuzz.json` after every thousand, and the next run of this test goes on there.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from areal_hpc.rundir.checkpoints import find_latest
+from areal_hpc.rundir.quarantine import read_quarantine_files
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.wire.replicas import FORWARDED_ROUTES
+from areal_hpc.wire.trajectory import find_defect
+from tests.support.commands import audit_of
+from tests.support.light_run import BATCH_TICKETS, ENTRIES, LightRun, light_run
+from tests.support.mutated_calls import Mutator, RawCall, Sender
+from tests.support.rank_server import rank_server
+from tests.support.results import add_results, read_results
+from tests.support.sound_calls import RESPONSE_ID, list_sound_calls
+
+pytestmark = pytest.mark.timeout(7200)
+
+CALLS, CALLS_A_ROUND = 50_000, 1000
+CALLERS = 6
+VOCAB = 320
+"""Of the light run's model."""
+SETTLED_WITHIN_S = 30.0
+MAX_RESIDENT_MB = 1500
+MAY_FAIL = {"502", "503", "504"}
+"""Answers of a service that is well, about one behind it: a server that was told to be away."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[LightRun]:
+    limits = {"max_request_bytes": 1_000_000, "request_timeout_s": 5.0}
+    steps = CALLS // CALLS_A_ROUND
+    with (
+        rank_server() as ranks,
+        light_run(
+            tmp_path / "runs" / "run", tmp_path / "scratch", ranks, total_steps=steps, proxy=limits
+        ) as found,
+    ):
+        yield found
+
+
+def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None:
+    counts = read_counts()
+    assert_every_route_is_called(run)
+    while counts["calls"] < CALLS:
+        began = time.monotonic()
+        chance = random.Random(20261125 + counts["calls"])
+        statuses = call_wrongly(run, chance)
+        assert_well(run)
+        work_honestly(run)
+        counts["calls"] += statuses.total()
+        counts["steps"] += 1
+        counts["restarts"] += len(ENTRIES)
+        counts["by_status"] = dict(sorted(total(counts["by_status"], statuses).items()))
+        counts["seconds"] += round(time.monotonic() - began)
+        add_results("fuzz", mutated_calls=counts)
+    assert audit_of(run.paths.root).endswith("duplicates=0 lost=0 open=0")
+
+
+def assert_every_route_is_called(run: LightRun) -> None:
+    """By what the services say of their own routes."""
+    calls, _ = list_sound_calls(run)
+    called = {
+        service: {(one.method, one.path) for one in calls if one.service == service}
+        for service in ENTRIES
+    }
+    document = run.http.get(f"{run.url('proxy')}/openapi.json").json()
+    assert called["proxy"] == {
+        (method.upper(), path.replace("{response_id}", RESPONSE_ID))
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    headers = {"authorization": f"Bearer {run.admin_key}"}
+    refused = run.http.post(f"{run.url('ledger')}/unknown", headers=headers).json()["error"]
+    listed = refused.splitlines()[0].partition("routes: ")[2].split()
+    assert called["ledger"] == {("POST", path) for path in listed}
+    assert {path.rpartition("/")[2] for _, path in called["inference"]} > FORWARDED_ROUTES
+
+
+def read_counts() -> dict[str, Any]:
+    """What was done before this run was cut off; nothing if all was done."""
+    nothing = {"calls": 0, "of": CALLS, "steps": 0, "restarts": 0, "by_status": {}, "seconds": 0}
+    found: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
+    return nothing if found["calls"] >= CALLS else found
+
+
+def total(before: dict[str, int], more: Counter[str]) -> Counter[str]:
+    return Counter(before) + more
+
+
+def call_wrongly(run: LightRun, chance: random.Random) -> Counter[str]:
+    """A thousand calls, several at a time; the statuses that they were answered with."""
+    statuses: Counter[str] = Counter()
+    senders = {service: Sender(run.url(service)) for service in ENTRIES}
+    mutator = Mutator(chance)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        for _ in range(10):
+            sound, mutator.known = list_sound_calls(run)
+            # Every route alike, whatever number of calls there is of it.
+            raws = [mutator.mutate(chance.choice(sound)) for _ in range(CALLS_A_ROUND // 10)]
+            for raw, status in zip(
+                raws, pool.map(lambda one: send(senders, one), raws), strict=True
+            ):
+                assert status[:1] != "5" or status in MAY_FAIL, (raw, status, run.said())
+                statuses[status] += 1
+    return statuses
+
+
+def send(senders: dict[str, Sender], raw: RawCall) -> str:
+    try:
+        return senders[raw.call.service].send(raw)
+    except (TimeoutError, ConnectionError) as error:
+        raise AssertionError(f"{error!r}: {raw}") from error
+
+
+def assert_well(run: LightRun) -> None:
+    """Every service lives, has forgotten the calls, and has kept little of them."""
+    for service in ENTRIES:
+        assert run.is_alive(service), (service, run.said())
+        resident_mb = psutil.Process(run.pid(service)).memory_info().rss / 1e6
+        assert resident_mb < MAX_RESIDENT_MB, (service, resident_mb)
+    run.await_true(lambda: not health(run)["requests_in_flight"])
+
+
+def health(run: LightRun) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{run.url('proxy')}/healthz", trust_env=False).json()
+    return found
+
+
+def work_honestly(run: LightRun) -> None:
+    """Kill and start every service; then play a batch, seal it, and take a step."""
+    for service in ENTRIES:
+        run.restart(service)
+    run.open_generation()
+    run.seal()
+    run.play(BATCH_TICKETS)
+    run.seal()
+    run.train()
+    checkpoint = find_latest(run.paths.checkpoints_dir)
+    assert checkpoint is not None
+    assert checkpoint.state.step == run.step
+    assert checkpoint.state.untrained == [], "an unsound row was sealed"
+    assert read_quarantine_files(run.paths) == {}
+    for shard in read_index(run.paths.index_dir)[-2:]:
+        for row in ShardReader(run.paths.shards_dir / shard.file).read_rows([*range(shard.rows)]):
+            assert not find_defect(row, VOCAB), (shard.file, row)

@@ -1,0 +1,197 @@
+"""Calls of HTTP services made wrong in every way, from right ones and a seed."""
+
+import http.client
+import json
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+HANG_S = 20.0
+"""A call that was not to wait takes milliseconds; one that takes longer hangs."""
+LEFT_AFTER_S = 0.3
+"""For an answer to a call that may rightly wait: its caller then hangs up."""
+NEVER_ANSWERED = "left"
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 7, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70),
+    *(-(2**63), -(2**63) - 1, 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan")),
+    *("", " ", "\0", "\ud800", "\U0001f989", "é" * 50, "x" * 5000, "../../etc/passwd", "%s%n{0}"),
+    *("9.9", "1.1", "cell-0", "cell-0-000000.h5", "eyJhIjoxfQ==", "/dev/zero"),
+    *([], {}, [[]], [None], [0] * 300, {"": ""}, {"a": {"b": [1, 2, {"c": None}]}}),
+)
+DEEP = "[" * 3000 + "]" * 3000
+ODD_BODIES: tuple[bytes, ...] = (
+    *(b"", b" ", b"null", b"[]", b"{}", b'"', b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"\0" * 64),
+    *(DEEP.encode(), b'{"a":' * 2000 + b"1" + b"}" * 2000, b"1" * 5000, b'"\\ud800"'),
+)
+ODD_PATHS = ("/", "//", "{}/", "{}%00", "{}/..", "/{}", "{}?a=b&a=c", "{}#x", "{}/0/1", "/%2e%2e{}")
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW")
+ODD_KEYS = ("", "wrong", "x" * 3000, "é", "Bearer", "\t")
+ODD_HEADERS = (
+    *(("content-length", "-1"), ("content-length", "5, 6"), ("content-length", "99999999999999")),
+    *(("content-length", "x"), ("transfer-encoding", "chunked"), ("transfer-encoding", "gzip")),
+    *(("upgrade", "websocket"), ("expect", "100-continue"), ("content-type", "text/plain")),
+    *(("content-encoding", "gzip"), ("host", ""), ("connection", "close"), ("x-big", "y" * 9000)),
+    ("content-type", "application/json; charset=utf-16"),
+)
+ODD_NUMBERS = ("", "-1", "0", "1", "2", "nan", "inf", "1e308", "9" * 30, "0x1", "1.5", "é")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A right call."""
+
+    service: str
+    method: str
+    path: str
+    body: Any = None
+    key: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Beside that of the key; their values may be made wrong, too."""
+
+    @property
+    def route(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+@dataclass(frozen=True)
+class RawCall:
+    """What is sent."""
+
+    call: Call
+    """What it was made from."""
+    method: str
+    path: str
+    content: bytes
+    headers: tuple[tuple[str, str], ...]
+    may_wait: bool
+    """It asks to be kept, or announces more than it sends."""
+
+
+@dataclass
+class Mutator:
+    """Makes calls wrong; the same seed makes the same ones wrong alike."""
+
+    chance: random.Random
+    sound_share: float = 0.1
+    """Of calls that are left as they are."""
+    known: list[Any] = field(default_factory=list)
+    """Values of this run (ticket references, session ids, names) that odd places may get."""
+
+    def mutate(self, call: Call) -> RawCall:
+        """One call, wrong in one way or in several."""
+        if self.chance.random() < self.sound_share:
+            return self._encode(call, call.body)
+        how = self.chance.choices(
+            (self._spoil_values, self._spoil_bytes, self._spoil_request), (70, 15, 15)
+        )[0]
+        return how(call)
+
+    def _spoil_values(self, call: Call) -> RawCall:
+        body = json.loads(json.dumps(call.body))
+        for _ in range(self.chance.choice((1, 1, 1, 2, 4))):
+            body = self._spoil_one(body)
+        headers = tuple(
+            (name, self.chance.choice(ODD_NUMBERS) if self.chance.random() < 0.2 else value)
+            for name, value in call.headers
+        )
+        return self._encode(replace(call, headers=headers), body)
+
+    def _spoil_one(self, value: Any) -> Any:
+        """The value with one place in it made odd."""
+        inner: Sequence[Any] = ()
+        if isinstance(value, dict):
+            inner = [*value]
+        elif isinstance(value, list):
+            inner = range(len(value))
+        if inner and self.chance.random() < 0.9:
+            place = self.chance.choice(inner)
+            match self.chance.randrange(10):
+                case 0:
+                    del value[place]
+                case 1 if isinstance(value, dict):
+                    value[self.chance.choice(("extra", "", "\0", str(place) * 50))] = value[place]
+                case 1:
+                    value += [value[place]] * self.chance.choice((1, 2, 500))
+                case _:
+                    value[place] = self._spoil_one(value[place])
+            return value
+        return self.chance.choice(self.known if self.known and self._is_seldom() else ODD_VALUES)
+
+    def _spoil_bytes(self, call: Call) -> RawCall:
+        content = bytearray(json.dumps(call.body).encode())
+        match self.chance.randrange(4):
+            case 0:
+                content = bytearray(self.chance.choice(ODD_BODIES))
+            case 1:
+                del content[self.chance.randrange(len(content)) :]
+            case 2:
+                content[self.chance.randrange(len(content))] = self.chance.randrange(256)
+            case _:
+                content = bytearray(self.chance.randbytes(self.chance.choice((1, 100, 5000))))
+        return replace(self._encode(call, call.body), content=bytes(content))
+
+    def _spoil_request(self, call: Call) -> RawCall:
+        raw = self._encode(call, call.body)
+        match self.chance.randrange(4):
+            case 0:
+                return replace(raw, method=self.chance.choice(METHODS))
+            case 1:
+                return replace(raw, path=self.chance.choice(ODD_PATHS).format(call.path))
+            case 2:
+                return self._encode(replace(call, key=self.chance.choice(ODD_KEYS)), call.body)
+            case _:
+                odd = self.chance.choice(ODD_HEADERS)
+                return replace(raw, headers=(*raw.headers, odd), may_wait=True)
+
+    def _is_seldom(self) -> bool:
+        return self.chance.random() < 0.3
+
+    def _encode(self, call: Call, body: Any) -> RawCall:
+        key = (("authorization", f"Bearer {call.key}"),) if call.key else ()
+        content = b"" if call.method == "GET" else json.dumps(body).encode()
+        headers = (*key, *call.headers)
+        waits = isinstance(call.body, dict) and "wait_s" in call.body
+        return RawCall(call, call.method, call.path, content, headers, may_wait=waits)
+
+
+class Sender:
+    """Sends raw calls to one service, one after another."""
+
+    def __init__(self, url: str) -> None:
+        self._address = urlsplit(url)
+
+    def send(self, raw: RawCall) -> str:
+        """The status of the answer, or how the call ended without one.
+
+        Raises:
+            TimeoutError: The service hangs.
+            ConnectionError: It refused the connection: it is dead, or takes no more.
+        """
+        host, port = self._address.hostname, self._address.port
+        with socket.create_connection((host or "", port or 0), HANG_S) as connection:
+            connection.settimeout(LEFT_AFTER_S if raw.may_wait else HANG_S)
+            try:
+                connection.sendall(self._encode(raw))
+                answer = http.client.HTTPResponse(connection, method=raw.method)
+                answer.begin()
+                answer.read()
+            except TimeoutError:
+                if raw.may_wait:
+                    return NEVER_ANSWERED
+                raise
+            except (http.client.HTTPException, ConnectionError):
+                return "closed"  # what is no HTTP gets no answer
+            return str(answer.status)
+
+    def _encode(self, raw: RawCall) -> bytes:
+        headers = [("host", self._address.netloc), *raw.headers]
+        if not any(name in ("content-length", "transfer-encoding") for name, _ in headers):
+            headers.append(("content-length", str(len(raw.content))))
+        lines = [
+            f"{raw.method} {raw.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers),
+        ]
+        return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + raw.content
