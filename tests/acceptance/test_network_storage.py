@@ -24,11 +24,13 @@ pytestmark = pytest.mark.timeout(3600)
 NODES = ("trainer", "cell", "launcher")
 NODE_BY_ROLE = {"train": "trainer", "agents": "cell"}
 """On which node the processes of each of the recipe's Pythons are."""
-FAILURE_RATE = 1 / 1000
+FAILURE_RATE = 1 / 250
 HANG_S = 40.0
-STEPS = 12
+STEPS = 16
 STEPS_BETWEEN = 2
-MAX_LAUNCHES = 10
+MAX_LAUNCHES = 20
+MIN_FAULTS = 10
+"""Of the trainer's client and of the cell's: fewer prove little."""
 
 
 class NetworkedRun(KilledRun):
@@ -107,4 +109,4 @@ def test_faults_of_the_storage_cost_time_and_nothing_else(
     assert verdict == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
     for found in (faults["cell"], faults["trainer"]):
         assert found["hung"] == 1
-        assert sum(found.values()) > 10, faults
+        assert sum(found.values()) > MIN_FAULTS, faults
