@@ -59,6 +59,14 @@ class TicketPolicy:
     stale_groups: StaleGroups = "train_with_correction"
 
     @property
+    def max_traceless_tickets(self) -> int:
+        """More tickets than an earlier start of the ledger can have issued that left no trace.
+
+        Its own limits may have been ten times these; ids beyond were made up.
+        """
+        return 1000 + 10 * (self.max_head_offpolicyness + 1) * self.batch_size
+
+    @property
     def max_report_interval_s(self) -> float:
         """A live cell reports at least this often; the rest of the timeout is slack."""
         return self.cell_timeout_s / 3

@@ -26,6 +26,16 @@ def require_newest_generation(generation: int, newest: int) -> None:
         )
 
 
+def require_claimed_generation(generation: int, newest: int) -> None:
+    """Demand that a trainer has taken the generation: none that starts later could replace it."""
+    if not 1 <= generation <= newest:
+        raise LedgerRequestError(
+            400,
+            f"no trainer has taken generation {generation}: the newest one is {newest}",
+            hint="take the next number in generations/ first",
+        )
+
+
 def require_newest_job_start(cell: str, job_start: int, newest: int) -> None:
     """Demand that Slurm has not started the cell's job again on other nodes."""
     if job_start < newest:
@@ -50,6 +60,16 @@ def require_valid_settle(ticket: SealedTicket) -> None:
             400,
             f"{ticket.ref} is an evaluation ticket and cannot be settled",
             hint="send its rewards to /report_evaluation",
+        )
+
+
+def require_indexed(ticket: SealedTicket, fault: str) -> None:
+    """Demand that the index confirms a ticket: its rows would be trained on."""
+    if fault:
+        raise LedgerRequestError(
+            409,
+            f"ticket {ticket.ref.ticket_id} of {ticket.shard} cannot be settled: {fault}",
+            hint="areal-hpc shards verify compares index/ and shards/",
         )
 
 

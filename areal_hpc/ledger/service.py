@@ -15,6 +15,7 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.evaluation import EvaluationState, build_result
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
+from areal_hpc.ledger.sealed_index import SealedIndex
 from areal_hpc.ledger.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
@@ -68,6 +69,7 @@ class LedgerService:
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
+        self._index = SealedIndex(paths.index_dir)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
     # Cells -----------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class LedgerService:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
             request_checks.require_valid_settle(ticket)
+            request_checks.require_indexed(ticket, self._index.find_fault(ticket))
         for ticket in request.tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
@@ -148,6 +151,9 @@ class LedgerService:
         self, request: wire.OpenGenerationRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
+        request_checks.require_claimed_generation(
+            request.generation, read_newest_number(self._paths.generations_dir)
+        )
         self._save_and_apply_state(
             self._state.with_opened_generation(request.generation, request.base_step)
         )

@@ -94,8 +94,10 @@ class TicketTable:
             else:
                 tickets.drop(drop)
         tickets.drop_stats.reset_streaks()
-        for ticket in settled:
-            tickets._mark_unseen_as_waiting(ticket.ref.ticket_id)
+        sealed = list(settled)
+        for ticket_id in sorted(ticket.ref.ticket_id for ticket in sealed):
+            tickets._believe_in(ticket_id)
+        for ticket in sealed:
             tickets.settle(ticket)
         tickets.set_version_step(min(version_step, tickets.n_formed_batches))
         return tickets
@@ -313,7 +315,12 @@ class TicketTable:
     def _register_earlier_attempt(self, ref: TicketRef) -> None:
         """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
-            self._mark_unseen_as_waiting(ref.ticket_id)
+            self._believe_in(ref.ticket_id)
+
+    def _believe_in(self, ticket_id: int) -> None:
+        """Take it that ids up to this one were issued, if so many can have been without a trace."""
+        if ticket_id < self._next_id + self.policy.max_traceless_tickets:
+            self._mark_unseen_as_waiting(ticket_id)
 
     def _mark_unseen_as_waiting(self, ticket_id: int) -> None:
         for unseen in range(self._next_id, ticket_id + 1):

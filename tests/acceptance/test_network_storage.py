@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import python_of
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
@@ -38,7 +39,18 @@ class NetworkedRun(KilledRun):
 
     def __init__(self, root: Path, *overrides: str) -> None:
         model = random_model(root / "model")
-        super().__init__(root, model, [], STEPS, "evaluation.every_steps=0", *overrides)
+        super().__init__(
+            root,
+            model,
+            [],
+            STEPS,
+            "evaluation.every_steps=0",
+            "rollout.workflow=tests.support.slow_agent.SlowAgent",
+            "rollout.workflow_kwargs.mean_pause_s=1.0",
+            *overrides,
+        )
+        self._seen = RunPaths(root / "server" / self.paths.root.relative_to(self.fileroot))
+        """What the storage holds, without the faults on the way to it."""
         self._log = root / "launcher.log"  # a person's terminal is not on the storage
         self.launches = 0
 
@@ -54,13 +66,7 @@ class NetworkedRun(KilledRun):
             time.sleep(0.5)
 
     def keep_going_to_step(self, step: int) -> None:
-        def is_trained() -> bool:
-            try:
-                return trained_steps(self.paths) >= step
-            except OSError:  # the test's own look is not spared
-                return False
-
-        self.keep_going(is_trained)
+        self.keep_going(lambda: trained_steps(self._seen) >= step)
 
     def is_complete(self) -> bool:
         """True once the launcher says so."""

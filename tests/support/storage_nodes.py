@@ -48,6 +48,8 @@ class StorageNode:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(STOP_TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextmanager

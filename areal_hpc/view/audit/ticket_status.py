@@ -113,6 +113,8 @@ class AuditReport:
         )
 
 
+MAX_TRACELESS_IDS = 1_000_000
+"""Between two ids that left a trace."""
 _BatchUse = tuple[int, SealedTicket]
 """A step, and a ticket in its batch."""
 
@@ -132,6 +134,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
                 sealed.setdefault(one.ticket_id, shard.file)
     again = {ticket_id for ticket_id, _ in evidence.requeued}
     given_up = {**evidence.drops, **evidence.filtered}
+    invented = _pop_invented_ids(sealed, 1 + max((*uses, *given_up, *again), default=-1))
     position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
     doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
@@ -162,11 +165,26 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
-    problems, newest = [*evidence.problems, *doubts], evidence.checkpoint
+    problems, newest = [*evidence.problems, *doubts, *invented], evidence.checkpoint
     ordered = (one for step, one in quarantined.items() if step > newest.step)
     untrained = [*newest.untrained, *ordered]
     episodes = Counter(one.kind for shard in evidence.shards for one in shard.untrained)
     return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
+
+
+def _pop_invented_ids(sealed: dict[int, str], known: int) -> list[Problem]:
+    """Take out the ids that no ledger can have issued, and name them; `known` is above all others.
+
+    Ids are positions of the task stream. Nobody plays a million of them without a trace.
+    """
+    problems = []
+    for ticket_id in sorted(sealed):
+        if 0 <= ticket_id < known + MAX_TRACELESS_IDS:
+            known = max(known, ticket_id + 1)
+        else:
+            message = f"holds ticket {ticket_id}, which was never issued"
+            problems.append(Problem(message, sealed.pop(ticket_id)))
+    return problems
 
 
 def _collect_batch_uses(

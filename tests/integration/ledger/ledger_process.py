@@ -14,6 +14,7 @@ import msgspec
 
 from areal_hpc.ledger.job import run
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.generations import get_number_path
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient
@@ -173,16 +174,18 @@ class LedgerProcess:
             assert time.monotonic() < give_up_at, "nothing is granted"
         return granted
 
-    def seal(self, refs: list[TicketRef], cell: str = "cell-0") -> list[SealedTicket]:
+    def seal(
+        self, refs: list[TicketRef], cell: str = "cell-0", oldest_version: int = NO_VERSION
+    ) -> list[SealedTicket]:
         """What a proxy does before it settles: a shard with an index line."""
         name = f"{cell}-{self.shards:06d}.h5"
         self.shards += 1
         tickets = [
-            SealedTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], NO_VERSION)
+            SealedTicket(ref, name, [2 * i, 2 * i + 1], [0.0, 1.0], oldest_version)
             for i, ref in enumerate(refs)
         ]
         indexed = [
-            ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards, NO_VERSION)
+            ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards, oldest_version)
             for one in tickets
         ]
         shard = SealedShard(name, 100, "crc32:00000000", 2 * len(refs), 10, indexed)
@@ -205,6 +208,8 @@ class LedgerProcess:
     def open_generation(
         self, generation: int = 1, base_step: int = 0, evaluated_step: int = -1
     ) -> None:
+        self.paths.generations_dir.mkdir(exist_ok=True)
+        get_number_path(self.paths.generations_dir, generation).touch()
         request = OpenGenerationRequest(generation, base_step, evaluated_step)
         self.order("/open_generation", request)
 

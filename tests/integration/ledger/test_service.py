@@ -164,7 +164,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
         ("/lease", b'{"cell": "a", "capacity": "x"}', 400, "Expected `int`, got `str`"),
         ("/lose", b"{}", 404, "/lease /settle"),
         ("/batch", b'{"generation": 1, "step": 1}', 409, "call /open_generation first"),
-        ("/open_generation", b'{"generation": 1, "base_step": 4}', 400, "step 4 does not exist"),
+        ("/open_generation", b'{"generation": 7, "base_step": 0}', 400, "has taken generation 7"),
         ("/evaluate", b'{"generation": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
         ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
         ("/settle", msgspec.json.encode(OF_AN_EVALUATION), 400, "evaluation ticket"),
@@ -185,12 +185,44 @@ def test_the_admin_key_is_needed_for_every_route(idle_ledger: LedgerProcess) -> 
 
 
 def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
-    refs = [grant.ref for grant in ledger.grants()]
-    good = SealedTicket(refs[0], "s", [0], [1.0], NO_VERSION)
-    bad = SealedTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
+    good, sealed = ledger.seal([grant.ref for grant in ledger.grants()])
+    bad = msgspec.structs.replace(sealed, rewards=[1.0])
     with pytest.raises(HttpStatusError, match="2 rows and 1 rewards"):
         ledger.settle([good, bad])
     assert ledger.status().settled == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shard": "s"}, "not the name of a shard"),
+        ({"shard": "cell-9-000000.h5"}, "its writer has no index"),
+        ({"shard": "cell-0-000099.h5"}, "no line of that shard"),
+        ({"ref": TicketRef(5, 1)}, "does not hold it"),
+        ({"rows": [7, 8]}, "other rows or rewards"),
+        ({"rewards": [1e6, 1.0]}, "other rows or rewards"),
+        ({"oldest_version": 1 << 32}, "other rows or rewards"),
+    ],
+)
+def test_a_ticket_counts_only_as_the_index_has_it(
+    ledger: LedgerProcess, changes: dict[str, object], words: str
+) -> None:
+    sealed, _ = ledger.seal([grant.ref for grant in ledger.grants()])
+    with pytest.raises(HttpStatusError, match=words):
+        ledger.settle([msgspec.structs.replace(sealed, **changes)])
+    ledger.settle([sealed])
+    assert ledger.status().settled == 1
+
+
+def test_ids_that_were_never_issued_are_not_believed(ledger: LedgerProcess) -> None:
+    wild = TicketRef(2**62, 1)
+    ledger.restart()  # attempts of the first start may have left no trace
+    ledger.settle(ledger.seal([wild]))
+    ledger.lease(held=[wild], finished=[TicketRef(2**61, 1)])
+    ledger.drop(wild, "it failed")
+    ledger.restart()
+    ledger.open_generation()
+    assert [grant.ref.ticket_id for grant in ledger.grants()] == [0, 1]
 
 
 def test_steps_are_handed_out_in_order_and_status_counts_them(ledger: LedgerProcess) -> None:
@@ -239,7 +271,7 @@ def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> No
     before = process.cpu_times()
     for _ in range(rounds):
         (grant,) = ledger.lease(tickets=1).grants
-        ledger.settle([SealedTicket(grant.ref, "s", [0, 1, 2, 3], [0.0, 1.0] * 2, NO_VERSION)])
+        ledger.settle(ledger.seal([grant.ref]))
     after = process.cpu_times()
     cpu_s = after.user + after.system - before.user - before.system
     print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")

@@ -1,6 +1,5 @@
 """Tickets that are not trained, or not as they were: written first, whatever is killed after."""
 
-import msgspec
 import pytest
 
 from areal_hpc.wire.ledger import DropRequest, IrregularTicketCounts, SealedTicket, TicketRef
@@ -17,8 +16,7 @@ def ledger(start_ledger: StartLedger) -> LedgerProcess:
 
 def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SealedTicket]:
     """Sealed and settled, sampled by the weights of `step`."""
-    version = WeightVersion(1, step).packed
-    tickets = [msgspec.structs.replace(one, oldest_version=version) for one in ledger.seal(refs)]
+    tickets = ledger.seal(refs, oldest_version=WeightVersion(1, step).packed)
     ledger.settle(tickets)
     return tickets
 
