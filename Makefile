@@ -6,6 +6,7 @@ export OMP_NUM_THREADS := 1
 TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
+KILLS := 300
 # Three at a time: many tests wait for Slurm, for a start or for a time to pass.
 # A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
 # give the same test out again, and the suite may never end.
@@ -13,7 +14,7 @@ SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-wo
 
 .DEFAULT_GOAL := help
 .PHONY: help setup frameworks harnesses slurm demo test check lint format unit contract integration \
-  slurm-tests acceptance parity gpu clean
+  slurm-tests acceptance soak parity gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +68,9 @@ slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespac
 
 acceptance: setup harnesses ## kill, compare and train at length, and write the tables (four hours)
 	$(PYTEST) tests/acceptance
+
+soak: setup ## kill -9 KILLS=300 random processes, by part, from where the last call stopped
+	SOAK_KILLS=$(KILLS) $(PYTEST) tests/acceptance/test_soak.py
 
 parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)
 	$(PYTEST) tests/acceptance/test_parity.py

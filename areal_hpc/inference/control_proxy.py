@@ -23,7 +23,7 @@ from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCaller, Replica
 from areal_hpc.inference.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, is_authorized, read_body
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, decode_body, is_authorized, read_body
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
     INCARNATION_HEADER,
@@ -70,7 +70,7 @@ class ControlProxyApp(JsonApp):
         """Status and text for what `answer` has raised."""
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
-        return super().get_error_status_and_text(request, error)
+        return super().describe_error(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, then act or ask SGLang."""
@@ -235,8 +235,8 @@ def _read_caller(request: Request) -> ControlCaller:
 
 async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
     try:
-        return msgspec.json.decode(await _read_body(request), type=form)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return decode_body(await _read_body(request), form)
+    except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from error
 
 
@@ -244,7 +244,7 @@ async def _read_order(request: Request) -> bytes:
     """The body of a call that SGLang gets as it came: a JSON object, which it takes for granted."""
     body = await _read_body(request)
     try:
-        msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        decode_body(body, dict[str, object])
     except msgspec.DecodeError as error:
         raise HTTPException(400, f"expected a JSON object: {error}") from error
     return body

@@ -18,7 +18,7 @@ from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.paths import ADMIN_KEY_FILE
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, is_authorized, read_body
+from areal_hpc.wire.asgi import JsonApp, decode_body, is_authorized, read_body
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class LedgerApp(JsonApp):
         body = await read_body(request, MAX_REQUEST_BYTES, too_large)
         form, handler = self._routes[path]
         try:
-            decoded = msgspec.json.decode(body, type=form)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            decoded = decode_body(body, form)
+        except msgspec.DecodeError as error:
             raise LedgerRequestError(400, f"{path} cannot read its request: {error}") from error
         patience = LongPoll(request.receive, self._clock, self._closing)
         try:
@@ -76,11 +76,11 @@ class LedgerApp(JsonApp):
         finally:
             patience.stop_disconnect_watch()
 
-    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
         if isinstance(error, LedgerRequestError):
             return error.status, str(error)
         if isinstance(error, OSError):  # a full or absent file system: the caller tries again
             log.error("%s failed: %s", request.scope["path"], error)
             return 503, f"the ledger cannot write: {error}"
-        return super().get_error_status_and_text(request, error)
+        return super().describe_error(request, error)

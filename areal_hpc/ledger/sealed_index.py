@@ -3,12 +3,14 @@
 A proxy writes the line first and settles then, so a ticket without one was made up, or lost.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
 import msgspec
 
-from areal_hpc.shards.index import SealedShard, get_index_path
+from areal_hpc.shards.disk_io import read_to_end
+from areal_hpc.shards.index import SealedShard, ShardTicket, get_index_path
 from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.wire.ledger import SealedTicket
 
@@ -20,7 +22,7 @@ class _ShardName(msgspec.Struct, frozen=True):
 
 
 class SealedIndex:
-    """Where in the index the line of each shard is; lines themselves are read when needed."""
+    """Where in the index the line of each shard is; a line itself is read when it is needed."""
 
     def __init__(self, index_dir: Path) -> None:
         self._index_dir = index_dir
@@ -28,6 +30,9 @@ class SealedIndex:
         """Shard -> the first byte of its line, and its length."""
         self._read_bytes: dict[str, int] = {}
         """By writer, how much of its index is in `_lines`: an index grows as long as its run."""
+        self._newest_file = ""
+        self._newest_tickets: dict[tuple[int, int], ShardTicket] = {}
+        """Of the shard that was asked for last, by id and attempt: its tickets settle together."""
 
     def find_fault(self, ticket: SealedTicket) -> str:
         """How the index contradicts a ticket; empty if it confirms it.
@@ -35,42 +40,46 @@ class SealedIndex:
         Raises:
             OSError: The index cannot be read.
         """
-        named = parse_shard_name(ticket.shard)
-        if named is None or not ticket.shard.endswith(SHARD_SUFFIX):
+        if ticket.shard != self._newest_file and (fault := self._read_line(ticket.shard)):
+            return fault
+        one = self._newest_tickets.get((ticket.ref.ticket_id, ticket.ref.attempt))
+        if one is None:
+            return "that shard does not hold it"
+        found = (one.rows, one.rewards, one.oldest_version)
+        expected = (ticket.rows, ticket.rewards, ticket.oldest_version)
+        return "" if found == expected else "the index has other rows or rewards of it"
+
+    def _read_line(self, shard: str) -> str:
+        """Take in the tickets of a shard; what is wrong if there is none."""
+        named = parse_shard_name(shard)
+        if named is None or not shard.endswith(SHARD_SUFFIX):
             return "that is not the name of a shard"
-        path = get_index_path(self._index_dir, named[0])
         try:
+            path = get_index_path(self._index_dir, named[0])
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return "its writer has no index"
         try:
-            if ticket.shard not in self._lines:
-                self._read_new_lines(named[0], descriptor)
-            if ticket.shard not in self._lines:
+            if shard not in self._lines:
+                self._find_new_lines(named[0], descriptor)
+            if shard not in self._lines:
                 return "the index has no line of that shard"
-            begin, length = self._lines[ticket.shard]
-            shard = msgspec.json.decode(os.pread(descriptor, length, begin), type=SealedShard)
+            begin, length = self._lines[shard]
+            line = msgspec.json.decode(os.pread(descriptor, length, begin), type=SealedShard)
         finally:
             os.close(descriptor)
-        for one in shard.tickets:
-            if (one.ticket_id, one.attempt) == (ticket.ref.ticket_id, ticket.ref.attempt):
-                found = (one.rows, one.rewards, one.oldest_version)
-                expected = (ticket.rows, ticket.rewards, ticket.oldest_version)
-                return "" if found == expected else "the index has other rows or rewards of it"
-        return "that shard does not hold it"
+        self._newest_tickets = {(one.ticket_id, one.attempt): one for one in line.tickets}
+        self._newest_file = shard
+        return ""
 
-    def _read_new_lines(self, writer: str, descriptor: int) -> None:
+    def _find_new_lines(self, writer: str, descriptor: int) -> None:
         begin = self._read_bytes.get(writer, 0)
-        with os.fdopen(descriptor, "rb", closefd=False) as stream:
-            stream.seek(begin)
-            content = stream.read()
-        for line in content.splitlines(keepends=True):
+        for line in read_to_end(descriptor, begin).splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break  # still in the writing
-            try:
+            # What cannot be read is the trace of a crash: no shard is sealed by it.
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 name = msgspec.json.decode(line, type=_ShardName).file
                 self._lines.setdefault(name, (begin, len(line)))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                pass  # the trace of a crash: no shard is sealed by it
             begin += len(line)
         self._read_bytes[writer] = begin

@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 
 log = logging.getLogger(__name__)
+FormT = TypeVar("FormT")
 
 
 def is_authorized(request: Request, key: str) -> bool:
@@ -43,6 +45,20 @@ async def read_body(request: Request, max_bytes: int, too_large: Exception) -> b
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
+
+
+def decode_body(body: bytes, form: type[FormT]) -> FormT:
+    """The JSON of a request.
+
+    Raises:
+        msgspec.DecodeError: It is none of that form, no UTF-8, or nested beyond all reason.
+    """
+    try:
+        return msgspec.json.decode(body, type=form)
+    except RecursionError as error:
+        raise msgspec.DecodeError("the JSON is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"the JSON is not UTF-8: {error}") from error
 
 
 class JsonApp(ABC):

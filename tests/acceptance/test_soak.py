@@ -1,136 +1,49 @@
-"""Fifteen minutes of kill -9: a random process every 45 to 60 seconds, and three named points.
+"""kill -9 of a random process, again and again: nothing is lost or trained twice, and little time.
 
-Writes `benchmarks/results/soak.json`.
+`make soak KILLS=300` runs it in parts, each a run of its own that ends with an audit. What a part
+measured is added to `benchmarks/results/soak.json`, from which the next call goes on; the table in
+`docs/operating.md` is made of all parts. `make acceptance` runs one part.
 """
 
+import itertools
+import os
 import random
 import statistics
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
 from tests.support.commands import areal_hpc, said_by
-from tests.support.killed_run import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
-from tests.support.results import write_results
-from tests.support.small_run import await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
+from tests.support.results import read_results, write_results
+from tests.support.run_files import events_of, trained_steps
+from tests.support.small_run import await_none_left, interrupted_at_end
+from tests.support.soak_table import table
+from tests.support.tables import write_table
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(24 * 3600)
 
-SOAK_S = 900.0
-PAUSE_S = (45.0, 60.0)
-POINTS = (Kill("trainer", "checkpoint"), Kill("proxy", "seal"), Kill("trainer", "update"))
-MORE_STEPS = 4
-"""Taken after the last kill."""
+KILLS = int(os.environ.get("SOAK_KILLS", "0"))
+"""In all, earlier parts included; 0: one part more."""
+PART_KILLS = int(os.environ.get("SOAK_PART_KILLS", "25"))
+SEED = 20261121
+STEPS_MEASURED = 3
+"""After a kill. What they take longer than such steps usually do is the time that it cost."""
+MAX_REST_S = 5.0
+"""Between two kills, beside those steps."""
+RECOVERY_TIMEOUT_S = 600.0
+BATCH_TICKETS = 4
 SETTLED_S = 60.0
 """A process younger than this still grows by itself."""
-LOOK_EVERY_S = 2.0
 ENOUGH_LOOKS = 60
-MOST_GROWTH = 1.15
-
-
-class Soak(KilledRun):
-    """A run without an end in sight, and the process that is killed next."""
-
-    def __init__(self, root: Path, model: Path) -> None:
-        super().__init__(
-            root,
-            model,
-            [*POINTS],
-            10_000,
-            "rollout.workflow=tests.support.slow_agent.SlowAgent",
-            "rollout.workflow_kwargs.mean_pause_s=4.0",
-            "rollout.max_head_offpolicyness=2",
-            "inference.cells=2",
-            "evaluation.every_steps=0",
-            "inference.max_restarts=100",
-        )
-        self.killed: Counter[str] = Counter()
-        self.launches = 0
-        self.resident_mb: dict[tuple[str, int], list[float]] = defaultdict(list)
-        """By role and process, as time went by."""
-
-    def launch(self) -> None:
-        """Give the command."""
-        self.start()
-        self.launches += 1
-
-    def members(self) -> dict[psutil.Process, str]:
-        """Live processes of the run and their roles."""
-        found = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                command = process.cmdline()
-                text = " ".join([*command, *process.environ().values()])
-                is_ours = str(self.paths.root) in text or str(self.fileroot) in text
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = role_of(command)
-        return {process: role for process, role in found.items() if role}
-
-    def kill_one(self, chance: random.Random) -> None:
-        """A role first, so that roles of many processes are not killed more often."""
-        if members := self.members():
-            role = chance.choice(sorted(set(members.values())))
-            chance.choice([process for process, its in members.items() if its == role]).kill()
-            self.killed[role] += 1
-
-    def weigh(self) -> None:
-        """Note how much memory settled processes hold."""
-        for process, role in self.members().items():
-            with suppress(psutil.NoSuchProcess):
-                if time.time() - process.create_time() > SETTLED_S:
-                    held_mb = process.memory_info().rss / 1e6
-                    self.resident_mb[role, process.pid].append(held_mb)
-
-    def soak(self, seconds: float, chance: random.Random) -> None:
-        """Kill for so long; give the command again whenever it gives up."""
-        self.launch()
-        self.await_true(lambda: bool(read_lines(self.paths.metrics)), timeout_s=300.0)
-        ends_at = time.monotonic() + seconds
-        strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
-        while time.monotonic() < ends_at:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                assert self.process.returncode != 0, self.said()
-                self.launch()
-            if time.monotonic() >= strikes_at:
-                self.kill_one(chance)
-                strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
-            self.weigh()
-            time.sleep(LOOK_EVERY_S)
-
-    def wind_up(self) -> int:
-        """Ask for a few more steps and let the run complete; how many it has."""
-        assert self.process is not None
-        if self.process.poll() is None:
-            self.press_ctrl_c()
-        self.steps = read_lines(self.paths.metrics)[-1]["step"] + MORE_STEPS
-        self.override(f"trainer.total_steps={self.steps}")
-        self.launch()
-        assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
-        return self.steps
-
-    def growth(self) -> dict[str, float]:
-        """By role, the median memory of the second half of a process's time over the first's."""
-        most: dict[str, float] = {}
-        for (role, _), seen in self.resident_mb.items():
-            if len(seen) >= ENOUGH_LOOKS:
-                middle = len(seen) // 2
-                grown = statistics.median(seen[middle:]) / statistics.median(seen[:middle])
-                most[role] = max(grown, most.get(role, 0.0))
-        return most
-
-    def median_mb(self) -> dict[str, int]:
-        """By role, of all its processes at all times."""
-        held: dict[str, list[float]] = defaultdict(list)
-        for (role, _), seen in self.resident_mb.items():
-            held[role] += seen
-        return {role: round(statistics.median(seen)) for role, seen in sorted(held.items())}
-
+LOOK_EVERY_S = 1.0
+MAX_GROWTH = 1.15
 
 ROLES = {
     "jobs.processes.fork_server": "fork server",
@@ -146,33 +59,148 @@ ROLES = {
 """By what is part of a command; the first that is counts."""
 
 
+class Soak(KilledRun):
+    """A run without an end in sight, and the process that is killed next."""
+
+    def __init__(self, root: Path, chance: random.Random) -> None:
+        super().__init__(
+            root,
+            random_model(root / "model"),
+            [],
+            100_000,
+            "rollout.workflow=tests.support.slow_agent.SlowAgent",
+            "rollout.workflow_kwargs.mean_pause_s=1.0",
+            "rollout.max_head_offpolicyness=2",
+            "inference.cells=2",
+            "evaluation.every_steps=0",
+            "inference.max_restarts=1000",
+        )
+        self._chance = chance
+        self.launches = 0
+        self.killed: list[tuple[str, float]] = []
+        """Role and time of each kill."""
+        self.resident_mb: dict[tuple[str, int], list[float]] = defaultdict(list)
+        """By role and process, as time went by."""
+
+    def start(self) -> None:
+        super().start()
+        self.launches += 1
+
+    def members(self) -> dict[psutil.Process, str]:
+        """Live processes of the run and their roles."""
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = process.cmdline()
+                text = " ".join([*command, *process.environ().values()])
+                is_ours = str(self.paths.root) in text or str(self.fileroot) in text
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process] = role_of(command)
+        return {process: role for process, role in found.items() if role}
+
+    def kill_one(self) -> None:
+        """A role first, so that roles of many processes are not killed more often."""
+        members = self.members()
+        role = self._chance.choice(sorted(set(members.values())))
+        victim = self._chance.choice([one for one, its in members.items() if its == role])
+        self.killed.append((role, time.time()))
+        victim.kill()
+
+    def keep_going(self, steps: int) -> None:
+        """Wait for so many steps more; give the command again whenever it gives up."""
+        goal, give_up_at = trained_steps(self.paths) + steps, time.monotonic() + RECOVERY_TIMEOUT_S
+        while trained_steps(self.paths) < goal:
+            assert time.monotonic() < give_up_at, self.said()
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            self.weigh()
+            time.sleep(LOOK_EVERY_S)
+
+    def soak(self, kills: int) -> None:
+        """Kill so often, each time once the run has got over the last kill."""
+        self.keep_going(2 * STEPS_MEASURED)
+        for _ in range(kills):
+            time.sleep(self._chance.uniform(0.0, MAX_REST_S))
+            self.kill_one()
+            self.keep_going(STEPS_MEASURED + 1)
+
+    def weigh(self) -> None:
+        """Note how much memory settled processes hold."""
+        for process, role in self.members().items():
+            with suppress(psutil.NoSuchProcess):
+                if time.time() - process.create_time() > SETTLED_S:
+                    held_mb = process.memory_info().rss / 1e6
+                    self.resident_mb[role, process.pid].append(held_mb)
+
+    def wind_up(self) -> None:
+        """Let the run complete a few steps later."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.press_ctrl_c()
+        self.steps = trained_steps(self.paths) + STEPS_MEASURED
+        self.override(f"trainer.total_steps={self.steps}")
+        self.start()
+        assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
+
+    def seconds_lost(self) -> dict[str, list[float]]:
+        """By role, what each kill of it cost: steps that took longer than they usually do."""
+        published = [row["time"] for row in events_of(self.paths, "weights_published")]
+        usual_s = statistics.median(
+            after - before for before, after in itertools.pairwise(published)
+        )
+        lost = defaultdict(list)
+        for role, at in self.killed:
+            took_s = [one for one in published if one > at][STEPS_MEASURED - 1] - at
+            lost[role].append(round(max(0.0, took_s - STEPS_MEASURED * usual_s), 1))
+        return dict(sorted(lost.items()))
+
+    def growth(self) -> dict[str, float]:
+        """By role, the median memory of the second half of a process's time over the first's."""
+        most: dict[str, float] = {}
+        for (role, _), seen in self.resident_mb.items():
+            if len(seen) >= ENOUGH_LOOKS:
+                middle = len(seen) // 2
+                grown = statistics.median(seen[middle:]) / statistics.median(seen[:middle])
+                most[role] = round(max(grown, most.get(role, 0.0)), 3)
+        return dict(sorted(most.items()))
+
+
 def role_of(command: list[str]) -> str:
     """What a process is; empty if it is none of the run's own kinds."""
     text = " ".join(command)
     return next((role for part, role in ROLES.items() if part in text), "")
 
 
-def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
-    run = Soak(tmp_path, warmed_up_model(tmp_path / "model"))
-    chance = random.Random(20261121)
-    began = time.monotonic()
-    run.soak(SOAK_S, chance)
-    steps = run.wind_up()
+def soak_a_part(root: Path, kills: int, seed: int) -> dict[str, Any]:
+    """A run that is killed so often, and what came of it."""
+    began, run = time.monotonic(), Soak(root, random.Random(seed))
+    with interrupted_at_end(run):
+        run.soak(kills)
+        run.wind_up()
     verdict = run.audited()
-    assert run.struck().keys() == {kill.name for kill in POINTS}, run.said()
-    assert verdict == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
+    assert verdict == f"trained_once={BATCH_TICKETS * run.steps} duplicates=0 lost=0 open=0"
     said_by(areal_hpc("shards", "verify", run.paths.root, timeout_s=None))
     await_none_left(run, 20.0)
     growth = run.growth()
-    seen = {
-        "seconds": round(time.monotonic() - began),
-        "steps": steps,
+    assert max(growth.values(), default=1.0) <= MAX_GROWTH, growth
+    return {
+        "kills": dict(sorted(Counter(role for role, _ in run.killed).items())),
+        "steps": run.steps,
         "launches": run.launches,
-        "killed": dict(sorted(run.killed.items())),
-        "killed_at_points": sorted(run.struck()),
         "audit": verdict,
-        "resident_mb": run.median_mb(),
-        "growth": {role: round(value, 3) for role, value in sorted(growth.items())},
+        "seconds": round(time.monotonic() - began),
+        "seconds_lost": run.seconds_lost(),
+        "growth": growth,
     }
-    write_results("soak", seen)
-    assert max(growth.values()) <= MOST_GROWTH, growth
+
+
+def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
+    parts: list[dict[str, Any]] = read_results("soak", {}).get("parts", [])
+    done = sum(sum(part["kills"].values()) for part in parts)
+    goal = KILLS or done + PART_KILLS
+    while done < goal:
+        kills = min(PART_KILLS, goal - done)
+        parts.append(soak_a_part(tmp_path / str(len(parts)), kills, SEED + len(parts)))
+        done += kills
+        write_results("soak", {"parts": parts})
+        write_table(CHECKOUT / "docs" / "operating.md", "soak", table())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from areal_hpc.areal.config.translation import render_rule_table
 from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
-from tests.support import agents_table, document_table, rank_kill, slurm_events_table
+from tests.support import agents_table, document_table, rank_kill, slurm_events_table, soak_table
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
 
@@ -17,6 +17,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("migrating-from-areal.md", "keys"): render_rule_table,
     ("operating.md", "events"): slurm_events_table.tables,
     ("operating.md", "rank kill"): rank_kill.table,
+    ("operating.md", "soak"): soak_table.table,
 }
 """Document below docs/ and name of the table -> what must stand there."""
 

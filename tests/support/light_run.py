@@ -43,7 +43,14 @@ CELL_TIMEOUT_S = 5.0
 PATIENCE_S = 120.0
 """What does not happen in such a time never will, on however busy a machine."""
 CALL_TIMEOUT_S = 30.0
-SIZES = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 64}
+SIZES: dict[str, Any] = {
+    "layers": 1,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn": 64,
+}
 ENTRIES = {
     "ledger": "areal_hpc.ledger.job:run",
     "inference": "areal_hpc.inference.job:run",
@@ -287,14 +294,12 @@ class LightRun:
 
     def await_replica(self) -> ReplicaView:
         """The replica, once its server is up."""
-        found: list[ReplicaView] = []
+        self.await_true(lambda: self.replica().state in ("ready", "serving"))
+        return self.replica()
 
-        def is_up() -> bool:
-            found[:] = self.call("inference", "/replicas", None, ReplicaList).replicas
-            return found[0].state in ("ready", "serving")
-
-        self.await_true(is_up)
-        return found[0]
+    def replica(self) -> ReplicaView:
+        """As its cell reports it now."""
+        return self.call("inference", "/replicas", None, ReplicaList).replicas[0]
 
     def _control(self, replica: ReplicaView, route: str, body: Any) -> None:
         answer = self.http.post(

@@ -5,6 +5,7 @@ import json
 import random
 import socket
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,13 +113,16 @@ class Mutator:
                 case 0:
                     del value[place]
                 case 1 if isinstance(value, dict):
-                    value[self.chance.choice(("extra", "", "\0", str(place) * 50))] = value[place]
+                    value[self.chance.choice(("extra", "", "\0", str(place) * 50))] = deepcopy(
+                        value[place]
+                    )
                 case 1:
-                    value += [value[place]] * self.chance.choice((1, 2, 500))
+                    value += [deepcopy(value[place])] * self.chance.choice((1, 2, 500))
                 case _:
                     value[place] = self._spoil_one(value[place])
             return value
-        return self.chance.choice(self.known if self.known and self._is_seldom() else ODD_VALUES)
+        odd = self.known if self.known and self._is_seldom() else ODD_VALUES
+        return deepcopy(self.chance.choice(odd))
 
     def _spoil_bytes(self, call: Call) -> RawCall:
         content = bytearray(json.dumps(call.body).encode())

@@ -150,7 +150,7 @@ def _list_ledger_calls(run: LightRun, ref: TicketRef) -> list[Call]:
 
 def _list_control_calls(run: LightRun) -> list[Call]:
     headers = (
-        ("x-areal-incarnation", str(run.await_replica().incarnation)),
+        ("x-areal-incarnation", str(run.replica().incarnation)),
         ("x-areal-generation", str(run.version.generation)),
         ("x-areal-deadline-s", "5"),
     )

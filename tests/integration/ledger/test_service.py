@@ -220,7 +220,7 @@ def test_ids_that_were_never_issued_are_not_believed(ledger: LedgerProcess) -> N
     ledger.settle(ledger.seal([wild]))
     ledger.lease(held=[wild], finished=[TicketRef(2**61, 1)])
     ledger.drop(wild, "it failed")
-    ledger.restart()
+    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
     ledger.open_generation()
     assert [grant.ref.ticket_id for grant in ledger.grants()] == [0, 1]
 

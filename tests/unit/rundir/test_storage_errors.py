@@ -21,11 +21,12 @@ class Storage:
     def look(self, error: OSError | None = None, after_s: float = 0.0) -> bool:
         """True if the look succeeded."""
         self.now_s += after_s
+        succeeded = False
         with self.tolerance.tolerate():
             if error is not None:
                 raise error
-            return True
-        return False
+            succeeded = True
+        return succeeded
 
 
 @pytest.fixture
