@@ -66,11 +66,11 @@ class ControlProxyApp(JsonApp):
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
-    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
-        return super().describe_error(request, error)
+        return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, then act or ask SGLang."""

@@ -76,11 +76,11 @@ class LedgerApp(JsonApp):
         finally:
             patience.stop_disconnect_watch()
 
-    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
         if isinstance(error, LedgerRequestError):
             return error.status, str(error)
         if isinstance(error, OSError):  # a full or absent file system: the caller tries again
             log.error("%s failed: %s", request.scope["path"], error)
             return 503, f"the ledger cannot write: {error}"
-        return super().describe_error(request, error)
+        return super().get_error_status_and_text(request, error)
