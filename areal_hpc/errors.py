@@ -7,6 +7,8 @@ another attempt can help. The others are signals within a process, which nobody 
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -102,6 +104,14 @@ class HttpStatusError(ClusterError):
         super().__init__(f"{url} answered {status}: {body[:500]}")
         self.status, self.url, self.body = status, url, body
 
+    @property
+    def reason(self) -> str:
+        """What the peer said, without the JSON around it."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = json.loads(self.body)["error"]
+            return str(error["message"] if isinstance(error, dict) else error)
+        return self.body
+
 
 class WeightSyncError(ArealError):
     """New weights did not reach a replica. The replica is fenced and gets a full resend."""
@@ -120,7 +130,25 @@ class ShardError(ArealError):
 
 
 class AgentError(ArealError):
-    """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
+    """The user's agent failed; `key` is the line of its code, `FILE:LINE`, where that is known.
+
+    It ends an episode, which is tried again. Only when the agent does nothing but fail does it end
+    the run.
+    """
+
+    def __init__(
+        self, message: str, *, key: str = "", hint: str = "", kind: str = "", trace: str = ""
+    ) -> None:
+        super().__init__(message, key=key, hint=hint)
+        self.kind = kind
+        """The name of the exception that the agent raised, or one word for what it did instead."""
+        self.trace = trace
+        """The end of the traceback; empty if nothing was raised."""
+
+    @property
+    def cause(self) -> str:
+        """Text that is the same for failures of the same kind in the same line."""
+        return f"{self.kind} at {self.problems[0].key}"
 
 
 class WorkerLostError(AgentError):

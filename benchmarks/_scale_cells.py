@@ -16,8 +16,10 @@ import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
@@ -160,12 +162,28 @@ def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajector
         )
 
 
+class OpenGate(ReplicaGate):
+    """The gate of a cell that needs no replica."""
+
+    async def run(self) -> None:
+        self._opened.set()
+        await asyncio.Event().wait()
+
+
+class IdleWatch(EpisodeWatch):
+    """The watch of a cell without agents: a thread for each of a thousand would cost too much."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
 class SleepingRunner(TicketRunner):
     """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
         self, job: RolloutJobConfig, services: ServiceClients, tickets: LeasedTickets,
-        events: EventLog, stores: Storehouse, tempo: Tempo, tally: Tally,
+        gate: ReplicaGate, watch: EpisodeWatch, events: EventLog, stores: Storehouse, tempo: Tempo,
+        tally: Tally,
     ) -> None:  # fmt: skip
         super().__init__(
             job,
@@ -175,6 +193,8 @@ class SleepingRunner(TicketRunner):
             services=services,
             http_client=None,
             events=events,
+            gate=gate,
+            watch=watch,
         )
         self._stores = stores
         self._tempo = tempo
@@ -214,8 +234,11 @@ class SleepingCell(LeaseLoop):
         services = ServiceClients(ledger=ledger, proxy=ledger)
         tickets = LeasedTickets(job.episode_slots, tempo.n_samples)
         events = EventLog(paths.events, "cells")
-        runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
-        super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
+        gate, watch = OpenGate(ledger, tickets.changed.set), IdleWatch(events)
+        runner = SleepingRunner(job, services, tickets, gate, watch, events, stores, tempo, tally)
+        super().__init__(
+            job, runner=runner, tickets=tickets, services=services, gate=gate, watch=watch
+        )
         self._stores = stores
 
     async def _request_seal(self) -> None:

@@ -53,6 +53,8 @@ def add_commands(commands: CommandGroup) -> None:
     logs.add_argument("names", nargs="*", help=names)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     logs.add_argument("-n", "--lines", type=int, default=40, help="default %(default)s")
+    help_ = "also the lines that SGLang writes for every batch and request"
+    logs.add_argument("--all", action="store_true", help=help_)
     logs.add_argument("--attempt", type=int, help="number of an earlier launch")
     listing = commands.add(
         "list",
@@ -115,12 +117,15 @@ def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.health import format_alert, list_failures, read_alerts
     from areal_hpc.view.jobs import describe_jobs, fetch_run_jobs, get_run_state
-    from areal_hpc.view.summary import format_run_progress, read_run_progress
+    from areal_hpc.view.summary import describe_run_now, format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
     run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
-    lines = [f"{paths.root.parent.name}/{paths.root.name}: {get_run_state(run)}"]
-    lines += format_run_progress(advance, paths)
+    state = get_run_state(run)
+    is_running = state.startswith("running")
+    lines = [f"{paths.root.parent.name}/{paths.root.name}: {state}"]
+    lines += format_run_progress(advance, paths, is_running=is_running)
+    lines += describe_run_now(paths, is_running=is_running)
     alerts = read_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
@@ -150,6 +155,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         LogFile,
         LogFollower,
         choose_attempt,
+        drop_routine_lines,
         list_log_files,
         read_last_lines,
     )
@@ -176,10 +182,11 @@ def _show_logs(arguments: argparse.Namespace) -> int:
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
             )
-        show(read_last_lines(files, arguments.lines))
+        show(read_last_lines(files, arguments.lines, has_routine=arguments.all))
     try:
         while follower is not None:
-            show(follower.read_new_lines())
+            lines = follower.read_new_lines()
+            show(lines if arguments.all else drop_routine_lines(lines))
             follower.sleep_until_next_poll()
     except KeyboardInterrupt:
         return 0  # the way out of --follow

@@ -18,7 +18,12 @@ from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
 from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
-from areal_hpc.inference.sglang_server import HealthProbe, SGLangServer, find_free_ports
+from areal_hpc.inference.sglang_server import (
+    HealthProbe,
+    SGLangServer,
+    find_error_line,
+    find_free_ports,
+)
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -155,6 +160,7 @@ class Replica:
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
         self.nodes.order_node_parts(incarnation, get_rendezvous_address(ports))
+        self._record_event("replica_started", log=str(log_path))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _check_startup(self, server: SGLangServer, now: float) -> None:
@@ -200,7 +206,12 @@ class Replica:
         self.nodes.clear_assignment()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
-        self._record_event("replica_died", reason=reason)
+        self._record_event(
+            "replica_died",
+            reason=reason,
+            last_line=find_error_line(server.read_log_tail()),
+            log=str(server.log_path),
+        )
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
         if starting and usage_error:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -40,6 +41,9 @@ _PROCESS_TITLE_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
 _PORT_TAKEN_MESSAGES = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
+_ERROR_LINE_PATTERN = re.compile(r"(\[[^]]*\] *)?([\w.]+(Error|Exception)\b|.*\berror:)")
+"""An exception as the end of a traceback, or a program's complaint, with a time before it."""
+_MAX_ERROR_LINE_CHARS = 300
 _LOCAL_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_PORT = 10000
 _MIN_PORT_COUNT = 1000
@@ -195,6 +199,13 @@ class SGLangServer:
         self._log.wait_written(_LOG_WRITE_TIMEOUT_S)
         remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
+
+
+def find_error_line(text: str) -> str:
+    """The line that says most about why a server died: the last error, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR_LINE_PATTERN.match(line)]
+    return (errors or lines or [""])[-1][:_MAX_ERROR_LINE_CHARS]
 
 
 def _is_listening(pid: int, port: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from areal_hpc.errors import ClusterError, JobFailedError, RecipeError
+from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
 RestartDecision = Literal["done", "restart", "continue_without", "hold", "hold_for_user", "fail"]
@@ -18,6 +18,8 @@ RestartDecision = Literal["done", "restart", "continue_without", "hold", "hold_f
 has changed what keeps it from working; give up."""
 TIME_LIMIT_REASON = "close to the time limit"
 """Reason of a task that stops because its job's time is up."""
+PERMANENT_EXIT_CODES = frozenset({RecipeError.exit_code, AgentError.exit_code})
+"""Of errors of the recipe, the agent or our own code: another start would end the same way."""
 MAX_TIME_LIMIT_STOPS = 3
 """Starts in a row that reach the time limit without progress: the limit is too short."""
 
@@ -59,7 +61,7 @@ class RestartPolicy:
 
         What is dispensable has others that can do its work.
         """
-        if RecipeError.exit_code in exit_codes:
+        if not PERMANENT_EXIT_CODES.isdisjoint(exit_codes):
             return "fail"
         allowed = self.max_failures
         if self.max_cluster_failures is not None and set(exit_codes) == {ClusterError.exit_code}:
@@ -78,7 +80,7 @@ def decide_restart(outcomes: Sequence[TaskExit], counts: FailureCounts) -> Resta
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:
         return "done"
-    if RecipeError.exit_code in codes:
+    if not PERMANENT_EXIT_CODES.isdisjoint(codes):
         return "fail"
     crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
     if not crashes and IDLE_EXIT_CODE in codes:
@@ -94,6 +96,8 @@ def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:
+            if outcome.says_why:
+                return JobFailedError(outcome.reason, code=outcome.exit_code)
             return JobFailedError(
                 f"{outcome.process} of job {job} failed with exit code {outcome.exit_code}:\n"
                 f"{outcome.reason}",

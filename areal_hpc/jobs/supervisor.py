@@ -22,7 +22,7 @@ from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.recipe.private_values import read_role_variables
@@ -337,7 +337,13 @@ class _Supervisor:
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
         if decision == "fail":
-            return TaskExit(code, spec.name, child.read_error_or_log_tail(), str(child.log_path))
+            return TaskExit(
+                code,
+                spec.name,
+                child.read_error_or_log_tail(),
+                str(child.log_path),
+                says_why=code in PERMANENT_EXIT_CODES and child.has_left_error,
+            )
         if spec.is_rank:
             self._events.record("ranks_restarted", process=spec.name, failures=failures)
         else:

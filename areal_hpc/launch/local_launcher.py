@@ -1,7 +1,6 @@
 """Local launcher: run a plan's jobs on this machine and restart those that fail."""
 
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Protocol
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.gpus import find_visible_gpus
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch import setup
@@ -23,7 +23,7 @@ from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
@@ -53,7 +53,7 @@ def run(
     recipe: Recipe,
     *,
     reporter: ProgressReporter,
-    stop: threading.Event,
+    stop: StopEvent,
     fresh: bool = False,
     sys_path: Sequence[str] = (),
 ) -> None:
@@ -72,10 +72,14 @@ def run(
         sys_path=sys_path,
         known_problems=find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
     ) as ready:
-        for stage in ready.stages:
-            if stop.is_set():
-                raise RunInterruptedError
-            LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
+        events = EventLog(ready.paths.events, LAUNCHER_ROLE)
+        try:
+            for stage in ready.stages:
+                if stop.is_set():
+                    raise RunInterruptedError
+                LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
+        finally:  # of a launcher that was killed there is no such event
+            events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name)
 
 
 def run_stage(
@@ -84,7 +88,7 @@ def run_stage(
     paths: RunPaths,
     *,
     reporter: ProgressReporter,
-    stop: threading.Event,
+    stop: StopEvent,
 ) -> None:
     """Run a stage that is no part of a run's plan, in a directory that is in place already.
 
@@ -137,7 +141,7 @@ class LocalLauncher:
         recipe: Recipe,
         ready: PreparedRun,
         reporter: ProgressReporter,
-        stop: threading.Event,
+        stop: StopEvent,
     ) -> None:
         self._recipe = recipe
         self._paths = ready.paths
@@ -145,7 +149,7 @@ class LocalLauncher:
         self._pythons = ready.pythons
         self._reporter = reporter
         self._stop = stop
-        self._events = EventLog(ready.paths.events, "launcher")
+        self._events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         self._jobs: list[_Job] = []
         self._gpus: GpuAssignment = {}
 

@@ -5,7 +5,6 @@ links to the recorded ones, as is the checkpoint it starts from; it writes nothi
 """
 
 import re
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, setup
 from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -92,7 +92,7 @@ class ReplayRun:
         self._quarantined = read_quarantined_batches(run)
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
 
-    def carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
+    def carry_out(self, reporter: local_launcher.ProgressReporter, stop: StopEvent) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -105,7 +105,7 @@ class ReplayRun:
             self._train_and_compare(reporter, stop)
 
     def _train_and_compare(
-        self, reporter: local_launcher.ProgressReporter, stop: threading.Event
+        self, reporter: local_launcher.ProgressReporter, stop: StopEvent
     ) -> None:
         start, first = self.start, self._first_step
         reporter.print_line(f"start    {start.checkpoint or 'the model that the run started from'}")
@@ -146,7 +146,7 @@ class ReplayRun:
         recipe: Recipe,
         last_step: int,
         reporter: local_launcher.ProgressReporter,
-        stop: threading.Event,
+        stop: StopEvent,
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try

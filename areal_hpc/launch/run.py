@@ -16,6 +16,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from areal_hpc import errors
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
 from areal_hpc.recipe.loading import build_recipe, load_recipe, parse_overrides
@@ -154,17 +155,17 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
 
 
 @contextmanager
-def catch_stop_signals(message: str = "") -> Iterator[threading.Event]:
+def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
     """An event that SIGINT and SIGTERM set within the context, and a message for the first.
 
     Outside the main thread, where Python handles no signals, nothing sets it.
     """
-    stop = threading.Event()
+    stop = StopEvent()
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         if message and not stop.is_set():
             print(message, file=sys.stderr)
-        stop.set()
+        stop.set_by_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,10 +1,11 @@
-"""Counts of dropped tickets; detects that no batch can form."""
+"""Counts of dropped tickets; detects that no batch can form, or that the agent never works."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import IrregularTicketCounts, TicketRef
+from areal_hpc.wire.ledger import DropRequest, IrregularTicketCounts, TaskSplit, TicketRef
 
 MAX_FAILED_STREAK_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
@@ -12,6 +13,9 @@ MAX_REJECTED_STREAK_BATCHES = 20
 """Batches' worth of tickets that worked and were all turned away."""
 MIN_REJECTED_STREAK_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
+
+MAX_FAILED_FIRST_TICKETS = 3
+"""So many first tickets that failed alike end the run."""
 
 _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
     "failed": "tickets in a row failed",
@@ -101,5 +105,49 @@ class DropStats:
             if count >= self._most[kind]:
                 return (
                     f"{count} {_DROP_PHRASE_BY_KIND[kind]}; the last reason: {self._reasons[kind]}"
+                )
+        return ""
+
+
+def get_split(ref: TicketRef) -> TaskSplit:
+    """The task set that a ticket is of."""
+    return "train" if ref.eval_step < 0 else "valid"
+
+
+@dataclass(slots=True)
+class FirstTicketsCheck:
+    """How the first tickets of each task set ended, since the ledger or the trainer started.
+
+    An evaluation may have an agent of its own, so each task set counts for itself.
+    """
+
+    _failures: dict[TaskSplit, list[DropRequest]] = field(default_factory=dict)
+    _working: set[TaskSplit] = field(default_factory=set)
+
+    def record_success(self, ref: TicketRef) -> None:
+        """A ticket ended well: what fails from now on is no fault of the whole agent."""
+        self._working.add(get_split(ref))
+
+    def record_failure(self, drop: DropRequest) -> None:
+        """A ticket was given up; without a cause that was not its agent's doing.
+
+        Another cause than before shows that the agent does not always fail alike.
+        """
+        split = get_split(drop.ref)
+        failures = self._failures.setdefault(split, [])
+        if not drop.cause:
+            return
+        if any(one.cause != drop.cause for one in failures):
+            self._working.add(split)
+        elif all(one.ref.ticket_id != drop.ref.ticket_id for one in failures):
+            failures.append(drop)
+
+    def find_problem(self) -> str:
+        """Why the run cannot go on; empty if it can."""
+        for split, failures in self._failures.items():
+            if split not in self._working and len(failures) >= MAX_FAILED_FIRST_TICKETS:
+                return (
+                    f"the agent failed alike in the first {len(failures)} tickets; the last one: "
+                    f"{failures[-1].reason}"
                 )
         return ""

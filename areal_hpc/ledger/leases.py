@@ -94,6 +94,7 @@ class CellHeartbeats:
         """Time of the last heartbeat of cells that reported no ticket then."""
         self._idle_s = 0.0
         self._job_starts: dict[str, int] = {}
+        self._newest: dict[str, LeaseRequest] = {}
 
     def __len__(self) -> int:
         return len(self._heard_at_s)
@@ -103,12 +104,23 @@ class CellHeartbeats:
         """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
         return max(MIN_HEARTBEAT_INTERVAL_S, len(self) / MAX_HEARTBEATS_PER_S)
 
+    @property
+    def ended_episodes(self) -> int:
+        """Episodes that are over, of training tickets that are not, in all cells."""
+        return sum(self._newest[cell].ended_episodes for cell in self._heard_at_s)
+
+    @property
+    def slowest_episode_s(self) -> float:
+        """Seconds that the oldest episode of all cells has run."""
+        return max((self._newest[cell].slowest_episode_s for cell in self._heard_at_s), default=0.0)
+
     def record(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life, unless a later start of its job has been heard."""
         newest = self._job_starts.get(request.cell, 0)
         require_newest_job_start(request.cell, request.job_start, newest)
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
+        self._newest[request.cell] = request
         idle_since_s = self._idle_since_s.pop(request.cell, now_s)
         if not request.held:
             self._idle_s += now_s - idle_since_s

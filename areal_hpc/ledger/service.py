@@ -6,12 +6,14 @@ be durable is written before it is answered, by blocking writes: a few per train
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.drop_stats import FirstTicketsCheck
 from areal_hpc.ledger.evaluation import EvaluationState, build_result
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
@@ -65,6 +67,7 @@ class LedgerService:
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_ledger_state(paths, self._state)
+        self._first_tickets = FirstTicketsCheck()
         self._evaluation: EvaluationState | None = None
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
@@ -97,6 +100,7 @@ class LedgerService:
             request_checks.require_indexed(ticket, self._index.find_fault(ticket))
         for ticket in request.tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
+            self._first_tickets.record_success(ticket.ref)
             if not self._tickets.settle(ticket):
                 state = self._tickets.get_state(ticket.ref.ticket_id)
                 log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
@@ -106,6 +110,10 @@ class LedgerService:
     async def drop(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
+        if request.kind == "failed":
+            self._first_tickets.record_failure(request)
+        else:
+            self._first_tickets.record_success(ref)
         if ref.eval_step >= 0:
             if self._evaluation is not None:
                 self._evaluation.fail_task(ref, request.reason)
@@ -127,6 +135,7 @@ class LedgerService:
         if not request.rewards:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         if self._evaluation is not None:
+            self._first_tickets.record_success(request.ref)
             mean_reward = sum(request.rewards) / len(request.rewards)
             self._evaluation.record_reward(request.ref, mean_reward)
         self._notify_waiting()
@@ -158,6 +167,7 @@ class LedgerService:
             self._state.with_opened_generation(request.generation, request.base_step)
         )
         self._allow_grants()
+        self._first_tickets = FirstTicketsCheck()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
@@ -169,9 +179,7 @@ class LedgerService:
         while True:
             self._check_generation(request.generation)
             manifest = self._get_or_form_manifest(request)
-            trouble = (
-                "" if manifest else self._stream.trouble or self._tickets.drop_stats.find_problem()
-            )
+            trouble = "" if manifest else self._find_trouble()
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -201,8 +209,10 @@ class LedgerService:
         while True:
             self._check_generation(request.generation)
             done, mean_reward = self._start_or_check_evaluation(request.step, request.n_tasks)
-            if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
-                return wire.EvaluateReply(done, request.n_tasks, mean_reward)
+            trouble = self._first_tickets.find_problem()
+            is_decided = mean_reward is not None or trouble
+            if is_decided or not await patience.wait_for(self._progress, until_s):
+                return wire.EvaluateReply(done, request.n_tasks, mean_reward, trouble)
 
     async def finish(self, request: wire.FinishRunRequest, patience: LongPoll) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
@@ -228,9 +238,30 @@ class LedgerService:
             eval_done=len(evaluation.rewards) if evaluation else 0,
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
+            formed_step=tickets.n_formed_batches,
+            **self._count_episodes(),
         )
 
+    def _count_episodes(self) -> dict[str, Any]:
+        """Progress of the next batch in episodes, and the age of the oldest one under way."""
+        per_ticket, tickets = self._stream.episodes_per_ticket, self._tickets
+        wanted = self._policy.batch_size * per_ticket
+        over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
+        return {
+            "episodes_done": min(wanted, over + self._cells.ended_episodes),
+            "episodes_wanted": wanted,
+            "slowest_episode_s": self._cells.slowest_episode_s,
+        }
+
     # Inside ----------------------------------------------------------------------------------
+
+    def _find_trouble(self) -> str:
+        """Why no batch will form; empty if one may."""
+        return (
+            self._first_tickets.find_problem()
+            or self._stream.trouble
+            or self._tickets.drop_stats.find_problem()
+        )
 
     def _process_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()

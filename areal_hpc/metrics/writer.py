@@ -1,15 +1,19 @@
 """Writer of step metrics to JSON lines and TensorBoard."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from areal_hpc.metrics.step_line import format_step_line
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
+
+log = logging.getLogger(__name__)
 
 
 def replace_non_finite(line: FlatRow) -> FlatRow:
@@ -44,14 +48,21 @@ def _version_sort_key(version: str) -> WeightVersion:
 
 
 class MetricsWriter:
-    """`metrics.jsonl` and its TensorBoard copy.
+    """`metrics.jsonl`, its TensorBoard copy, and a line about each step in the process's log.
 
     On a resume, lines of steps after the checkpoint are removed: those steps will be trained again.
     The line of the saved step itself is taken back too, to be completed and written anew.
     """
 
-    def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensorboard_dir: Path | None,
+        resume_step: int,
+        total_steps: int | None = None,
+    ) -> None:
         self.path = path
+        self._total_steps = total_steps
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= resume_step}
         self.judged_step = max(
             (step for step in kept if EVAL_REWARD_METRIC in kept[step]), default=-1
@@ -75,7 +86,9 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        append_line(self.path, {"step": step, **replace_non_finite(values)})
+        line = {"step": step, **replace_non_finite(values)}
+        append_line(self.path, line)
+        log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
             for name, value in replace_non_finite(values).items():
                 if isinstance(value, int | float):

@@ -138,7 +138,9 @@ class ProxyService:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             for session in self._recorder.store.list_idle_sessions(self._limits.session_timeout_s):
-                log.info("dropped idle session %s", session.session_id)
+                # An ended one that is not kept, as of an evaluation, has done its work.
+                if not session.ended or session.must_persist:
+                    log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
                 await self._recorder.compact_if_due()

@@ -12,10 +12,12 @@ from areal_hpc.jobs.topology import get_job_start_number
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
@@ -70,6 +72,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
     http_client = make_http_client(job.rollout.episode_timeout_s)
     tickets = LeasedTickets(job.episode_slots, job.rollout.episodes_per_ticket)
     events = EventLog(paths.events, f"driver-{job.cell}")
+    gate = ReplicaGate(services.proxy, on_open=tickets.changed.set)
+    watch = EpisodeWatch(events)
     runner = TicketRunner(
         job,
         agents={split: agent or agents["train"] for split, agent in agents.items()},
@@ -78,13 +82,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         services=services,
         http_client=http_client,
         events=events,
+        gate=gate,
+        watch=watch,
     )
     loop = LeaseLoop(
         job,
         runner=runner,
         tickets=tickets,
         services=services,
-        events=events,
+        gate=gate,
+        watch=watch,
         job_start=get_job_start_number(),
     )
     try:

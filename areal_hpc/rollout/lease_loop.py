@@ -1,14 +1,16 @@
 """Lease loop of a cell's driver: takes tickets from the ledger until the run is over."""
 
 import asyncio
+import contextlib
 import logging
 
 from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealReply
 
@@ -20,8 +22,6 @@ IDLE_LEASE_PAUSE_S = 0.05
 LEASE_REQUEST_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
 FAILED_SEAL_PAUSE_S = 2.0
-EVENT_LOOP_BLOCKED_S = 2.0
-"""An event loop that stood still for longer is reported: heartbeats depend on it."""
 
 
 class LeaseLoop:
@@ -31,7 +31,8 @@ class LeaseLoop:
     for the truth. A driver with work under way asks briefly and waits here, where it hears
     at once of a ticket that ended; an idle one lets the ledger keep its request.
 
-    `tickets` are shared with `runner`.
+    Nothing is leased while no replica of the cell serves. `tickets`, `gate` and `watch` are shared
+    with `runner`.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class LeaseLoop:
         runner: TicketRunner,
         tickets: LeasedTickets,
         services: ServiceClients,
-        events: EventLog,
+        gate: ReplicaGate,
+        watch: EpisodeWatch,
         job_start: int = 0,
     ) -> None:
         self._cell, self._splits, self._job_start = job.cell, job.splits, job_start
         self._runner, self._tickets = runner, tickets
         self._ledger, self._proxy = services.ledger, services.proxy
-        self._events = events
+        self._gate, self._watch = gate, watch
         self._seal: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -57,6 +59,7 @@ class LeaseLoop:
             HttpStatusError: The ledger refuses this driver.
         """
         async with asyncio.TaskGroup() as group:
+            watching = [group.create_task(one.run()) for one in (self._gate, self._watch)]
             under_way = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
                 self._tickets.forget_finished(reply.over)
@@ -69,7 +72,7 @@ class LeaseLoop:
                 await self._wait_for_ticket_change(
                     reply.pause_s if self._is_busy else IDLE_LEASE_PAUSE_S
                 )
-            for task in (*under_way, *([self._seal] if self._seal else [])):
+            for task in (*watching, *under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
@@ -82,18 +85,20 @@ class LeaseLoop:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._tickets.held) or self._is_sealing
+        return bool(self._tickets.held) or self._is_sealing or not self._gate.is_open
 
     async def _request_lease(self) -> LeaseReply:
         self._tickets.changed.clear()
         request = LeaseRequest(
             cell=self._cell,
-            capacity=self._tickets.free_episode_slots,
+            capacity=self._tickets.free_episode_slots if self._gate.is_open else 0,
             held=self._tickets.held,
             finished=self._tickets.finished,
             wait_s=0.0 if self._is_busy else IDLE_LEASE_LONG_POLL_S,
             job_start=self._job_start,
             splits=self._splits,
+            ended_episodes=self._tickets.ended_episodes,
+            slowest_episode_s=self._watch.slowest_s,
         )
         return await self._ledger.call(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
@@ -101,20 +106,9 @@ class LeaseLoop:
 
     async def _wait_for_ticket_change(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._tickets.changed.wait()
-        except TimeoutError:
-            late_s = clock() - began - pause_s
-            if late_s > EVENT_LOOP_BLOCKED_S:
-                self._events.record("event_loop_blocked", seconds=round(late_s, 2))
-                log.warning(
-                    "the agent blocked the event loop for %.1f s; wrap blocking code in "
-                    "`await asyncio.to_thread(...)`",
-                    late_s,
-                )
 
     async def _request_seal(self) -> None:
         """Let the proxy seal what is finished: the trainer waits for it."""

@@ -19,6 +19,7 @@ class LeasedTickets:
         self.changed = asyncio.Event()
         """Set when a ticket ends, or there is room for a further one."""
         self._open_episodes: dict[TicketRef, int] = {}
+        self._begun_episodes: dict[TicketRef, int] = {}
         self._finished: dict[TicketRef, None] = {}  # in order
 
     @property
@@ -30,6 +31,15 @@ class LeasedTickets:
     def has_no_open_episodes(self) -> bool:
         """True while no episode is under way."""
         return not any(self._open_episodes.values())
+
+    @property
+    def ended_episodes(self) -> int:
+        """Episodes that are over, of training tickets that are not."""
+        return sum(
+            begun - self._open_episodes[ref]
+            for ref, begun in self._begun_episodes.items()
+            if ref.eval_step < 0
+        )
 
     @property
     def held(self) -> list[TicketRef]:
@@ -48,12 +58,12 @@ class LeasedTickets:
         """Hold a granted ticket. False if it is here already (the grant was repeated)."""
         if grant.ref in self._open_episodes or grant.ref in self._finished:
             return False
-        self._open_episodes[grant.ref] = grant.n_episodes
+        self.begin_episodes(grant)
         return True
 
     def begin_episodes(self, grant: TicketGrant) -> None:
         """All episodes of a held ticket start, or start over."""
-        self._open_episodes[grant.ref] = grant.n_episodes
+        self._open_episodes[grant.ref] = self._begun_episodes[grant.ref] = grant.n_episodes
 
     def end_episode(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""
@@ -73,5 +83,5 @@ class LeasedTickets:
 
     def release(self, ref: TicketRef) -> None:
         """A held ticket was dropped or evaluated: it is the driver's no more."""
-        del self._open_episodes[ref]
+        del self._open_episodes[ref], self._begun_episodes[ref]
         self.changed.set()

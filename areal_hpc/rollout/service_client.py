@@ -46,13 +46,13 @@ class ServiceClient:
     async def call(
         self,
         route: str,
-        request: msgspec.Struct,
+        request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
         key: str | None = None,
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request` until the peer answers, for as long as that takes.
+        """POST `request`, or GET where there is none, until the peer answers.
 
         A session's `key` replaces the run's; `timeout_s` limits one try.
 

@@ -5,9 +5,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
@@ -19,6 +22,7 @@ from areal_hpc.rollout.episodes.failure_cause import find_failure_cause
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
@@ -48,6 +52,8 @@ log = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
+AGENT_FAULT_STATUSES = ("failed", "timed_out")
+"""Ends of an episode that use up one of its tries."""
 
 
 class TicketRunner:
@@ -70,6 +76,8 @@ class TicketRunner:
         services: ServiceClients,
         http_client: Any,
         events: EventLog,
+        gate: ReplicaGate,
+        watch: EpisodeWatch,
     ) -> None:
         self._cell, self._rollout = job.cell, job.rollout
         self._sampling: dict[TaskSplit, SamplingDefaults] = {
@@ -88,6 +96,7 @@ class TicketRunner:
         self._acceptance = GroupFilter(job.rollout)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
+        self._gate, self._watch = gate, watch
 
     async def run(self, grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
@@ -141,10 +150,14 @@ class TicketRunner:
             log.warning("the episodes of %s are not kept: %s", ref, refusal)
 
     async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
-        reason = escape_surrogates(str(error))
+        trace, cause = "", str(error)
+        if isinstance(error, AgentError):
+            trace, cause = error.trace, error.cause
+        reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
-        await self._report_to_ledger("/drop", DropRequest(self._cell, grant.ref, reason))
+        drop = DropRequest(self._cell, grant.ref, reason, cause=cause)
+        await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
             await self._finish_ticket_at_proxy(grant.ref, [])
         except HttpStatusError as refusal:
@@ -171,30 +184,62 @@ class TicketRunner:
         self, grant: TicketGrant, split: TaskSplit, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well."""
-        failures = outages = 0
+        failures = 0
         while True:
+            await self._gate.wait_until_open()
             spec = self._build_episode_spec(grant, split, episode, failures)
-            if (agent := self._agents[split]) is None:
-                outcome = await run_online_episode(spec, self._proxy)
-            else:
-                outcome = await run_episode(spec, agent, self._proxy, self._http_client)
+            outcome = await self._run_watched_episode(grant, split, spec)
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record_ticket_event(
-                f"episode_{outcome.status}", grant, outcome.reason, episode=episode
-            )
-            if outcome.status in ("failed", "timed_out"):
-                await self._keep_failed_episode(outcome)
-            failures += outcome.status in ("failed", "timed_out")
-            outages += outcome.status == "unserved"
-            await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures + outages))
+            self._record_failed_episode(grant, episode, outcome)
+            if outcome.status == "unserved":
+                self._gate.close()
+            if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
+                await asyncio.sleep(RETRY_BACKOFF.min_s)
+                continue
+            await self._keep_failed_episode(outcome)
+            failures += 1
             if failures == self._rollout.max_episode_tries:
                 self._tickets.end_episode(grant.ref)
-                raise AgentError(
-                    f"episode {episode} of task {grant.task_index} failed {failures} times; "
-                    f"last error: {outcome.reason}"
-                )
+                raise _build_last_error(outcome.error, episode, grant.task_index, failures)
+            await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
+
+    async def _run_watched_episode(
+        self, grant: TicketGrant, split: TaskSplit, spec: EpisodeSpec
+    ) -> EpisodeOutcome:
+        """Run an episode once, while the watch knows of it."""
+        agent = self._agents[split]
+        if agent is None:
+            return await run_online_episode(spec, self._proxy)
+        facts = {
+            **_list_ref_facts(grant),
+            "episode": spec.session.episode,
+            "limit_s": spec.timeout_s,
+        }
+        with self._watch.follow_episode(spec.session.task_id, facts) as running:
+            outcome = await run_episode(spec, agent, self._proxy, self._http_client)
+            if outcome.status == "ok":
+                self._watch.record_good_end(running)
+        return outcome
+
+    def _record_failed_episode(
+        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome
+    ) -> None:
+        """Note how an episode ended badly, with counts of all those that ended here so far."""
+        facts: dict[str, Any] = {"episode": episode}
+        if outcome.error is not None and outcome.status in AGENT_FAULT_STATUSES:
+            self._watch.record_failed_end()
+            problem = outcome.error.problems[0]
+            facts |= {
+                "kind": outcome.error.kind,
+                "message": problem.message,
+                "at": problem.key,
+                "hint": problem.hint,
+                "failed": self._watch.failed,
+                "ended": self._watch.ended,
+            }
+        self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
 
     async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
@@ -241,5 +286,21 @@ class TicketRunner:
     def _record_ticket_event(
         self, event: str, grant: TicketGrant, reason: str, **facts: Any
     ) -> None:
-        from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
-        self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)
+        self._events.record(event, **_list_ref_facts(grant), **facts, reason=reason)
+
+
+def _list_ref_facts(grant: TicketGrant) -> dict[str, Any]:
+    """What an event says of the ticket that it is about."""
+    return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
+
+
+def _build_last_error(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
+    """The error of an episode that failed for the last time."""
+    problem = error.problems[0]
+    return AgentError(
+        f"episode {episode} of task {task} failed {tries} times; last error: {problem.message}",
+        key=problem.key,
+        hint=problem.hint,
+        kind=error.kind,
+        trace=error.trace,
+    )

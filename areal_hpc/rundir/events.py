@@ -1,6 +1,8 @@
 """Event log of a run, `events.jsonl`: what happened, when, to which service."""
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,10 @@ from areal_hpc.rundir.jsonl import append_line, decode_lines, read_tail
 
 log = logging.getLogger(__name__)
 
+LAUNCHER_ROLE = "launcher"
+"""Who writes the events of a foreground launcher."""
+LAUNCHER_ENDED_EVENT = "launcher_ended"
+"""Its last event, whatever ended it but SIGKILL; `signal` names the signal that did."""
 RECENT_BYTES = 1 << 20
 """The end of the log that is read, for those who look for what happened lately."""
 
@@ -72,4 +78,44 @@ def read_recent_events(path: Path) -> list[dict[str, Any]]:
         content = read_tail(path, RECENT_BYTES)
     except FileNotFoundError:
         return []
-    return decode_lines(content, dict[str, Any], f"the end of {path},")
+    return _select_events(decode_lines(content, dict[str, Any], f"the end of {path},"))
+
+
+class EventFollower:
+    """Reader of the events that are appended to a log from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = self._offset = 0
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            self._inode, self._offset = status.st_ino, status.st_size
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """The events since the last look, oldest first; none while the storage is silent.
+
+        The file is opened for each look: NFS asks its server then, and not for a mere `stat`.
+        """
+        try:
+            with self._path.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset = status.st_ino, 0  # a fresh start of the run
+                stream.seek(self._offset)
+                content = stream.read(RECENT_BYTES)
+        except OSError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return _select_events(decode_lines(whole, dict[str, Any], f"a part of {self._path},"))
+
+
+def _select_events(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those rows that are events: lines that a crash or a person damaged may be anything."""
+    return [
+        {"role": "", **row}
+        for row in rows
+        if isinstance(row.get("event"), str)
+        and isinstance(row.get("role", ""), str)
+        and isinstance(row.get("time"), int | float)
+    ]

@@ -147,6 +147,8 @@ class TaskExit(Struct, frozen=True):
     """The node that is to blame, and is not to be given again."""
     gave_up: bool = False
     """The job decided that another start would not help."""
+    says_why: bool = False
+    """`reason` is an error of the recipe's or the agent's, in words that need no others."""
 
     @property
     def is_crash(self) -> bool:

@@ -100,7 +100,9 @@ def _make_coordinator(
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
-    metrics = MetricsWriter(paths.metrics, paths.tensorboard_dir, version.step)
+    metrics = MetricsWriter(
+        paths.metrics, paths.tensorboard_dir, version.step, job.schedule.total_steps
+    )
     alerts = AlertReporter(job.alerts, paths, events)
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_step

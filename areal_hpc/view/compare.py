@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_jobs
 from areal_hpc.view.jobs import RunJobs, build_run_jobs, describe_unrecorded_jobs, get_run_state
-from areal_hpc.view.live_progress import format_metric
 from areal_hpc.view.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 

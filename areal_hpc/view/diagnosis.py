@@ -1,18 +1,26 @@
 """Diagnosis of a failed or waiting run (`areal-hpc why`)."""
 
 import re
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
+from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES, AgentFailures
+from areal_hpc.view.events.failure_events import (
+    LOGS_HINT,
+    MEMORY_HINT,
+    FailureEvent,
+    collect_agent_failures,
+    collect_failure_events,
+    describe_exit_code,
+)
 from areal_hpc.view.health import list_failures
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
 from areal_hpc.view.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
@@ -29,28 +37,6 @@ MIN_TIME_WITHOUT_PROGRESS_S = 300.0
 """...and for longer than a start, an evaluation or a checkpoint takes."""
 MIN_FREE_DISK_BYTES = 256 << 20
 """With less the next checkpoint or shard may not fit."""
-MAX_TRACEBACK_LINES = 12
-"""Lines of a traceback that are shown."""
-
-_MEANING_BY_EXIT_CODE = {
-    RecipeError.exit_code: "the recipe must change",
-    ClusterError.exit_code: "a node, file system or service failed; a retry may succeed",
-    ShardError.exit_code: "recorded data is damaged",
-    AgentError.exit_code: "an error in code",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class FailureEvent:
-    """One thing that happened."""
-
-    at: float | None
-    """Unix time; None if that is not known."""
-    text: str
-    priority: int
-    """Distance from the cause: of the findings of one failure the lowest names it."""
-    details: tuple[str, ...] = ()
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +49,8 @@ class Diagnosis:
     hint: str = ""
     is_well: bool = False
     """True if nobody needs to do anything."""
+    notes: tuple[str, ...] = ()
+    """What else is worth to know, such as what limits the run."""
 
 
 def diagnose(evidence: RunInspection) -> Diagnosis:
@@ -88,7 +76,8 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     chain = find_last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.priority) if chain else None
     if state == "finished":
-        return Diagnosis("the run is finished: every step was trained", is_well=True)
+        headline = "the run is finished: every step was trained"
+        return Diagnosis(headline, is_well=True, notes=evidence.limits)
     if state in ("cancelled", "being cancelled"):
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
@@ -105,11 +94,45 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
         if (delay := _diagnose_no_progress(evidence, chain)) is not None:
             return delay
-        happened = f"after this: {cause.text}" if cause else "and nothing has failed"
-        return Diagnosis(f"the run is running, {happened}", chain, is_well=True)
+        return _diagnose_running(evidence, chain, cause)
+    if state == "stopped" and (stop := _diagnose_local_stop(evidence, chain)) is not None:
+        return stop
     if cause is None:
-        return Diagnosis(f"the run is {state}; it left no error message", hint=_LOGS_HINT)
+        return Diagnosis(f"the run is {state}; it left no error message", hint=LOGS_HINT)
     return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint)
+
+
+def _diagnose_running(
+    evidence: RunInspection, chain: tuple[FailureEvent, ...], cause: FailureEvent | None
+) -> Diagnosis:
+    """A run that nothing keeps from its work, but perhaps its agent."""
+    failures = AgentFailures.collect(evidence.events)
+    if failures.is_total and failures.newest is not None:
+        headline = f"the run is running, but its agent fails {failures.share_text}"
+        hint = f"{failures.newest.next_step}, then run the same command again"
+        return Diagnosis(f"{headline}: {failures.newest.text}", chain, hint)
+    happened = f"after this: {cause.text}" if cause else "and nothing has failed"
+    headline = f"the run is running, {happened}"
+    return Diagnosis(headline, chain, is_well=True, notes=evidence.limits)
+
+
+def _diagnose_local_stop(
+    evidence: RunInspection, chain: tuple[FailureEvent, ...]
+) -> Diagnosis | None:
+    """A run of this machine whose launcher is gone; None if that said nothing of any use."""
+    own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
+    if not evidence.run.is_local or not own:
+        return None
+    ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
+    hint = "run the same command again to resume from the last checkpoint"
+    if not ends:
+        headline = "the launcher was killed, or its machine went down; its jobs stopped with it"
+        return Diagnosis(headline, chain, hint)
+    signal_name = ends[-1].get("signal")
+    if not signal_name:
+        return None
+    said = "Ctrl-C" if signal_name == "SIGINT" else signal_name
+    return Diagnosis(f"the run was stopped by {said}", chain, hint, is_well=True)
 
 
 def _diagnose_lost_jobs(
@@ -208,25 +231,13 @@ def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     yield from _collect_slurm_events(evidence)
     for stack in evidence.stacks[:1]:
         yield _build_traceback_event(stack, len(evidence.stacks))
+    first_at = (evidence.stacks[0].at or 0.0) if evidence.stacks else None
+    yield from collect_failure_events(evidence.events, first_at)
+    ends = [word.outcome.reason for word in evidence.task_exits if word.outcome.is_crash]
+    yield from collect_agent_failures(AgentFailures.collect(evidence.events), ends)
     for row in evidence.events:
-        if row["event"] == "process_exited":
-            text = (
-                f"{row['process']} of {row['role']} ended: {_describe_exit_code(row['exit_code'])}"
-            )
-            # A signal that came before the first traceback is the cause of it.
-            is_first = not evidence.stacks or row["time"] <= (evidence.stacks[0].at or 0) + 2.0
-            is_cause = row["exit_code"] > 128 and is_first
-            hint = _MEMORY_HINT if row["exit_code"] == 128 + signal.SIGKILL else _LOGS_HINT
-            yield FailureEvent(row["time"], text, 2 if is_cause else 5, hint=hint)
-        elif row["event"] == SUBMISSION_REFUSED_EVENT:
+        if row["event"] == SUBMISSION_REFUSED_EVENT:
             yield _build_refusal_event(row)
-        elif row["event"] in _RESTART_PHRASE_BY_EVENT:
-            why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
-            yield FailureEvent(
-                row["time"],
-                f"{row['role']} {_RESTART_PHRASE_BY_EVENT[row['event']]}{why}",
-                priority=8,
-            )
     told = {stack.lines[-1] for stack in evidence.stacks[:1]}
     for word in evidence.task_exits:
         if word.outcome.is_crash:
@@ -262,7 +273,7 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         written = _WRITTEN_AT_PATTERN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if mentions_oom(line):
-            yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), _MEMORY_HINT)
+            yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), MEMORY_HINT)
         else:
             # CANCELLED AT is Slurm's word for every end that it brings.
             priority = 9 if "CANCELLED AT" in line else 6
@@ -270,19 +281,8 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
 
 
 _WRITTEN_AT_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-_RESTART_PHRASE_BY_EVENT = {
-    "job_requeued": "requested another start from Slurm",
-    "job_resubmitted": "submitted itself again",
-    "job_ended_by_Slurm": "was ended by Slurm",
-    "job_held_for_user": "is held until its user releases it",
-    "job_not_requeued": "could not request another start from Slurm",
-    "job_submitted_again": "submitted a job again that was gone",
-}
-"""Events that tell how the run went on after a failure."""
-_LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
-_MEMORY_HINT = "request more memory for that job, or reduce its load"
 _HINT_BY_STATE = {
-    "OUT_OF_MEMORY": _MEMORY_HINT,
+    "OUT_OF_MEMORY": MEMORY_HINT,
     "TIMEOUT": "areal-hpc resume RUN continues from the last checkpoint; a longer time limit "
     "avoids this",
     "DEADLINE": "submit again without that deadline",
@@ -322,7 +322,7 @@ def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
         start.end,
         f"{name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
         priority=priority,
-        hint=_MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
+        hint=MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )
 
 
@@ -337,7 +337,7 @@ def _build_traceback_event(stack: LogTraceback, others: int) -> FailureEvent:
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
         priority=0 if is_oom else 3,
         details=(*shown, f"at: {stack.file.path}"),
-        hint=_MEMORY_HINT if is_oom else f"read {stack.file.path}",
+        hint=MEMORY_HINT if is_oom else f"read {stack.file.path}",
     )
 
 
@@ -347,24 +347,13 @@ def _build_task_exit_event(word: TaskExitRecord, reason: Sequence[str]) -> Failu
     if outcome.exit_code == RecipeError.exit_code:
         rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
     who = f"task {word.rank} of {word.job} failed: {outcome.process or 'the supervisor'}"
-    text = f"{who}: {_describe_exit_code(outcome.exit_code)}"
+    text = f"{who}: {describe_exit_code(outcome.exit_code)}"
     return FailureEvent(word.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
-
-
-def _describe_exit_code(code: int) -> str:
-    """An exit code in words."""
-    if code in _MEANING_BY_EXIT_CODE:
-        return f"exit code {code} ({_MEANING_BY_EXIT_CODE[code]})"
-    if code - 128 not in list(signal.Signals):
-        return f"exit code {code}"
-    name = signal.Signals(code - 128).name
-    also = ", which usually means out of memory" if name == "SIGKILL" else ""
-    return f"killed by {name}{also}"
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
     """The diagnosis as lines for people; `run` stands where a command needs the directory."""
-    lines = [diagnosis.headline]
+    lines = [diagnosis.headline, *(f"  {note}" for note in diagnosis.notes)]
     for finding in diagnosis.chain:
         when = format_time(finding.at) if finding.at is not None else "at an unknown time"
         lines.append(f"  {when}  {finding.text}")

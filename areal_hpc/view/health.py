@@ -1,8 +1,6 @@
 """Health of a run: its alerts as of its newest step, from its directory alone."""
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +14,7 @@ from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.run_state import read_launch_time
 
 
 def read_alerts(paths: RunPaths) -> list[Alert]:
@@ -37,7 +36,8 @@ def find_only_failures(events: Sequence[dict[str, Any]]) -> Alert | None:
     failures = [event for event in events if is_training_failure(event)]
     if len(failures) < MIN_FAILED_EPISODES:
         return None
-    reason = str(failures[-1].get("reason", "")).strip().splitlines()
+    newest = failures[-1]
+    reason = str(newest.get("message") or newest.get("reason", "")).strip().splitlines()
     last = f"; the last: {reason[-1][:300]}" if reason else ""
     return Alert(
         "failing_agents",
@@ -46,15 +46,6 @@ def find_only_failures(events: Sequence[dict[str, Any]]) -> Alert | None:
         f"{len(failures)} tries of episodes failed, and no step has been trained{last}",
         "areal-hpc why RUN names their errors",
     )
-
-
-def read_launch_time(paths: RunPaths) -> float:
-    """Unix time of the last `run` or `submit`; 0 if nobody can tell."""
-    try:
-        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
-        return datetime.fromisoformat(newest["time"]).timestamp()
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0.0
 
 
 def read_alerts_config(paths: RunPaths) -> AlertsConfig:

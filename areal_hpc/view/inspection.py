@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
+from areal_hpc.metrics.step_line import describe_step_limits
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
-from areal_hpc.view.health import read_alerts, read_launch_time
+from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
+from areal_hpc.view.health import read_alerts
 from areal_hpc.view.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_records
+from areal_hpc.view.run_state import read_launch_time
 
-TRACEBACK_HEADER = "Traceback (most recent call last):"
 PACE_STEPS = 50
 """Steps, the last ones, whose time is the usual one."""
 MIN_PACE_STEPS = 3
@@ -82,6 +84,8 @@ class RunInspection:
     """None before the first steps."""
     alerts: tuple[Alert, ...] = ()
     """As of the newest step, failures first."""
+    limits: tuple[str, ...] = ()
+    """What the time of the last steps went to, and what they wasted, for people."""
     free_bytes: int | None = None
     """On the storage of the run directory; None if it does not say."""
 
@@ -107,6 +111,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
         alerts=tuple(read_alerts(paths)),
+        limits=tuple(describe_step_limits(read_metrics(paths.metrics)[-PACE_STEPS:])),
         free_bytes=_read_free_disk_bytes(paths),
     )
 

@@ -11,19 +11,27 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_hpc.metrics.alerts import AlertTracker
+from areal_hpc.metrics.step_line import estimate_left_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.rundir.events import EventFollower
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.events.run_news import RunNews
+from areal_hpc.view.events.run_phase import RunPhase
 from areal_hpc.view.health import format_alert, read_alerts_config
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
+from areal_hpc.view.tables import format_duration
+from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SFT_LINES = 10
 """Lines SFT prints."""
 REFRESH_S = 1.0
-"""Shortest time between two looks at the run."""
+"""Shortest time between two looks at the run's steps; at its events one looks at every call."""
+MAX_SILENCE_S = 60.0
+"""After so long without a line, one says what the run does."""
 
 
 class PlainReporter:
-    """One line per finished step, for logs and pipes."""
+    """One line per finished step and per thing that happens, for logs and pipes."""
 
     def __init__(
         self, paths: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
@@ -38,19 +46,50 @@ class PlainReporter:
         self._evaluated = {step for step, _ in before.evaluations}
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
+        self._events = EventFollower(paths.events)
+        self._news, self._phase = RunNews(), RunPhase()
+        self._printed_at = time.monotonic()
+        self._told_phase = ""
+        self._has_trained = False
 
     def print_line(self, message: str) -> None:
         """Print a line."""
-        self._console.print(message)
+        self._printed_at = time.monotonic()
+        self._console.print(message, markup=False)  # messages may hold brackets of any kind
 
     def show_progress(self, stage: str) -> None:
-        """Show what is new of a stage, about once a second."""
+        """Show what is new of a stage: events at once, steps about once a second."""
+        self.report_new_events()
         if time.monotonic() - self._looked_at >= REFRESH_S:
             self._looked_at = time.monotonic()
             self._refresh(stage)
 
     def _refresh(self, stage: str) -> None:
+        """Print new steps; what the run does, when that changes before its first step, or rarely.
+
+        Later each step has its line.
+        """
         self.report_new_steps()
+        snapshot = read_run_snapshot(self._paths, ask_ledger=stage == "train")
+        phase = self._describe_phase(stage, snapshot)
+        kind = phase.partition(":")[0].partition(",")[0]
+        has_changed = kind != self._told_phase and not self._has_trained
+        if phase and (has_changed or time.monotonic() - self._printed_at >= MAX_SILENCE_S):
+            self._told_phase = kind
+            self.print_line(f"phase    {phase}")
+
+    def _describe_phase(self, stage: str, snapshot: RunSnapshot) -> str:
+        if stage == "train":
+            return self._phase.describe(snapshot.ledger)
+        step = max(0, _get_last_step(snapshot.sft))
+        return f"supervised fine-tuning: step {step} of {self._sft_steps}"
+
+    def report_new_events(self) -> None:
+        """Print what has happened since the last look that a person should hear of at once."""
+        for event in self._events.read_new():
+            self._phase.add(event)
+            for line in self._news.describe(event):
+                self.print_line(line)
 
     def report_new_steps(self) -> None:
         """Print a line for every step that finished since the last look."""
@@ -66,6 +105,7 @@ class PlainReporter:
         for number, row in enumerate(snapshot.steps):
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
+                self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(format_step_line(row, self._total_steps))
                 self._report_new_alerts(snapshot.steps[:number], row)
             elif EVAL_REWARD_METRIC in row and row["step"] not in self._evaluated:
@@ -83,6 +123,7 @@ class PlainReporter:
 
     def close(self) -> None:
         """Print what the last look missed."""
+        self.report_new_events()
         self.report_new_steps()
 
 
@@ -102,14 +143,19 @@ class LiveReporter(PlainReporter):
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
+        left_s = estimate_left_s(rows, total)
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(stage, style="bold"),
             ProgressBar(total=total, completed=done, width=40),
             f"step {done}/{total}",
-            f"{time.monotonic() - self._began_at:.0f} s",
+            format_duration(time.monotonic() - self._began_at),
+            f"about {format_duration(left_s)} left" if left_s is not None else "",
         )
-        self._live.update(Group(head, Text(format_ticket_line(snapshot), style="dim")))
+        lines = [Text(self._describe_phase(stage, snapshot))]
+        if snapshot.ledger is not None:
+            lines.append(Text(format_ticket_line(snapshot.ledger), style="dim"))
+        self._live.update(Group(head, *lines))
 
     def close(self) -> None:
         """Remove the panel and print what the last look missed."""
@@ -121,37 +167,8 @@ def _get_last_step(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1]["step"]) if rows else -1
 
 
-def format_metric(number: float | None, form: str) -> str:
-    """A metric for people; None stands for one that is not finite."""
-    return "not finite" if number is None else format(number, form)
-
-
-def format_step_line(row: dict[str, Any], total: int) -> str:
-    """One trained step, for people."""
-    evaluated = (
-        f"  held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
-        if EVAL_REWARD_METRIC in row
-        else ""
-    )
-    if "reward/mean" not in row:
-        return f"step  {row['step']:>5}/{total}{evaluated}"
-    gap = "not compared"
-    if row["logprob/compared_tokens"]:
-        gap = format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e")
-    return (
-        f"step  {row['step']:>5}/{total}"
-        f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"
-        f"  {format_metric(row.get('throughput/wall_tokens_per_s'), '.0f')} tok/s"
-        f"  staleness {format_metric(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
-        f"  engine-trainer {gap}"
-    )
-
-
-def format_ticket_line(snapshot: RunSnapshot) -> str:
+def format_ticket_line(ledger: LedgerStatus) -> str:
     """Line about the ledger's tickets."""
-    ledger = snapshot.ledger
-    if ledger is None:
-        return "starting"
     line = (
         f"tickets: {ledger.leased} running, {ledger.finished} finished, "
         f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"

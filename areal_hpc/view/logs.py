@@ -19,6 +19,10 @@ POLL_S = 1.0
 """Between two looks at files that are followed. A look is one stat for each file and folder."""
 
 _TIME_PATTERN = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[,.](\d{1,6}))?")
+_ROUTINE_PATTERN = re.compile(
+    r"(\[[^]]+\] )?((Prefill|Decode) batch|INFO: .*\"(GET|POST) /(health|ready|generate))"
+)
+"""Lines that SGLang writes for every batch and request."""
 _NODE_PATTERN = re.compile(r"\bnode[ =:]+([\w.-]+)")
 
 
@@ -119,10 +123,21 @@ def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, 
     return [(pieces[number][0], line) for _, number, record in merged for line in record.lines]
 
 
-def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
-    """The newest lines of all files together, in the order of time."""
+def drop_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
+    """Without the lines that SGLang writes for every batch and request."""
+    return [(file, line) for file, line in lines if not _ROUTINE_PATTERN.match(line)]
+
+
+def read_last_lines(
+    files: Sequence[LogFile], lines: int, *, has_routine: bool = True
+) -> list[tuple[LogFile, str]]:
+    """The newest lines of all files together, in the order of time.
+
+    Those of every batch and request are left out unless `has_routine`.
+    """
     pieces = [(file, read_tail(file.path, TAIL_BYTES).decode(errors="replace")) for file in files]
-    return merge_by_time(pieces)[-lines:] if lines else []
+    merged = merge_by_time(pieces)
+    return (merged if has_routine else drop_routine_lines(merged))[-lines:] if lines else []
 
 
 class LogFollower:

@@ -1,11 +1,14 @@
 """Current state of a run from its directory and ledger."""
 
+import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
@@ -43,10 +46,29 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
     endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
     if endpoint is None:
         return None
-    client = WireClient(endpoint.url, paths.admin_key.read_text(), timeout_s=0.5)
+    try:
+        key = paths.admin_key.read_text()
+    except OSError:
+        return None  # another user's run: its files may be read, its services not asked
+    client = WireClient(endpoint.url, key, timeout_s=0.5)
     try:
         return client.call("/status", Empty(), LedgerStatus)
     except ClusterError:
         return None  # starting, restarting or gone: the display shows what the files say
     finally:
         client.close()
+
+
+def read_launch_time(paths: RunPaths) -> float:
+    """Unix time of the last `run` or `submit`; 0 if that was not written down."""
+    try:
+        newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
+        return datetime.fromisoformat(newest["time"]).timestamp()
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0.0
+
+
+def read_events_since_launch(paths: RunPaths) -> list[dict[str, Any]]:
+    """The events of the last launch, oldest first, as far as the end of the log has them."""
+    since = read_launch_time(paths)
+    return [event for event in read_recent_events(paths.events) if event["time"] >= since]

@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_left_s, format_metric
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.events.agent_failures import AgentFailures
+from areal_hpc.view.events.run_phase import RunPhase
 from areal_hpc.view.idle_time import describe_idle_time, find_missing_cell_s, read_run_size
-from areal_hpc.view.live_progress import format_metric
-from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
+from areal_hpc.view.run_state import (
+    RunSnapshot,
+    read_events_since_launch,
+    read_launch_time,
+    read_run_snapshot,
+)
 from areal_hpc.view.tables import format_duration
 
 
@@ -65,21 +72,43 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
     )
 
 
-def format_run_progress(advance: RunProgress, paths: RunPaths) -> list[str]:
-    """Step, speed, staleness, last checkpoint, idle time and quarantined batches, for people."""
+def describe_run_now(paths: RunPaths, *, is_running: bool) -> list[str]:
+    """Since when a run works and at what, if it does, and how its agent fails, for people."""
+    events = read_events_since_launch(paths)
+    lines = []
+    if is_running:
+        if launched_at := read_launch_time(paths):
+            lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
+        snapshot = read_run_snapshot(paths, ask_ledger=True)
+        phase = RunPhase.collect(events).describe(snapshot.ledger)
+        lines.append(f"  now               {phase or 'the ledger does not answer'}")
+    failures = AgentFailures.collect(events)
+    if (cause := failures.newest) is not None:
+        lines.append(f"  agent             failed {failures.share_text}: {cause.text}")
+        lines.append(f"                    try: {cause.next_step}")
+    return lines
+
+
+def format_run_progress(
+    advance: RunProgress, paths: RunPaths, *, is_running: bool = False
+) -> list[str]:
+    """Step, time left, speed, staleness, checkpoint, idle time, quarantined batches, for people."""
     rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
     asked = f" of {advance.total_steps}" if advance.total_steps else ""
     lines = [f"  step              {advance.step}{asked}"]
     if rows:
         last = rows[-1]
         lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
-        rate = format_metric(last.get("throughput/wall_tokens_per_s"), ".0f")
+        if is_running and (left_s := estimate_left_s(rows, advance.total_steps)):
+            lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  speed             {rate} tokens/s",
-            f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
-            f"{last['staleness/max']} max",
+            f"  speed             {compute_tokens_per_s([last]):.0f} tokens/s, "
+            f"{format_metric(last.get('time/step_s'), '.1f')} s for the step",
         ]
+        if "staleness/mean" in last:
+            mean = format_metric(last["staleness/mean"], ".1f")
+            lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
     elif advance.snapshot.sft:
         lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
     if advance.checkpoint_step is None:
@@ -132,14 +161,15 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     root = _shorten_path(paths.root)
     shown_as = RunPaths(root)
     evaluations = snapshot.evaluations
-    seconds = sum(row["time/step_s"] for row in trained)
-    tokens = sum(row["tokens/trained"] for row in trained)
-    gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
-    worst = None if None in gaps else max(gaps)
-    oldest = max(row["staleness/max"] or 0 for row in trained)
+    seconds = sum(row.get("time/step_s") or 0.0 for row in trained)
+    compared = [row for row in trained if row.get("logprob/compared_tokens")]
+    gaps = [row.get("logprob/engine_trainer_max_abs_diff") for row in compared]
+    finite = [gap for gap in gaps if gap is not None]
+    worst = max(finite) if finite and len(finite) == len(gaps) else None
+    oldest = max(row.get("staleness/max") or 0 for row in trained)
     exported = shown_as.export_dir(format_step_dir(last["step"]))
-    compared = sum(row["logprob/compared_tokens"] for row in trained)
-    spanning = sum(row["staleness/mixed_version_rows"] for row in trained)
+    n_compared = sum(row["logprob/compared_tokens"] for row in compared)
+    spanning = sum(row.get("staleness/mixed_version_rows") or 0 for row in trained)
     lines = [
         f"{paths.root.parent.name}/{paths.root.name}: {last['step']} steps",
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
@@ -151,11 +181,14 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
             f"  (step {evaluations[0][0]} -> {evaluations[-1][0]})"
         )
     lines += [
-        f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s over all phases, "
+        f"  speed             {compute_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
-        f"over {compared} tokens",
-        f"  staleness         {format_metric(last['staleness/mean'], '.2f')} mean, {oldest} max; "
+        f"over {n_compared} tokens"
+        if compared
+        else "  engine vs trainer not compared",
+        f"  staleness         {format_metric(last.get('staleness/mean'), '.2f')} mean, "
+        f"{oldest} max; "
         f"{spanning} replies contain tokens of two weight versions",
         f"  run directory     {root}",
     ]

@@ -68,6 +68,10 @@ class LeaseRequest(Struct, frozen=True):
     it lost; 0 where starts are not counted."""
     splits: tuple[TaskSplit, ...] = ("train", "valid")
     """Task sets of which the driver takes tickets."""
+    ended_episodes: int = 0
+    """Episodes that are over, of training tickets that are not."""
+    slowest_episode_s: float = 0.0
+    """Seconds that the oldest episode under way has run."""
 
 
 class LeaseReply(Struct, frozen=True):
@@ -113,6 +117,8 @@ class DropRequest(Struct, frozen=True):
     kind: Literal["failed", "filtered"] = "failed"
     rewards: list[float] = []
     """Of the episodes of a `filtered` group."""
+    cause: str = ""
+    """The same text for tickets that failed alike: the exception and the line of the agent."""
 
 
 class EvaluationResultRequest(Struct, frozen=True):
@@ -202,6 +208,8 @@ class EvaluateReply(Struct, frozen=True):
     total: int
     mean_reward: float | None = None
     """Set when done == total."""
+    trouble: str = ""
+    """Why the evaluation is in vain, in words for the user: agents do nothing but fail."""
 
 
 class FinishRunRequest(Struct, frozen=True):
@@ -235,3 +243,11 @@ class LedgerStatus(Struct, frozen=True):
     eval_done: int = 0
     eval_total: int = 0
     cells: int = 0
+    formed_step: int = 0
+    """The step that the newest batch leads to; more than `version_step` while it is trained."""
+    episodes_done: int = 0
+    """Episodes of the next batch that are over."""
+    episodes_wanted: int = 0
+    """Episodes of a batch."""
+    slowest_episode_s: float = 0.0
+    """Seconds that the oldest episode under way has run."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from areal_hpc.metrics.step_line import describe_step_limits, estimate_left_s, format_step_line
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
@@ -82,3 +83,39 @@ def test_what_could_not_be_compared_is_said_in_words(
     assert "not finite maximum" in summarize_run(
         paths, read_run_snapshot(paths), program="areal-hpc"
     )
+
+
+def test_a_steps_line_has_what_its_row_knows_and_one_meaning_of_tokens_per_second(
+    paths: RunPaths,
+) -> None:
+    row = {"step": 2, **STEP, "tokens/trained": 300, "time/step_s": 1.5, "episodes": 4}
+    known = row | {
+        "reward/std": 0.25,
+        "groups/zero_variance": 0.25,
+        "reply/tokens_mean": 31.4,
+        "entropy/mean": 0.412,
+    }
+    head, *parts = format_step_line(known, 3).split("  reward ")
+    assert head.split() == ["step", "2/3"]
+    assert f"reward {parts[0]}".split("  ") == [
+        "reward 0.500 ± 0.25", "1.5 s", "200 tokens/s", "zero-variance 25%", "length 31",
+        "entropy 0.41", "staleness 0.0 (max 0)", "engine-trainer 1.0e-06",
+    ]  # fmt: skip
+    assert "entropy" not in format_step_line(row, 3)
+    append_line(paths.metrics, row)
+    said = summarize_run(paths, read_run_snapshot(paths), program="areal-hpc")
+    assert "200 tokens/s" in said, "the summary means the same"
+
+
+def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> None:
+    rows = [
+        {"step": step, "time/step_s": 4.0, "time/batch_wait_s": 2.6, "time/train_s": 1.4,
+         "groups/zero_variance": 0.5}
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    assert estimate_left_s(rows, 13) == 40.0
+    assert estimate_left_s([], 13) is None
+    assert list(describe_step_limits(rows)) == [
+        "a step takes 4.0 s: 65% generation, 35% training",
+        "50% of the groups had equal rewards (zero variance) and taught nothing",
+    ]

@@ -216,6 +216,11 @@ class ManagedProcess:
         except FileNotFoundError:
             return 0
 
+    @property
+    def has_left_error(self) -> bool:
+        """True if the process said in words of ours why it ended."""
+        return get_process_error_path(self.config_path).exists()
+
     def read_error_or_log_tail(self) -> str:
         """The error the process left, or the end of its log."""
         left = get_process_error_path(self.config_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from areal_hpc.errors import ArealError, LostPeerError, RecipeError
+from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
@@ -60,8 +60,9 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
             error = error.exceptions[0]
         if not isinstance(error, (ArealError, ValidationError)):
             raise
-        # The traceback of a collective that another rank broke would be taken for the cause.
-        log.error("%s", error, exc_info=not isinstance(error, LostPeerError))
+        # The traceback of a collective that another rank broke would be taken for the cause, and an
+        # agent's error has that of the agent.
+        log.error("%s", error, exc_info=not isinstance(error, (LostPeerError, AgentError)))
         get_process_error_path(config_path).write_text(str(error))
         # A configuration that does not validate will not validate at the next start either.
         sys.exit(getattr(error, "exit_code", RecipeError.exit_code))

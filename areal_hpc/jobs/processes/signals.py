@@ -1,4 +1,4 @@
-"""Stop signals (SIGTERM, SIGUSR2, SIGINT) as one polled stop request."""
+"""Stop signals (SIGTERM, SIGUSR2, SIGINT) as one polled stop request, and as an event."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ def _notify_watcher(writer: socket.socket, number: int) -> None:
     """
     with contextlib.suppress(BlockingIOError):  # full: the watcher has plenty to read
         writer.send(bytes((number,)))
+
+
+class StopEvent(threading.Event):
+    """A stop asked of a launcher, and by which signal."""
+
+    signal_name = ""
+    """`SIGINT` for Ctrl-C; empty if no signal did."""
+
+    def set_by_signal(self, number: int) -> None:
+        """A signal asks for the stop; the first one counts."""
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        self.set()

@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, escape_surrogates
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent, build_agent_error
+from areal_hpc.rollout.agent_errors import (
+    build_agent_error,
+    find_agent_line,
+    find_waiting_line,
+    suggest_column,
+)
+from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.ledger import Empty
@@ -28,6 +34,14 @@ CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
 PROXY_LONG_POLL_S = 10.0
 """How long the proxy may keep a request that waits for a program."""
+
+TIMED_OUT_KIND = "TimedOut"
+BAD_REWARD_KIND = "BadReward"
+REFUSED_REWARD_KIND = "RefusedReward"
+NO_CALL_KIND = "NoModelCall"
+"""Kinds of agents' errors in which nothing was raised."""
+_NOBODY_LISTENS_SIGNS = ("Connect call failed", "Connection refused", "connection attempts failed")
+"""What HTTP clients of agents say where nobody listens."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
@@ -56,6 +70,8 @@ class EpisodeOutcome:
     """Of the last interaction that has a reward, if `ok`."""
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
+    error: AgentError | None = None
+    """What the agent did wrong, unless it is `ok` or `interrupted` by a program."""
 
 
 def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
@@ -82,22 +98,42 @@ async def run_episode(
             reward = await _send_rewards_and_end_session(
                 parse_agent_rewards(returned), session, proxy
             )
-        except (AgentError, TimeoutError) as error:
-            is_served = await _close_session(session, proxy)
-            is_late = isinstance(error, TimeoutError)
-            reason = (
-                f"took longer than {spec.timeout_s:g} s"
-                if is_late
-                else escape_surrogates(str(error))
-            )
-        else:
             return EpisodeOutcome("ok", session.session_id, reward=reward)
-        status: EpisodeStatus = "timed_out" if is_late else "failed"
-        if not is_served:
+        except AgentError as failure:
+            ended = await _close_session(session, proxy)
+            error = _explain_failure(failure, ended, one, spec.data)
+        status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
+        if ended is not None and not ended.replicas_serving:
             status = "unserved"
         if proxy.peer_started_at != incarnation:
             status = "interrupted"
-        return EpisodeOutcome(status, session.session_id, reason=reason)
+        reason = "\n".join(filter(None, (str(error), error.trace)))
+        return EpisodeOutcome(status, session.session_id, reason=reason, error=error)
+
+
+def _explain_failure(
+    failure: AgentError, ended: EndSessionReply | None, agent: Agent, data: dict[str, Any]
+) -> AgentError:
+    """The failure with its place in the agent, and what the session and the task tell of it."""
+    problem, kind = failure.problems[0], failure.kind
+    message, hint = escape_surrogates(problem.message), problem.hint
+    if ended is not None and ended.interaction_count == 0:
+        if kind == REFUSED_REWARD_KIND:
+            message, kind = (
+                "the agent made no model call, so there is nothing to reward",
+                NO_CALL_KIND,
+            )
+        if kind == NO_CALL_KIND or any(sign in message for sign in _NOBODY_LISTENS_SIGNS):
+            hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
+    if kind == KeyError.__name__:
+        hint = suggest_column(message.partition(f"{kind}: ")[2].strip("'\""), data)
+    return AgentError(
+        message,
+        key=problem.key or find_agent_line(agent),
+        hint=hint,
+        kind=kind,
+        trace=failure.trace,
+    )
 
 
 async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> EpisodeOutcome:
@@ -138,10 +174,16 @@ def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
     if not isinstance(returned, dict):
         return {None: _check_reward(returned, "")}
     if not returned:
-        raise AgentError("the agent returned an empty dict, expected a reward per interaction id")
+        raise AgentError(
+            "the agent returned an empty dict, expected a reward per interaction id",
+            kind=BAD_REWARD_KIND,
+        )
     for key in returned:
         if not isinstance(key, str):
-            raise AgentError(f"the agent returned a dict with the key {key!r}, expected ids (str)")
+            raise AgentError(
+                f"the agent returned a dict with the key {key!r}, expected ids (str)",
+                kind=BAD_REWARD_KIND,
+            )
     return {key: _check_reward(value, f" for {key}") for key, value in returned.items()}
 
 
@@ -151,14 +193,19 @@ def _check_reward(value: object, place: str) -> Reward:
     except InvalidRewardError as refusal:
         raise AgentError(
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
-            "expected a finite float, or an areal_hpc.Reward"
+            "expected a finite float, or an areal_hpc.Reward",
+            kind=BAD_REWARD_KIND,
         ) from refusal
 
 
 async def _run_agent(
     spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
 ) -> object:
-    """What the agent returned."""
+    """What the agent returned.
+
+    Raises:
+        AgentError: It raised, or took too long; or its process died.
+    """
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
         _call_agent(
@@ -169,18 +216,21 @@ async def _run_agent(
             http_client=http_client,
             session_id=session.session_id,
             seed=spec.session.seed,
-        )
+        ),
+        name=spec.session.task_id,
     )
+    place = ""
     try:
         done, _ = await asyncio.wait({task}, timeout=spec.timeout_s)
+        place = "" if done else find_waiting_line(task)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if not done:
-        raise TimeoutError
+        raise AgentError(f"took longer than {spec.timeout_s:g} s", key=place, kind=TIMED_OUT_KIND)
     if task.cancelled():
-        raise AgentError("the agent cancelled itself")
+        raise AgentError("the agent cancelled itself", kind="CancelledError")
     returned = task.result()
     if isinstance(returned, AgentError):
         raise returned
@@ -207,16 +257,19 @@ async def _send_rewards_and_end_session(
             await proxy.call("/rl/set_reward", request, SetRewardReply, key=session.api_key)
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
     except HttpStatusError as refusal:
-        raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
+        raise AgentError(
+            f"the proxy refused the agent's rewards: {refusal.reason}", kind=REFUSED_REWARD_KIND
+        ) from refusal
     if ended.reward is None:
         return next(reversed(rewards.values())).value
     return ended.reward
 
 
-async def _close_session(session: StartSessionReply, proxy: ServiceClient) -> bool:
-    """End a session whose episode is lost; false if no replica of the cell serves."""
+async def _close_session(
+    session: StartSessionReply, proxy: ServiceClient
+) -> EndSessionReply | None:
+    """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""
     try:
-        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+        return await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
     except HttpStatusError:
-        return True  # the proxy has forgotten it already, or it has ended
-    return ended.replicas_serving > 0
+        return None

@@ -6,18 +6,15 @@ has its process to itself; one that hangs or crashes is replaced and costs that 
 
 import asyncio
 import os
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.agent_errors import build_agent_error
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-
-TRACEBACK_CHARS = 1500
 
 
 class SubprocessAgent:
@@ -77,13 +74,6 @@ async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
             yield one
     else:
         yield agent
-
-
-def build_agent_error(error: BaseException, trace: TracebackType | None) -> AgentError:
-    """What an agent raised, in words: the last line, then the end of the traceback."""
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    shown = "".join(traceback.format_exception(type(error), error, trace))
-    return AgentError(f"the agent raised {said}\n{shown[-TRACEBACK_CHARS:].strip()}")
 
 
 # In the process ---------------------------------------------------------------------------

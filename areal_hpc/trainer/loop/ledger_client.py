@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, HttpStatusError, SupersededTrainerError
+from areal_hpc.errors import AgentError, ClusterError, HttpStatusError, SupersededTrainerError
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -61,19 +61,30 @@ class LedgerClient:
         self._call_ledger("/open_generation", request, Acknowledged)
 
     def request_batch(self, step: int, wait_s: float) -> BatchReply:
-        """The batch that leads to `step`, or how far it is."""
-        return self._call_ledger(
-            "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
-        )
+        """The batch that leads to `step`, or how far it is.
+
+        Raises:
+            AgentError: Agents do nothing but fail, so that no batch will form.
+        """
+        request = BatchRequest(self._generation, step, wait_s)
+        reply = self._call_ledger("/batch", request, BatchReply, wait_s)
+        _raise_trouble(reply.trouble)
+        return reply
 
     def report_weights_published(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
         self._call_ledger("/publish", WeightsPublishedRequest(self._generation, step), Acknowledged)
 
     def request_evaluation(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
-        """Ask for the evaluation of `step`, or how far it is."""
+        """Ask for the evaluation of `step`, or how far it is.
+
+        Raises:
+            AgentError: Agents do nothing but fail.
+        """
         request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
-        return self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
+        reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
+        _raise_trouble(reply.trouble)
+        return reply
 
     def report_run_finished(self) -> None:
         """The run is complete."""
@@ -113,3 +124,10 @@ class LedgerClient:
             self._dir, rendezvous.LEDGER_SERVICE, START_TIMEOUT_S, is_cancelled=self._is_stopping
         ).url
         return self._url
+
+
+def _raise_trouble(trouble: str) -> None:
+    """Raise what the ledger says of the agents, if it says anything."""
+    if trouble:
+        has_hint = "\n  try: " in trouble
+        raise AgentError(trouble, hint="" if has_hint else "fix it, and run the same command again")

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from areal_hpc.errors import AgentError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import (
@@ -99,10 +98,6 @@ class LedgerSource(BatchSource):
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
             self._ticket_counts["episode/failures"] = self._episode_failures.count_new()
-        elif reply.trouble:
-            raise AgentError(
-                reply.trouble, hint="read the logs of ledger and drivers in logs/latest"
-            )
         return reply.manifest
 
     def lacks_cells_too_long(self) -> bool:
@@ -198,7 +193,11 @@ class LedgerSource(BatchSource):
     # Evaluation ------------------------------------------------------------------------------
 
     def poll_evaluation(self) -> bool:
-        """The weights have their reward, need none or get it from the evaluation cell. Waits."""
+        """The weights have their reward, need none or get it from the evaluation cell. Waits.
+
+        Raises:
+            AgentError: Agents do nothing but fail.
+        """
         step, row = self._record.version.step, self._record.row
         if (
             self._async_evaluation

@@ -6,7 +6,6 @@ replaced by one that writes down the variable by which CUDA would decide.
 
 import os
 import sys
-import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.loading import load_recipe
@@ -100,7 +100,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan_run(recipe, paths, facts)[-1], tmp_path)
     with closing(PlainReporter(paths, 1, 0)) as reporter:
-        local_launcher.run_stage(stage, recipe, paths, reporter=reporter, stop=threading.Event())
+        local_launcher.run_stage(stage, recipe, paths, reporter=reporter, stop=StopEvent())
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
     assert seen == without | expected

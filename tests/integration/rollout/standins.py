@@ -31,6 +31,7 @@ from areal_hpc.wire.proxy import (
     FinishTicketRequest,
     KeepFailedReply,
     KeepFailedRequest,
+    ProxyHealth,
     SealReply,
     SetRewardReply,
     SetRewardRequest,
@@ -42,6 +43,7 @@ from areal_hpc.wire.reward import Reward
 KEY = "stand-in-admin-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
 """(key of the caller, the request) to the reply."""
+Look = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Service:
@@ -55,10 +57,16 @@ class Service:
     def routes(self) -> dict[str, tuple[type, Handler]]:
         raise NotImplementedError
 
+    def looks(self) -> dict[str, Look]:
+        """What it answers to GET."""
+        return {}
+
     async def start(self) -> None:
         app = web.Application()
         for path, (form, handler) in self.routes().items():
             app.router.add_post(path, partial(answer, form, handler))
+        for path, get in self.looks().items():
+            app.router.add_get(path, get)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)  # 0: none
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -204,6 +212,13 @@ class StandInProxy(Service):
             "/rl/seal": (Empty, self.seal),
             "/v1/chat/completions": (dict, self.complete),
         }
+
+    def looks(self) -> dict[str, Look]:
+        return {"/healthz": self.health}
+
+    async def health(self, request: web.Request) -> web.Response:
+        health = ProxyHealth(len(self.sessions), 0, 0, int(self.has_replica))
+        return web.Response(body=msgspec.json.encode(health))
 
     async def start(self) -> None:
         self.sessions.clear()

@@ -12,10 +12,13 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
+from areal_hpc.rollout import episode_watch
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.lease_loop import EVENT_LOOP_BLOCKED_S, LeaseLoop
+from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
+from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.replica_gate import CLOSED_GATE_POLL_S, ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
@@ -86,6 +89,7 @@ class Cell:
             asyncio.TaskGroup() as group,
         ):
             services = ServiceClients(ledger, proxy)
+            gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
             runner = TicketRunner(
                 job,
                 agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},
@@ -94,10 +98,14 @@ class Cell:
                 services=services,
                 http_client=http_client,
                 events=events,
+                gate=gate,
+                watch=watch,
             )
             if meanwhile is not None:
                 group.create_task(meanwhile())
-            loop = LeaseLoop(job, runner=runner, tickets=leased, services=services, events=events)
+            loop = LeaseLoop(
+                job, runner=runner, tickets=leased, services=services, gate=gate, watch=watch
+            )
             await loop.run()
 
 
@@ -307,22 +315,47 @@ def test_service_restarts_cost_no_ticket(tmp_path: Path, service: str, events: s
 @pytest.mark.parametrize("kind", ["train", "valid"])
 def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, kind: str) -> None:
     """It may last for hours: a trainer that was killed in an update waits in a queue."""
-    grants = tickets(1, n_samples=2) if kind == "train" else evaluations(2)
-    cell = Cell(tmp_path, Steady(), [*grants], n_samples=2, max_episode_tries=1)
-    cell.proxy.has_replica = False
+    grants = tickets(2, n_samples=2) if kind == "train" else evaluations(4)
+
+    class Outlasts(Steady):
+        """Loses its replicas before its first call."""
+
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+            if not self.seeds:
+                cell.proxy.has_replica = False
+            return await super().run(data, **extra_kwargs)
+
+    cell = Cell(tmp_path, Outlasts(), [*grants], n_samples=2, max_episode_tries=1)
 
     async def come_back() -> None:
-        sessions = cell.proxy.sessions.values()
-        while cell.proxy.unserved_calls < 4 or not all(one.ended for one in sessions):
+        while len(cell.events("episode_unserved")) < 4:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(3 * CLOSED_GATE_POLL_S)
         cell.proxy.has_replica = True
 
     cell.run(meanwhile=come_back)
     assert cell.ledger.dropped == {}
     assert {*cell.proxy.finished, *cell.ledger.evaluated} == {grant.ref for grant in grants}
     unserved = cell.events("episode_unserved")
-    assert len(unserved) >= 4
+    assert len(unserved) == 4, "no episode is tried again before a replica serves"
     assert "503" in unserved[0]["reason"]
+
+
+def test_nothing_is_leased_or_begun_before_a_replica_serves(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(2))
+    cell.proxy.has_replica = False
+    begun_before: list[int] = []
+
+    async def serve_late() -> None:
+        while len(cell.ledger.requests) < 3:
+            await asyncio.sleep(0.01)
+        begun_before.append(cell.proxy.opened)
+        cell.proxy.has_replica = True
+
+    cell.run(meanwhile=serve_late)
+    assert begun_before == [0]
+    assert [request.capacity for request in cell.ledger.requests[:3]] == [0, 0, 0]
+    assert len(cell.proxy.finished) == 2
 
 
 def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:
@@ -350,18 +383,68 @@ def test_a_busy_driver_asks_as_often_as_it_was_told_to(tmp_path: Path) -> None:
     assert 0.05 <= statistics.median(pauses_s(0.05, 7)) < 0.6 <= min(pauses_s(0.6, 1))
 
 
-def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
+def test_agent_that_blocks_the_loop_is_reported_with_its_line_while_it_does(
+    tmp_path: Path,
+) -> None:
     class Blocks:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
-            while not cell.events("event_loop_blocked"):  # one that began within a call is unseen
-                time.sleep(EVENT_LOOP_BLOCKED_S + cell.ledger.pause_s + 0.1)
-                await asyncio.sleep(0.05)
+            give_up_at = time.monotonic() + 10 * EVENT_LOOP_BLOCKED_S
+            while not cell.events("event_loop_blocked") and time.monotonic() < give_up_at:
+                time.sleep(0.05)
             return 1.0
 
     cell = Cell(tmp_path, Blocks(), tickets(1, n_samples=1), n_samples=1)
     cell.run()
-    assert cell.events("event_loop_blocked")
+    (blocked,) = cell.events("event_loop_blocked")
+    first = Blocks.run.__code__.co_firstlineno
+    file, line = blocked["at"].rsplit(":", 1)
+    assert (file, int(line) - first in (3, 4)) == (__file__, True)
+    assert (blocked["task"], blocked["episode"]) == (0, 0)
+    assert EVENT_LOOP_BLOCKED_S <= blocked["seconds"] < 2 * EVENT_LOOP_BLOCKED_S
+
+
+def test_an_episode_that_hangs_is_reported_with_the_line_it_waits_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_watch, "SLOW_EPISODE_S", 0.3)
+
+    class Hangs:
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+            await self.wait_for_nobody()
+            return 1.0
+
+        async def wait_for_nobody(self) -> None:
+            await asyncio.Event().wait()
+
+    waits_at = f"{__file__}:{Hangs.wait_for_nobody.__code__.co_firstlineno + 1}"
+    cell = Cell(
+        tmp_path, Hangs(), tickets(1, n_samples=1), n_samples=1,
+        max_episode_tries=1, episode_timeout_s=2.0,
+    )  # fmt: skip
+    cell.run()
+    told = cell.events("episode_slow")
+    assert [one["at"] for one in told] == [waits_at] * len(told)
+    ages = [one["seconds"] for one in told]
+    assert len(ages) >= 2
+    assert all(late >= 1.9 * early for early, late in itertools.pairwise(ages)), ages
+    assert told[0]["limit_s"] == 2.0
+    (ended,) = cell.events("episode_timed_out")
+    assert ended["at"] == waits_at
+
+
+def test_a_failed_episode_is_recorded_with_its_line_and_counts(tmp_path: Path) -> None:
+    cell = Cell(
+        tmp_path, Fails(lambda task, _: task == 1, times=2), tickets(3, n_samples=1), n_samples=1
+    )
+    cell.run()
+    first, second = cell.events("episode_failed")
+    line = Fails.run.__code__.co_firstlineno + 5
+    assert first["at"] == f"{__file__}:{line}"
+    assert first["kind"] == "RuntimeError"
+    assert first["message"].startswith("the agent raised RuntimeError: no luck with task 1")
+    assert (first["failed"], second["failed"]) == (1, 2)
+    assert second["failed"] <= second["ended"] <= 5
 
 
 def test_ledger_that_refuses_the_driver_ends_it(tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
     ("agent", "said"),
     [
         (Ends(None), "returned None (NoneType), expected a finite float"),
-        (Ends(1.0, calls=0), "the session has no interaction"),
+        (Ends(1.0, calls=0), "the agent made no model call, so there is nothing to reward"),
+        (Ends(1.0, calls=0), "call the model at the `base_url`"),
+        (Ends("1.0"), f"at: {__file__}:{Ends.run.__code__.co_firstlineno}"),
         (Ends({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
         (Ends(ValueError("no luck")), "the agent raised ValueError: no luck"),
         (Ends(ValueError("no luck")), "    raise self.how\n"),
@@ -151,7 +153,8 @@ def test_an_episode_ends_at_its_deadline_in_any_case(tmp_path: Path, stubborn: b
 
     outcome = asyncio.run(timed())
     assert outcome.status == "timed_out"
-    assert outcome.reason == "took longer than 0.05 s"
+    waits_at = f"{__file__}:{Sleeps.run.__code__.co_firstlineno + 3}"
+    assert outcome.reason == f"took longer than 0.05 s\n  at: {waits_at}"
 
 
 def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_start, parse_steps
 from areal_hpc.metrics.catalogue import REPRODUCIBLE_SOURCES, find_metric
 from areal_hpc.rundir.jsonl import append_line, read_lines
@@ -100,7 +100,7 @@ def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_p
     out = RunPaths(tmp_path / "out")
     again = ReplayRun(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
-    again.carry_out(reporter, threading.Event())
+    again.carry_out(reporter, StopEvent())
     assert lines(tmp_path / "out") == found
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
@@ -114,7 +114,7 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     out = RunPaths(tmp_path / "out")
     on_gpu = ReplayRun(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
-        on_gpu.carry_out(PlainReporter(out, 3, 0), threading.Event())
+        on_gpu.carry_out(PlainReporter(out, 3, 0), StopEvent())
     assert "at: trainer.parallel\n" in str(refusal.value)
     assert not out.jobs_dir.exists()
 

@@ -6,12 +6,18 @@ import pytest
 
 from areal_hpc.jobs.requeue import ProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
-from areal_hpc.jobs.restart_policy import FailureCounts, RestartPolicy, decide_restart
+from areal_hpc.jobs.restart_policy import (
+    FailureCounts,
+    RestartPolicy,
+    decide_restart,
+    find_crash,
+)
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
 
 DONE, STOPPED, CRASHED = TaskExit(0), TaskExit(STOPPED_EXIT_CODE), TaskExit(139, "trainer")
 LET_DOWN, MISTAKEN = TaskExit(75, "ledger"), TaskExit(78, "trainer")
+AGENT_FAILED = TaskExit(70, "trainer", "the agent failed", "/x.log", says_why=True)
 IDLE = TaskExit(79, "driver")
 BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 
@@ -28,6 +34,7 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
         ([LET_DOWN], 3, "fail"),
         ([LET_DOWN, CRASHED], 2, "fail"),
         ([MISTAKEN, STOPPED], 0, "fail"),
+        ([AGENT_FAILED, STOPPED], 0, "fail"),
         ([BAD_NODE, STOPPED], 9, "restart"),
         ([IDLE, STOPPED], 0, "hold"),
         ([IDLE, CRASHED], 1, "restart"),
@@ -35,6 +42,15 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 )
 def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
     assert decide_restart(outcomes, FailureCounts(failures)) == decision
+
+
+def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_met_it() -> None:
+    crash = find_crash("trainer", [AGENT_FAILED])
+    assert crash is not None
+    assert (str(crash), crash.code) == ("the agent failed", 70)
+    crash = find_crash("trainer", [CRASHED])
+    assert crash is not None
+    assert str(crash).startswith("trainer of job trainer failed with exit code 139")
 
 
 def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:
@@ -84,3 +100,4 @@ def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended
     assert [policy.count_failures(5, made_progress=True) for policy in (process, job)] == [1, 0]
     assert process.count_failures(1, made_progress=False, has_failed=False) == 1
     assert [process.decide([75], failures) for failures in (1, 2)] == ["restart", "fail"]
+    assert [process.decide([code], 0) for code in (70, 78)] == ["fail", "fail"]

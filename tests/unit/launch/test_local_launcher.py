@@ -13,8 +13,7 @@ KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
     [
         (KILLED, 0, "restart", "restart"),
         (KILLED, 1, "fail", "continue_without"),
-        (AgentError.exit_code, 0, "restart", "restart"),
-        (AgentError.exit_code, 1, "fail", "continue_without"),
+        (AgentError.exit_code, 0, "fail", "fail"),
         (ClusterError.exit_code, 2, "restart", "restart"),
         (ClusterError.exit_code, 3, "fail", "continue_without"),
         (RecipeError.exit_code, 0, "fail", "fail"),

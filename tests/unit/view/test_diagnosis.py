@@ -11,10 +11,10 @@ from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import (
     CASCADE_WINDOW_S,
     RUNNING_CASCADE_WINDOW_S,
-    FailureEvent,
     diagnose,
     find_last_failure,
 )
+from areal_hpc.view.events.failure_events import FailureEvent
 from areal_hpc.view.inspection import (
     LogTraceback,
     RunInspection,

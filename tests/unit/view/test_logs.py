@@ -38,6 +38,24 @@ def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> Non
     ]
 
 
+def test_lines_of_every_batch_and_request_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    paths = make_run(tmp_path)
+    log = paths.log_dir(1) / "cell-0" / "restart_00" / "replica-0.1.log"
+    routine = (
+        "[2026-11-22 10:00:06] Prefill batch, #new-seq: 1, #new-token: 27\n"
+        "[2026-11-22 10:00:06 TP0] Decode batch, #running-req: 1, #token: 34\n"
+        '[2026-11-22 10:00:06] INFO:     127.0.0.1:4000 - "GET /health_generate HTTP/1.1" 200 OK\n'
+    )
+    log.write_text(f"{log.read_text()}{routine * 50}[2026-11-22 10:00:07] Scheduler hit an error\n")
+    files = list_log_files(paths, 1)
+    shown = [line for _, line in read_last_lines(files, 2, has_routine=False)]
+    assert shown == [
+        "2026-11-22 10:00:05,000 INFO e",
+        "[2026-11-22 10:00:07] Scheduler hit an error",
+    ]
+    assert "Decode batch" in read_last_lines(files, 3)[0][1]
+
+
 def test_a_source_names_job_process_and_node(tmp_path: Path) -> None:
     sources = {file.source for file in list_log_files(make_run(tmp_path), 1)}
     assert sources == {

@@ -1,0 +1,102 @@
+"""The line about one trained step, on the screen and in the trainer's log."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+
+MAX_PACE_STEPS = 20
+"""Steps, the last ones, whose time is taken for that of the next."""
+
+MIN_TOLD_SHARE = 0.01
+"""What took a smaller share of the time is not named."""
+
+MetricRow = Mapping[str, Any]
+"""The metrics of one step, by name."""
+
+
+def format_metric(number: float | None, form: str) -> str:
+    """A metric for people; None stands for one that is not finite."""
+    return "not finite" if number is None else format(number, form)
+
+
+def format_step_line(row: MetricRow, total: int | None = None) -> str:
+    """One step of `total` for people, as far as its row says: an old one lacks what is new."""
+    of = f"/{total}" if total is not None else ""
+    return "  ".join((f"step  {row['step']:>5}{of}", *_format_parts(row)))
+
+
+def _format_parts(row: MetricRow) -> Iterator[str]:
+    if "reward/mean" in row:
+        spread = f" ± {format_metric(row['reward/std'], '.2f')}" if "reward/std" in row else ""
+        yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
+    if EVAL_REWARD_METRIC in row:
+        yield f"held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
+    if "reward/mean" not in row:
+        if "loss" in row:  # of supervised fine-tuning
+            yield f"loss {format_metric(row['loss'], '.4f')}"
+        return
+    if row.get("time/step_s") is not None:
+        yield f"{row['time/step_s']:.1f} s"
+        yield f"{compute_tokens_per_s([row]):.0f} tokens/s"
+    if "groups/zero_variance" in row:
+        yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
+    if (length := _get_reply_length(row)) is not None:
+        yield f"length {length:.0f}"
+    if "entropy/mean" in row:
+        yield f"entropy {format_metric(row['entropy/mean'], '.2f')}"
+    if "staleness/mean" in row:
+        mean = format_metric(row["staleness/mean"], ".1f")
+        yield f"staleness {mean} (max {row.get('staleness/max')})"
+    yield f"engine-trainer {_format_engine_gap(row)}"
+
+
+def _get_reply_length(row: MetricRow) -> float | None:
+    """Sampled tokens of a reply; of an episode, in a row that knows no better."""
+    if row.get("reply/tokens_mean") is not None:
+        return float(row["reply/tokens_mean"])
+    if row.get("tokens/sampled") is not None and row.get("episodes"):
+        return float(row["tokens/sampled"] / row["episodes"])
+    return None
+
+
+def _format_engine_gap(row: MetricRow) -> str:
+    if not row.get("logprob/compared_tokens"):
+        return "not compared"
+    return format_metric(row.get("logprob/engine_trainer_max_abs_diff"), ".1e")
+
+
+def compute_tokens_per_s(rows: Sequence[MetricRow]) -> float:
+    """Trained tokens for each second that these steps took, all phases included."""
+    seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
+    return float(sum(row.get("tokens/trained") or 0 for row in rows) / max(seconds, 1e-9))
+
+
+def estimate_left_s(rows: Sequence[MetricRow], total: int) -> float | None:
+    """Seconds until the last step, at the pace of the last ones; None before the first."""
+    times_s: list[float] = [
+        row["time/step_s"] for row in rows if row.get("time/step_s") and row["step"] > 0
+    ]
+    if not times_s:
+        return None
+    return statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - int(rows[-1]["step"]))
+
+
+def describe_step_limits(rows: Sequence[MetricRow]) -> Iterator[str]:
+    """What the time of these steps went to, and the share of groups that taught nothing."""
+    trained = [row for row in rows if row["step"] > 0 and row.get("time/step_s")]
+    if not trained:
+        return
+    names = {name for row in trained for name in row if name.startswith("time/")}
+    sums = {name: sum(row.get(name) or 0.0 for row in trained) for name in names}
+    shares = sorted(compute_limit_shares(sums).items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_TOLD_SHARE)
+    yield f"a step takes {sums['time/step_s'] / len(trained):.1f} s" + (
+        f": {parts}" if parts else ""
+    )
+    wasted = [row["groups/zero_variance"] for row in trained if row.get("groups/zero_variance")]
+    if wasted:
+        share = sum(wasted) / len(trained)
+        yield f"{share:.0%} of the groups had equal rewards (zero variance) and taught nothing"

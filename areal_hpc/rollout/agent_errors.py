@@ -1,0 +1,116 @@
+"""Errors of the user's agent: what it raised, and the line of its own code where that happened."""
+
+import asyncio
+import difflib
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import areal_hpc
+from areal_hpc.errors import AgentError, escape_surrogates
+
+MAX_TRACEBACK_CHARS = 1500
+MAX_MESSAGE_CHARS = 500
+MAX_TOLD_COLUMNS = 10
+_PACKAGE_DIR = str(Path(areal_hpc.__file__).parent)
+_STDLIB_DIR = sysconfig.get_path("stdlib")
+_INSTALLED_DIRS = {"site-packages", "dist-packages"}
+
+CodeLine = tuple[str, int | None]
+"""A file, and a line in it."""
+
+
+def build_agent_error(error: BaseException, trace: TracebackType | None) -> AgentError:
+    """The error for what an agent raised: its last line, where, and the end of the traceback.
+
+    Of a traceback that comes from the user's code only the frames there are shown.
+    """
+    stack = traceback.extract_tb(trace)
+    own = [frame for frame in stack if _is_user_code(frame.filename)]
+    shown = "".join(
+        [
+            *("Traceback (most recent call last):\n", *traceback.format_list(own or stack)),
+            *traceback.format_exception_only(error),
+        ]
+    )
+    frames = [(frame.filename, frame.lineno) for frame in stack]
+    return AgentError(
+        f"the agent raised {escape_surrogates(_describe_exception(error))}",
+        key=format_user_line(frames),
+        kind=type(error).__name__,
+        trace=escape_surrogates(shown[-MAX_TRACEBACK_CHARS:].strip()),
+    )
+
+
+def _describe_exception(error: BaseException) -> str:
+    """`KeyError: 'x'`; of an SDK's refused request what the server said, of others their cause."""
+    body = getattr(error, "body", None)
+    if isinstance(body, dict) and isinstance(body.get("message"), str):
+        return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    reason = str(first).strip()
+    if reason and reason not in said:
+        said = f"{said} ({reason.splitlines()[0]})"
+    return said[:MAX_MESSAGE_CHARS]
+
+
+def suggest_column(missing: str, data: dict[str, Any]) -> str:
+    """A hint for a key that an agent did not find in its task; empty if the task has it."""
+    if missing in data:
+        return ""
+    alike = difflib.get_close_matches(missing, list(data), n=1)
+    meant = f"did you mean {alike[0]!r}? " if alike else ""
+    return f"{meant}the task has {', '.join(list(data)[:MAX_TOLD_COLUMNS]) or 'no columns'}"
+
+
+def format_user_line(frames: Sequence[CodeLine]) -> str:
+    """`FILE:LINE` of the deepest frame in the user's code, else of the deepest; empty for none.
+
+    `frames` come outermost first. What is installed, or ours, is not the user's.
+    """
+    own = [frame for frame in frames if _is_user_code(frame[0])]
+    return next((f"{file}:{line}" for file, line in reversed(own or frames)), "")
+
+
+def _is_user_code(file: str) -> bool:
+    is_installed = not _INSTALLED_DIRS.isdisjoint(Path(file).parts)
+    return not (is_installed or file.startswith(("<", _STDLIB_DIR, _PACKAGE_DIR)))
+
+
+def find_agent_line(agent: object) -> str:
+    """`FILE:LINE` where the agent's `run` begins; empty if Python does not know."""
+    code = getattr(getattr(agent, "run", None), "__code__", None)  # a method has its function's
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+def find_waiting_line(task: asyncio.Task[Any]) -> str:
+    """`FILE:LINE` of the user's code at which a task waits; empty if it has ended."""
+    return format_user_line(list(_iterate_awaited_lines(task.get_coro())))
+
+
+def _iterate_awaited_lines(awaited: Any) -> Iterator[CodeLine]:
+    """Lines of a suspended coroutine, outermost first, along what each of them awaits."""
+    while awaited is not None:
+        frame: FrameType | None = None
+        awaits = None
+        for prefix, attribute in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
+            if hasattr(awaited, attribute):
+                frame, awaits = getattr(awaited, f"{prefix}_frame"), getattr(awaited, attribute)
+        if frame is None:
+            return
+        yield frame.f_code.co_filename, frame.f_lineno
+        awaited = awaits
+
+
+def find_running_line(frame: FrameType | None) -> str:
+    """`FILE:LINE` of the user's code in a running thread, whose innermost frame is given."""
+    if frame is None:
+        return ""
+    frames = [(one.f_code.co_filename, line) for one, line in traceback.walk_stack(frame)]
+    return format_user_line(frames[::-1])

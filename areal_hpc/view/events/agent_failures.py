@@ -1,0 +1,121 @@
+"""Failures of the user's agent as the drivers report them: each cause once, with counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
+"""Of episodes whose end was the agent's fault. What else ends one is the machine's."""
+
+
+COUNT_EVENT = "episodes_counted"
+"""Tells once after a failure how many episodes of a driver have ended by then."""
+TRACEBACK_HEADER = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES = 12
+"""Lines of a traceback that are shown, the last ones."""
+MIN_TOTAL_FAILURES = 3
+"""So many failed episodes, and no other, and the agent does not work."""
+
+
+@dataclass(slots=True)
+class FailureCause:
+    """Why episodes failed that failed alike."""
+
+    message: str
+    """One sentence, of the first of them: what it raised, or what was wrong."""
+    place: str
+    """`FILE:LINE` in the agent; empty if it is not known."""
+    hint: str
+    reason: str
+    """The sentence, its place and the end of the traceback."""
+    first_at: float
+    """Unix time."""
+    last_at: float
+    count: int = 1
+
+    @property
+    def text(self) -> str:
+        """The cause in one line."""
+        return f"{self.message} at {self.place}" if self.place else self.message
+
+    @property
+    def traceback_lines(self) -> tuple[str, ...]:
+        """The end of its traceback; none if nothing was raised."""
+        begin = self.reason.find(TRACEBACK_HEADER)
+        lines = self.reason[begin:].splitlines() if begin >= 0 else []
+        return tuple(lines[-MAX_TRACEBACK_LINES:])
+
+    @property
+    def next_step(self) -> str:
+        """What to try."""
+        return self.hint or (f"fix {self.place}" if self.place else "fix the agent")
+
+
+@dataclass(slots=True)
+class AgentFailures:
+    """Failures of the agent in all cells of a run, from the events of their drivers."""
+
+    causes: dict[tuple[str, str], FailureCause] = field(default_factory=dict)
+    """By kind and line, in the order in which they appeared."""
+    _counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def collect(cls, events: Iterable[dict[str, Any]]) -> AgentFailures:
+        """Those that events tell of."""
+        failures = cls()
+        for event in events:
+            failures.add(event)
+        return failures
+
+    @property
+    def failed(self) -> int:
+        """Episodes that failed."""
+        return sum(failed for failed, _ in self._counts.values())
+
+    @property
+    def ended(self) -> int:
+        """Episodes that had ended, well or not, when each cell last told of that."""
+        return sum(ended for _, ended in self._counts.values())
+
+    @property
+    def is_total(self) -> bool:
+        """True if no episode ended well, as far as is known, and several failed."""
+        return self.failed >= MIN_TOTAL_FAILURES and self.failed == self.ended
+
+    @property
+    def newest(self) -> FailureCause | None:
+        """The cause of the last failure."""
+        return max(self.causes.values(), key=lambda cause: cause.last_at, default=None)
+
+    @property
+    def share_text(self) -> str:
+        """`in 3 of 12 episodes`."""
+        return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
+
+    def add(self, event: dict[str, Any]) -> FailureCause | None:
+        """Take an event of any kind in; its cause if none failed by that before."""
+        if event["event"] not in (*FAILURE_EVENTS, COUNT_EVENT):
+            return None
+        failed, ended = self._counts.get(event["role"], (0, 0))
+        failed = max(failed, _get_count(event, "failed"))
+        self._counts[event["role"]] = (failed, max(ended, failed, _get_count(event, "ended")))
+        if event["event"] == COUNT_EVENT:
+            return None
+        reason = str(event.get("reason", ""))
+        message = str(event.get("message") or reason.partition("\n")[0])
+        place, at = str(event.get("at", "")), float(event["time"])
+        key = (str(event.get("kind", message)), place)
+        if (known := self.causes.get(key)) is not None:
+            known.count += 1
+            known.last_at = at
+            return None
+        hint = str(event.get("hint", ""))
+        self.causes[key] = FailureCause(message, place, hint, reason, at, at)
+        return self.causes[key]
+
+
+def _get_count(event: dict[str, Any], name: str) -> int:
+    count = event.get(name)
+    return count if isinstance(count, int) else 1

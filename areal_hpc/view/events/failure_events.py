@@ -1,0 +1,116 @@
+"""Failures that the events of a run tell of: its agent's, its servers', processes' and jobs'."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
+from areal_hpc.view.events.agent_failures import AgentFailures
+from areal_hpc.view.events.run_news import describe_blocked_loop, describe_slow_episode
+
+LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
+MEMORY_HINT = "request more memory for that job, or reduce its load"
+MAX_AGENT_CAUSES = 5
+"""Kinds of agents' failures in one diagnosis, the last ones."""
+SIGNAL_LEAD_S = 2.0
+"""A signal that ended a process is noted so long after the tracebacks that it brought about."""
+
+_MEANING_BY_EXIT_CODE = {
+    RecipeError.exit_code: "the recipe must change",
+    ClusterError.exit_code: "a node, file system or service failed; a retry may succeed",
+    ShardError.exit_code: "recorded data is damaged",
+    AgentError.exit_code: "an error in code",
+}
+_RESTART_PHRASE_BY_EVENT = {
+    "job_requeued": "requested another start from Slurm",
+    "job_resubmitted": "submitted itself again",
+    "job_ended_by_Slurm": "was ended by Slurm",
+    "job_held_for_user": "is held until its user releases it",
+    "job_not_requeued": "could not request another start from Slurm",
+    "job_submitted_again": "submitted a job again that was gone",
+}
+"""Events that tell how the run went on after a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """One thing that happened."""
+
+    at: float | None
+    """Unix time; None if that is not known."""
+    text: str
+    priority: int
+    """Distance from the cause: of the findings of one failure the lowest names it."""
+    details: tuple[str, ...] = ()
+    hint: str = ""
+
+
+def collect_failure_events(
+    events: Sequence[dict[str, Any]], first_traceback_at: float | None
+) -> Iterator[FailureEvent]:
+    """Failures of processes, servers and jobs; a traceback, if there is one, began then."""
+    for row in events:
+        match row["event"]:
+            case "process_exited":
+                yield _build_exit_event(row, first_traceback_at)
+            case "replica_died":
+                yield _build_server_event(row)
+            case "event_loop_blocked":
+                yield FailureEvent(row["time"], f"the agent {describe_blocked_loop(row)}", 7)
+            case "episode_slow":
+                yield FailureEvent(row["time"], f"the agent {describe_slow_episode(row)}", 7)
+            case event if event in _RESTART_PHRASE_BY_EVENT:
+                why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
+                text = f"{row['role']} {_RESTART_PHRASE_BY_EVENT[event]}{why}"
+                yield FailureEvent(row["time"], text, priority=8)
+
+
+def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> FailureEvent:
+    code = int(row.get("exit_code", 0))
+    text = f"{row.get('process', 'a process')} of {row['role']} ended: {describe_exit_code(code)}"
+    # A signal that came before the first traceback is the cause of it.
+    is_first = first_traceback_at is None or row["time"] <= first_traceback_at + SIGNAL_LEAD_S
+    hint = MEMORY_HINT if code == 128 + signal.SIGKILL else LOGS_HINT
+    return FailureEvent(row["time"], text, 2 if code > 128 and is_first else 5, hint=hint)
+
+
+def _build_server_event(row: dict[str, Any]) -> FailureEvent:
+    text = f"SGLang {row.get('replica', '?')} of {row['role']} {row.get('reason', 'died')}"
+    last_line, log = row.get("last_line"), row.get("log")
+    return FailureEvent(
+        row["time"],
+        f"{text}: {last_line}" if last_line else text,
+        priority=3,
+        hint=f"read {log}" if log else LOGS_HINT,
+    )
+
+
+def collect_agent_failures(
+    failures: AgentFailures, end_reasons: Sequence[str]
+) -> Iterator[FailureEvent]:
+    """Failures of the user's agent; they are the cause where they ended the run, or never cease.
+
+    `end_reasons` are what processes said as they ended for good.
+    """
+    newest = sorted(failures.causes.values(), key=lambda cause: cause.last_at)
+    for cause in newest[-MAX_AGENT_CAUSES:]:
+        has_ended_run = any(cause.message in reason for reason in end_reasons)
+        yield FailureEvent(
+            cause.last_at,
+            f"{cause.text} ({failures.share_text})",
+            priority=1 if has_ended_run or failures.is_total else 8,
+            details=cause.traceback_lines,
+            hint=f"{cause.next_step}, then run the same command again",
+        )
+
+
+def describe_exit_code(code: int) -> str:
+    """An exit code in words."""
+    if code in _MEANING_BY_EXIT_CODE:
+        return f"exit code {code} ({_MEANING_BY_EXIT_CODE[code]})"
+    if code - 128 not in list(signal.Signals):
+        return f"exit code {code}"
+    name = signal.Signals(code - 128).name
+    also = ", which usually means out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{also}"

@@ -1,0 +1,110 @@
+"""What happens in a run that a person should hear of at once, told once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
+from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
+from areal_hpc.view.tables import format_duration
+
+MAX_TOLD_CAUSES = 5
+"""Kinds of agents' failures that are told; more are only counted."""
+
+
+@dataclass(slots=True)
+class RunNews:
+    """Memory of what was told of a run: events go in, lines for the screen come out."""
+
+    failures: AgentFailures = field(default_factory=AgentFailures)
+    _told: set[tuple[str, str]] = field(default_factory=set)
+
+    def describe(self, event: dict[str, Any]) -> list[str]:
+        """Lines about an event; none if it is no news."""
+        if (cause := self.failures.add(event)) is not None:
+            return list(self._tell_of_failure(cause))
+        tell = _TELL_BY_EVENT.get(event["event"])
+        if tell is None:
+            return []
+        place = str(event.get("at") or event["role"])
+        if event["event"] in _ONCE_PER_PLACE:
+            if (event["event"], place) in self._told:
+                return []
+            self._told.add((event["event"], place))
+        return list(tell(event))
+
+    def _tell_of_failure(self, cause: FailureCause) -> Iterator[str]:
+        number = len(self.failures.causes)
+        if number > MAX_TOLD_CAUSES:
+            if number == MAX_TOLD_CAUSES + 1:
+                yield "agent    fails in further ways: areal-hpc why RUN lists them"
+            return
+        said, share = cause.message.removeprefix("the agent "), self.failures.share_text
+        yield f"agent    {said}  ({share} so far; it is tried again)"
+        if cause.place:
+            yield f"         at: {cause.place}"
+        yield f"         try: {cause.next_step}"
+
+
+def describe_blocked_loop(event: dict[str, Any]) -> str:
+    """What an agent does that keeps the event loop from everything else, and for how long."""
+    seconds, place = _format_seconds(event), event.get("at")
+    at = f" at {place}" if place else ""
+    return f"blocks the event loop{at} for {seconds} so far{_describe_episode(event)}"
+
+
+def describe_slow_episode(event: dict[str, Any]) -> str:
+    """For how long an episode has run, and where it waits."""
+    place, limit_s = event.get("at"), event.get("limit_s")
+    at = f", waiting at {place}" if place else ""
+    limit = f"; the limit is {format_duration(limit_s)}" if isinstance(limit_s, int | float) else ""
+    age = _format_seconds(event)
+    return f"has run for {age} without an end{at}{_describe_episode(event)}{limit}"
+
+
+def _tell_of_blocked_loop(event: dict[str, Any]) -> Iterator[str]:
+    yield f"agent    {describe_blocked_loop(event)}"
+    yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
+
+
+def _tell_of_slow_episode(event: dict[str, Any]) -> Iterator[str]:
+    yield f"agent    {describe_slow_episode(event)}"
+
+
+def _tell_of_dead_server(event: dict[str, Any]) -> Iterator[str]:
+    server = f"SGLang {event.get('replica', '?')} of {event['role']}"
+    yield f"server   {server} {event.get('reason', 'died')}; it is started again"
+    if event.get("last_line"):
+        yield f"         {event['last_line']}"
+    if event.get("log"):
+        yield f"         read {event['log']}"
+
+
+def _tell_of_ended_process(event: dict[str, Any]) -> Iterator[str]:
+    if event.get("exit_code") in PERMANENT_EXIT_CODES:
+        return  # the command ends with that error, in better words
+    yield (
+        f"process  {event.get('process', '?')} of {event['role']} ended with exit code "
+        f"{event.get('exit_code', '?')}"
+    )
+
+
+def _describe_episode(event: dict[str, Any]) -> str:
+    if "task" not in event:
+        return ""
+    split = "held-out task" if event.get("eval_step", -1) >= 0 else "task"
+    return f" (episode {event.get('episode', '?')} of {split} {event['task']})"
+
+
+def _format_seconds(event: dict[str, Any]) -> str:
+    seconds = event.get("seconds")
+    return format_duration(seconds) if isinstance(seconds, int | float) else "long"
+
+
+_TELL_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
+    "event_loop_blocked": _tell_of_blocked_loop,
+    "episode_slow": _tell_of_slow_episode,
+    "replica_died": _tell_of_dead_server,
+    "process_exited": _tell_of_ended_process,
+}
+_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

@@ -1,0 +1,121 @@
+"""What a run does at the moment, in words: from its events, the ledger and the servers' logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.view.tables import format_duration
+from areal_hpc.wire.ledger import LedgerStatus
+
+SERVER_LOG_TAIL_BYTES = 16384
+_SERVER_PHASES = (
+    ("Load weight begin", "loads weights"),
+    ("Load weight end", "allocates its cache"),
+    ("Capture cuda graph begin", "captures CUDA graphs"),
+    ("Engine startup timings", "warms up"),
+)
+"""Lines of SGLang's log (0.5.23), in their order, and what it does from then on."""
+
+
+@dataclass(slots=True)
+class _StartingServer:
+    """A server of a cell that takes no requests yet."""
+
+    since: float
+    """Unix time."""
+    log: str
+
+
+@dataclass(slots=True)
+class RunPhase:
+    """Memory of a run's events that tell what it does now."""
+
+    _starting: dict[tuple[str, int], _StartingServer] = field(default_factory=dict)
+    _ready: set[tuple[str, int]] = field(default_factory=set)
+    _trainer: str = "starts"
+    _trainer_since: float = field(default_factory=time.time)
+    _has_weights: bool = False
+
+    @classmethod
+    def collect(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
+        """The phase after these events."""
+        phase = cls()
+        for event in events:
+            phase.add(event)
+        return phase
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event of any kind in."""
+        at, replica = float(event["time"]), (event["role"], int(event.get("replica", 0) or 0))
+        match event["event"]:
+            case "replica_started":
+                self._starting[replica] = _StartingServer(at, str(event.get("log", "")))
+            case "replica_ready":
+                self._starting.pop(replica, None)
+                self._ready.add(replica)
+            case "replica_died":
+                self._starting.pop(replica, None)
+                self._ready.discard(replica)
+            case "job_submitted" if event.get("job") == "trainer":
+                self._trainer, self._trainer_since, self._has_weights = "starts", at, False
+            case "ranks_joined":
+                self._trainer, self._trainer_since, self._has_weights = "loads the model", at, False
+            case "state_loaded":
+                self._trainer, self._trainer_since = "", at
+            case "weights_published":
+                self._has_weights = self._has_weights or bool(event.get("replicas"))
+
+    def describe(self, ledger: LedgerStatus | None) -> str:
+        """The phase in one line; empty if only the ledger could tell, and it does not answer."""
+        if not self._ready and self._starting:
+            return self._describe_starting_server()
+        if self._trainer:
+            return f"the trainer {self._trainer}, {_format_age(self._trainer_since)}"
+        if not self._ready:
+            return "the cells start"
+        if not self._has_weights:
+            return f"replicas get the trainer's weights, {_format_age(self._trainer_since)}"
+        return describe_work(ledger) if ledger is not None else ""
+
+    def _describe_starting_server(self) -> str:
+        (cell, number), server = min(self._starting.items(), key=lambda item: item[1].since)
+        others = len(self._starting) - 1
+        more = f", and {others} more" if others else ""
+        phase = read_server_phase(Path(server.log)) if server.log else "starts"
+        return f"SGLang {number} of {cell} {phase}, {_format_age(server.since)}{more}"
+
+
+def read_server_phase(log: Path) -> str:
+    """What an SGLang server does, by the end of its log."""
+    try:
+        text = read_tail(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return "starts"
+    found = [(text.rfind(sign), words) for sign, words in _SERVER_PHASES]
+    at, words = max(found)
+    return words if at >= 0 else "starts"
+
+
+def describe_work(ledger: LedgerStatus) -> str:
+    """What a run at work does, by its ledger."""
+    slowest = (
+        f", slowest {format_duration(ledger.slowest_episode_s)}"
+        if ledger.slowest_episode_s >= 1.0
+        else ""
+    )
+    if ledger.eval_total > ledger.eval_done:
+        of = f"{ledger.eval_done} of {ledger.eval_total}"
+        return f"evaluation of step {ledger.version_step}: {of} held-out episodes{slowest}"
+    if ledger.formed_step > ledger.version_step:
+        return f"step {ledger.formed_step} is trained"
+    done = f"{ledger.episodes_done} of {ledger.episodes_wanted} episodes"
+    return f"generation for step {ledger.version_step + 1}: {done}{slowest}"
+
+
+def _format_age(since: float) -> str:
+    return format_duration(time.time() - since)

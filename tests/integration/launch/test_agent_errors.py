@@ -1,0 +1,160 @@
+"""Mistakes of a user's agent, in runs by the real launcher: told at once, as the agent's."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import broken_agents
+from tests.support.commands import exit_code_of
+from tests.support.run_files import events_of
+from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
+from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(240)
+OVERRIDES = (
+    *("sft=null", "model.tiny=null", "evaluation.tasks=8", "rollout.n_samples=4"),
+    *("train_dataset.generator=tests.support.sums:tasks", "train_dataset.kwargs.size=64"),
+    *("valid_dataset.generator=tests.support.sums:tasks", "valid_dataset.kwargs.size=8"),
+    *("rollout.max_concurrent_rollouts=16", "trainer.batch_size=4", "trainer.total_steps=1"),
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ScreenedRun]]:
+    """Starts the run of an agent; no process of it is left."""
+    runs: list[ScreenedRun] = []
+
+    def start_run(agent: type, **environ: str) -> ScreenedRun:
+        model = f"model.path={write_served_model(tmp_path / 'model')}"
+        program = "tests.support.standin_run"
+        run = ScreenedRun(tmp_path, agent, *OVERRIDES, model, program=program, environ=environ)
+        runs.append(run)
+        return run
+
+    yield start_run
+    for run in runs:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    ("agent", "said", "text", "hint"),
+    [
+        (
+            broken_agents.RaisesKeyError,
+            "raised KeyError: 'anwser'",
+            "anwser",
+            "did you mean 'answer'? the task has messages, answer",
+        ),
+        (
+            broken_agents.ReadsMissingColumn,
+            "raised KeyError: 'question'",
+            "question",
+            "the task has messages, answer",
+        ),
+        (
+            broken_agents.ReturnsString,
+            "returned '1.0' (str), expected a finite float",
+            "async def run",
+            "fix ",
+        ),
+        (
+            broken_agents.MakesNoCall,
+            "made no model call, so there is nothing to reward",
+            "async def run",
+            "call the model at the `base_url`",
+        ),
+        (
+            broken_agents.AsksForTools,
+            "raised BadRequestError: no tool-call parser is configured (set "
+            "inference.tool_call_parser to the model's format)",
+            None,
+            "fix ",
+        ),
+        (
+            broken_agents.CallsFixedAddress,
+            "raised openai.APITimeoutError: Request timed out. ([Errno 111] Connect call failed",
+            None,
+            "call the model at the `base_url`",
+        ),
+    ],
+)
+def test_a_mistake_of_the_agent_is_on_the_screen_at_once_and_ends_the_run_as_the_agents(
+    start: Callable[..., ScreenedRun],
+    agent: type,
+    said: str,
+    text: str | None,
+    hint: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = start(agent, **{SERVER_START_VARIABLE: "1"})
+    assert run.end() == 70, run.screen
+    place = line_of(agent, text) if text else f"{broken_agents.__file__}:"
+    shown_at, line = run.await_line("agent  ")
+    (first, *_) = failed = events_of(run.paths, "episode_failed")
+    assert shown_at - first["time"] <= MAX_DELAY_S
+    assert line.startswith(f"agent    {said}")
+    assert "in 1 of 1 episode so far" in line
+    after = [line for _, line in run.lines][[line for _, line in run.lines].index(line) + 1 :]
+    assert after[0].strip().startswith(f"at: {place}")
+    assert after[1].strip().startswith(f"try: {hint}")
+    assert run.screen.count("agent    ") == 1, "told once"
+    assert "started again" not in run.screen
+    (error,) = re.findall(r"^error: .*", run.screen, re.MULTILINE)
+    assert re.match(r"error: the agent failed alike in the first \d+ tickets; the last", error)
+    assert said in error
+    assert "trainer" not in error
+    assert len(events_of(run.paths, "process_exited")) == 1, "nothing was started again"
+    assert {one["kind"] for one in failed} == {first["kind"]}
+    (ready,) = events_of(run.paths, "replica_ready")
+    assert first["time"] > ready["time"]
+    assert events_of(run.paths, "episode_unserved") == []
+    assert exit_code_of("why", run.paths.root) == 1
+    why = capfd.readouterr().out
+    assert why.startswith("the run failed: the agent "), why
+    assert said in why.splitlines()[0]
+    assert f"try: {hint}" in why
+    assert exit_code_of("status", run.paths.root) == 1
+    status = capfd.readouterr().out
+    assert "quickstart/demo: failed" in status
+    assert f"the agent {said}" in status
+
+
+def test_an_agent_that_blocks_the_event_loop_is_told_and_ctrl_c_is_known(
+    start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = start(broken_agents.BlocksLoop)
+    shown_at, line = run.await_line("agent    blocks the event loop")
+    assert line_of(broken_agents.BlocksLoop, "time.sleep") in line
+    assert "(episode " in line
+    (first, *_) = events_of(run.paths, "event_loop_blocked")
+    assert shown_at - first["time"] <= MAX_DELAY_S
+    assert exit_code_of("why", run.paths.root) == 0
+    assert "blocks the event loop" in capfd.readouterr().out
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert exit_code_of("why", run.paths.root) == 0
+    assert capfd.readouterr().out.startswith("the run was stopped by Ctrl-C")
+
+
+def test_what_a_run_does_is_told_and_a_killed_launcher_is_known(
+    start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = start(broken_agents.Works, **{REPLY_VARIABLE: "60", SERVER_START_VARIABLE: "1"})
+    run.await_line("phase    generation for step 1: 0 of 16 episodes")
+    wait_for(lambda: bool(events_of(run.paths, "weights_published")))
+    time.sleep(1.5)
+    assert exit_code_of("status", run.paths.root) == 0
+    said = capfd.readouterr().out
+    assert "quickstart/demo: running here" in said
+    assert re.search(r"started +\d+ s ago", said)
+    assert re.search(r"now +generation for step 1: 0 of 16 episodes, slowest \d+ s", said)
+    run.process.kill()
+    run.end()
+    run.await_no_process()
+    assert exit_code_of("why", run.paths.root) == 1
+    assert "the launcher was killed" in capfd.readouterr().out.splitlines()[0]
