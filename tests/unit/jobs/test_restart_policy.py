@@ -3,10 +3,17 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from areal_hpc.jobs.requeue import ProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
-from areal_hpc.jobs.restart_policy import FailureCounts, RestartPolicy, decide_restart
+from areal_hpc.jobs.restart_policy import (
+    FailureCounts,
+    RestartPolicy,
+    decide_restart,
+    decide_restart_of_cells,
+    list_decisive_crashes,
+)
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
 
@@ -35,6 +42,35 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 )
 def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
     assert decide_restart(outcomes, FailureCounts(failures)) == decision
+
+
+@pytest.mark.parametrize(
+    ("cells", "failures", "decision"),
+    [
+        ([[DONE], [DONE]], 0, "done"),
+        ([[DONE], [MISTAKEN]], 0, "done"),
+        ([[STOPPED], [MISTAKEN]], 0, "restart"),
+        ([[STOPPED], [CRASHED]], 9, "restart"),
+        ([[CRASHED], [MISTAKEN]], 1, "restart"),
+        ([[CRASHED], [MISTAKEN]], 2, "fail"),
+        ([[MISTAKEN, STOPPED], [MISTAKEN, STOPPED]], 0, "fail"),
+        ([[IDLE], [STOPPED]], 0, "hold"),
+        ([[MISTAKEN], [IDLE]], 0, "hold"),
+        ([[STOPPED, BAD_NODE], []], 9, "restart"),
+    ],
+)
+def test_a_job_that_cells_share_restarts_if_one_of_them_needs_it(
+    cells: list[list[TaskExit]], failures: int, decision: str
+) -> None:
+    assert decide_restart_of_cells(cells, FailureCounts(failures)) == decision
+
+
+def test_cells_that_were_over_are_not_why_a_stopped_job_ends() -> None:
+    stopped, over = replace(STOPPED, cell="cell-0"), replace(CRASHED, cell="cell-1")
+    assert list_decisive_crashes([stopped, over], "restart") == []
+    assert list_decisive_crashes([stopped, replace(BAD_NODE, cell="c")], "restart") != []
+    assert list_decisive_crashes([over, over], "restart") == [over, over]
+    assert list_decisive_crashes([STOPPED, CRASHED], "restart") == [CRASHED], "ranks of one job"
 
 
 def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:
