@@ -15,6 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 if TYPE_CHECKING:
     from areal_hpc.launch.plan import JobStage
     from areal_hpc.recipe.recipe import Recipe
+    from areal_hpc.rundir.jobs import ProcessSpec
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -69,14 +70,25 @@ def _print_plan(arguments: argparse.Namespace) -> int:
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         print(f"stage {stage.name}: done when {stage.done_marker} exists")
         for job in stage.jobs:
-            print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
-            for process in job.processes:
-                where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
-                print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+            print(f"  job {job.name}: {_count_tasks(job.tasks)}")
+            for cell in job.cells:
+                print(f"    {cell.name}: {_count_tasks(job.tasks_per_cell)}")
+                _print_processes(cell.processes)
+            _print_processes(job.processes)
         for line in _describe_gpu_assignment(stage, recipe):
             print(f"  {line}")
     print("\n".join(["", *build_memory_report(recipe)]))
     return 0
+
+
+def _count_tasks(tasks: int) -> str:
+    return f"{tasks} task{'s' if tasks > 1 else ''}"
+
+
+def _print_processes(processes: Sequence[ProcessSpec]) -> None:
+    for process in processes:
+        where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
+        print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
 
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:

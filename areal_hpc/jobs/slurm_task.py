@@ -28,8 +28,14 @@ from areal_hpc.jobs.requeue import (
     exclude_nodes,
     requeue_or_resubmit,
 )
-from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON, decide_restart
+from areal_hpc.jobs.restart_policy import (
+    TIME_LIMIT_REASON,
+    decide_restart_of_cells,
+    list_decisive_crashes,
+)
+from areal_hpc.jobs.shared_job import split_exits_by_cell
 from areal_hpc.jobs.topology import (
+    JOB_START_VARIABLE,
     TaskPosition,
     expand_node_list,
     find_interface,
@@ -86,6 +92,8 @@ class SlurmTask:
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
+        self._is_first_reached = position.is_first
+        """It answers at the beginning of a start only."""
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
@@ -113,15 +121,24 @@ class SlurmTask:
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
             return None  # another task of this node looks at it
-        first_address = "" if position.is_first else self._start.address
-        least_free_bytes = self._slurm.least_free_bytes
-        findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
-        if findings:
-            return self._report_node_problems(self._node, findings)
+        if (refusal := self.probe_node()) is not None:
+            return refusal
         if position.is_first and nodes > 1:
             return self._wait_for_nodes(
                 self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
             )
+        return None
+
+    def probe_node(self) -> TaskExit | None:
+        """Check the health of this node; why the task cannot work on it."""
+        assert self._start is not None
+        first_address = "" if self._is_first_reached else self._start.address
+        findings = probe_node(
+            os.environ, self._paths.root, self._slurm.least_free_bytes, first_address
+        )
+        if findings:
+            return self._report_node_problems(self._node, findings)
+        self._is_first_reached = True
         return None
 
     def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
@@ -179,7 +196,7 @@ class SlurmTask:
         return {
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
-            "AREAL_HPC_JOB_START": str(self._start.number),
+            JOB_START_VARIABLE: str(self._start.number),
             starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
             time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_time),
         }
@@ -291,14 +308,18 @@ class SlurmTask:
 
     def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a full disk nothing is written, and it goes on.
-        outcomes = [*self._gather_task_exits(own), *self._absent]
+        gathered = self._gather_task_exits(own)
+        outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _log_write_errors("the nodes that are not to be given again"):
             faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
         counts = self._progress_tracker.update_failure_counts(outcomes)
-        decision = decide_restart(outcomes, counts)
-        crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
-        decisive = next(iter(crashes), own)
+        groups = split_exits_by_cell(self._launch.job, gathered)
+        groups[0].extend(self._absent)
+        decision = decide_restart_of_cells(groups, counts)
+        crashes = list_decisive_crashes(outcomes, decision)
+        stopped = [one for one in outcomes if one.exit_code == STOPPED_EXIT_CODE]
+        decisive = next(iter(crashes), stopped[0] if own.is_crash and stopped else own)
         if self._is_preempted and not crashes:
             decisive = msgspec.structs.replace(decisive, reason=PREEMPTED_REASON)
         if decision == "done":
@@ -335,8 +356,8 @@ class SlurmTask:
         log.error("%s", reason)
         self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
-    def _gather_task_exits(self, own: TaskExit) -> list[TaskExit]:
-        """Exit statuses of the tasks, as far as they come in time."""
+    def _gather_task_exits(self, own: TaskExit) -> dict[int, TaskExit]:
+        """Exit statuses of the tasks by rank, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own}
         own_patience_s = TASK_EXIT_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
         give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
@@ -349,7 +370,7 @@ class SlurmTask:
             return len(found) == self._launch.job.tasks
 
         _wait_until(all_are_there, give_up_at)
-        return [found[rank] for rank in sorted(found)]
+        return dict(sorted(found.items()))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ session of its own, so that stopping a child stops whatever that child started.
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,30 +15,26 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
-from areal_hpc.jobs import gpus
 from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.jobs.local_task import LocalTask
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
+from areal_hpc.jobs.shared_job import SharedCell, get_job_part, get_whole_job
 from areal_hpc.jobs.slurm_task import SlurmTask
+from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
-from areal_hpc.recipe.private_values import read_role_variables
-from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_PEER_EXIT_CODE,
     STOPPED_EXIT_CODE,
     LaunchFile,
-    ProcessSpec,
     TaskExit,
     read_task_exits,
-    write_task_exit,
 )
-from areal_hpc.rundir.lock import is_lock_held
-from areal_hpc.rundir.paths import ROLES, format_restart_dir
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
@@ -47,6 +42,8 @@ from areal_hpc.wire.backoff import Backoff
 log = logging.getLogger(__name__)
 PROCESS_POLL_S = 0.1
 RESTART_BACKOFF = Backoff(0.5, 10.0)
+CELL_STOP_GRACE_S = 5.0
+"""Time that processes of a cell get to stop when one of them has failed for good."""
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""
@@ -79,25 +76,15 @@ def run_task(launch_path: str) -> None:
     die_with_parent(signal.SIGTERM)
     set_up_logging()
     stop = StopRequest.install()
-    events = EventLog(Path(launch.events), launch.job.name)
     task: SlurmTask | LocalTask
     if launch.slurm is not None:
+        events = EventLog(Path(launch.events), launch.job.name)
         task = SlurmTask(launch, launch.slurm, position, events)
     else:
         task = LocalTask(launch, position)
-    outcome = task.finish(_Supervisor(launch, position, stop, task, events).run())
+    outcome = task.finish(_Supervisor(launch, position, stop, task).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
-
-
-def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
-    """The variable that shows a process its task's GPUs and no others; nothing under Slurm.
-
-    submitit's local executor hides every GPU of the machine from the jobs that it starts.
-    """
-    if launch.gpus is None:
-        return {}
-    return {gpus.VISIBLE_DEVICES_VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
 
 
 def get_incarnation(launch: LaunchFile) -> str:
@@ -117,38 +104,6 @@ def get_restart_note_timeout_s(exit_code: int) -> float:
     return 0.0 if exit_code > SIGNAL_EXIT_CODE_BASE else ERROR_RESTART_NOTE_TIMEOUT_S
 
 
-class LocalTask:
-    """The launcher's side of a supervisor on this machine: what `SlurmTask` is under Slurm."""
-
-    def __init__(self, launch: LaunchFile, position: TaskPosition) -> None:
-        self._launch = launch
-        self._position = position
-
-    def join_start(self) -> TaskExit | None:
-        """Nothing stands in the way."""
-        return None
-
-    def build_environment(self) -> Mapping[str, str]:
-        """Nothing to know."""
-        return {}
-
-    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
-        """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
-        lock = self._launch.launcher_lock
-        if lock is None or is_lock_held(lock):
-            return None
-        return TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
-
-    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
-        """Seconds that processes get to stop by themselves."""
-        return self._launch.stop_grace_s
-
-    def finish(self, outcome: TaskExit) -> TaskExit:
-        """Tell the launcher."""
-        write_task_exit(self._launch.paths, self._position.rank, outcome)
-        return outcome
-
-
 class _Supervisor:
     def __init__(
         self,
@@ -156,42 +111,30 @@ class _Supervisor:
         position: TaskPosition,
         stop: StopRequest,
         task: SlurmTask | LocalTask,
-        events: EventLog,
     ) -> None:
         self._launch = launch
         self._position = position
         self._stop = stop
         self._task = task
-        self._events = events
-        self._log_dir = Path(launch.log_dir) / launch.job.name
-        if launch.slurm is not None:
-            self._log_dir /= format_restart_dir(get_slurm_restart_count(os.environ))
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._surroundings: Mapping[str, str] = {}
-        self._recipe_variables: Mapping[str, Mapping[str, str]] = {}
+        self._part = get_job_part(launch.job, position)
+        self._events = EventLog(Path(launch.events), self._part.name)
+        self._starter = ProcessStarter(launch, position, self._part, self._build_environment)
         self._incarnation = get_incarnation(launch)
+        self._cell: SharedCell | None = None
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
             LOCAL_RANK_RESTART_POLL_S if launch.slurm is None else SLURM_RANK_RESTART_POLL_S,
         )
-        self._children = [
-            self._prepare_process(spec)
-            for spec in launch.job.processes
-            if spec.tasks in ("all", "first" if position.is_first else "others")
-        ]
+        self._children = self._starter.prepare(self._part)
+        if launch.job.cells and launch.slurm is not None:
+            self._cell = SharedCell(launch, launch.slurm, position, self._incarnation)
+            self._children += self._starter.prepare(get_whole_job(launch.job, position))
 
-    def _prepare_process(self, spec: ProcessSpec) -> ManagedProcess:
-        suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
-        config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
-        # Agent arguments may hold keys of other services.
-        write_atomic_private(config_path, msgspec.json.encode(spec.config))
-        log_path = self._log_dir / f"{spec.name}{suffix}.log"
-        if self._launch.slurm is not None:
-            node, job_id = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
-            restart = get_slurm_restart_count(os.environ)
-            with log_path.open("a") as stream:
-                stream.write(f"node {node} job {job_id} restart {restart}\n")
-        return ManagedProcess(spec, log_path, config_path)
+    def _build_environment(self) -> Mapping[str, str]:
+        environ = self._task.build_environment()
+        if self._cell is None:
+            return environ
+        return {**environ, **self._cell.claim_start(os.environ["SLURMD_NODENAME"])}
 
     def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
@@ -201,52 +144,31 @@ class _Supervisor:
         except ArealError as error:
             outcome = TaskExit(error.exit_code, "supervisor", str(error))
         finally:
-            self._stop_all(outcome)
-        return outcome
+            stop_processes(self._children, lambda: self._task.decide_stop_grace_s(outcome))
+        return outcome if self._cell is None else self._cell.complete_exit(outcome)
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.join_start()) is not None:
             return refusal
-        self._surroundings = self._task.build_environment()
-        if self._launch.recipe:
-            path = Path(self._launch.recipe)
-            self._recipe_variables = {role: read_role_variables(path, role) for role in ROLES}
-        for child in self._children:
-            self._start_process(child)
         storage = StorageErrorTolerance()
         outcome: TaskExit | None = None
         while outcome is None:
             with storage.tolerate():
-                outcome = self._poll_processes()
+                outcome = self._poll_cell_and_processes()
             if outcome is None:
                 self._stop.wait(PROCESS_POLL_S)
         return outcome
 
-    def _start_process(self, child: ManagedProcess) -> None:
-        spec = child.spec
-        python = self._launch.pythons[spec.role]
-        if shutil.which(python) is None:
-            raise RecipeError(
-                f"no Python interpreter for role {spec.role}: {python}",
-                key=f"cluster.{spec.role}.python",
-                hint="make setup, or name the interpreter in the recipe",
+    def _poll_cell_and_processes(self) -> TaskExit | None:
+        """Look once; in a shared job what stops this task's cell leaves the others alone."""
+        if self._cell is None:
+            return self._poll_processes()
+        try:
+            return self._poll_processes() or self._poll_shared_job(self._cell)
+        except ArealError as error:
+            return self._on_cell_end(
+                self._cell, TaskExit(error.exit_code, "supervisor", str(error))
             )
-        position = self._position
-        environ = {
-            **os.environ,
-            **self._surroundings,
-            **build_visible_gpus_variable(spec, self._launch, position.rank),
-            **self._launch.variables.get(spec.role, {}),
-            **self._recipe_variables.get(spec.role, {}),
-            "AREAL_HPC_RANK": str(position.rank),
-            "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
-            "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
-            "AREAL_HPC_NODE_RANK": str(position.node_rank),
-            "AREAL_HPC_LOG_DIR": str(self._log_dir),
-            "PYTHONUNBUFFERED": "1",
-        }
-        child.start(python, environ)
-        log.info("started %s (start %d)", spec.name, child.starts)
 
     def _poll_processes(self) -> TaskExit | None:
         """Look after every child once; the job's outcome when it is decided."""
@@ -257,15 +179,66 @@ class _Supervisor:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
             if (outcome := self._poll_process(child)) is not None:
+                if self._cell is not None and child.spec in self._part.processes:
+                    return self._on_cell_end(self._cell, outcome)
                 return outcome
         return None
+
+    def _poll_shared_job(self, cell: SharedCell) -> TaskExit | None:
+        """Follow the ends of other tasks in a shared job."""
+        try:
+            if cell.end is not None:
+                return cell.end if cell.is_job_over() else None
+            if (peer_end := cell.find_peer_end()) is not None:
+                reason = f"another task of {cell.name} gave up: {peer_end.reason}"
+                self._give_up_cell(cell, TaskExit(STOPPED_EXIT_CODE, reason=reason))
+        except OSError as error:  # a stale handle, a server that fails over: the next look may do
+            log.warning("shared storage does not respond: %s", error)
+        return None
+
+    def _on_cell_end(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
+        """Decide what the end of a cell's work on this task means; its neighbors go on."""
+        if outcome.exit_code in (0, IDLE_EXIT_CODE):
+            return outcome  # this is true of the whole job
+        if cell.decide_restart(outcome) == "fail":
+            self._give_up_cell(cell, outcome)
+            return None
+        self._stop_cell_processes()
+        refusal = self._task.probe_node()
+        if refusal is not None and refusal.faulty_node:
+            return refusal  # the whole job has to leave the node
+        pause_s = RESTART_BACKOFF.get_pause_s(cell.failures - 1)
+        self._events.record(
+            "cell_restarted", process=outcome.process, reason=outcome.reason, pause_s=pause_s
+        )
+        cell.mark_started()
+        for child in self._starter.prepare(self._part):
+            child.not_before = time.monotonic() + pause_s
+            self._children.append(child)
+        return None
+
+    def _give_up_cell(self, cell: SharedCell, outcome: TaskExit) -> None:
+        """Leave the cell over until the job's next start."""
+        self._stop_cell_processes()
+        cell.report_end(outcome)
+        self._events.record(
+            "cell_gave_up",
+            process=outcome.process,
+            exit_code=outcome.exit_code,
+            reason=outcome.reason,
+        )
+
+    def _stop_cell_processes(self) -> None:
+        own = [child for child in self._children if child.spec in self._part.processes]
+        stop_processes(own, lambda: CELL_STOP_GRACE_S)
+        self._children = [one for one in self._children if one.spec not in self._part.processes]
 
     def _poll_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
             self._follow_rank_restart(child)
         if child.process is None:
             if time.monotonic() >= child.not_before:
-                self._start_process(child)
+                self._starter.start(child)
             return None
         code = child.process.poll()
         return None if code is None else self._on_exit(child, code)
@@ -307,7 +280,10 @@ class _Supervisor:
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
-            return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
+            if self._cell is None or self._cell.report_idle():
+                return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
+            child.process = None  # other cells of the job have work: it goes on looking for some
+            return None
         if spec.is_rank and self._launch.job.tasks > 1:
             if code in VICTIM_EXIT_CODES and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
@@ -358,19 +334,3 @@ class _Supervisor:
             rank != self._position.rank and one.incarnation == self._incarnation
             for rank, one in exits.items()
         )
-
-    def _stop_all(self, outcome: TaskExit) -> None:
-        """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
-        for child in self._children:
-            if child.is_running:
-                assert child.process is not None
-                child.process.terminate()
-        grace_s = self._task.decide_stop_grace_s(outcome)
-        give_up_at = time.monotonic() + grace_s
-        while any(child.is_running for child in self._children) and time.monotonic() < give_up_at:
-            time.sleep(PROCESS_POLL_S)
-        for child in self._children:
-            child.signal_session(signal.SIGKILL)
-            if child.process is not None:
-                child.process.wait()
-            child.close()

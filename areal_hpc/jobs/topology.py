@@ -14,6 +14,8 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.commands import run_slurm_command
 
 LOOPBACK_ADDRESS = "127.0.0.1"
+JOB_START_VARIABLE = "AREAL_HPC_JOB_START"
+"""Variable that says which start of its job, or of its cell, a process belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ def get_task_log_dir(otherwise: Path) -> Path:
 
 
 def get_job_start_number() -> int:
-    """Which start of its job this process belongs to, from 1; 0 where starts are not counted."""
-    return int(os.environ.get("AREAL_HPC_JOB_START", "0"))
+    """Which start of its job or cell this process is part of, from 1; 0 where none are counted."""
+    return int(os.environ.get(JOB_START_VARIABLE, "0"))
 
 
 def find_own_address(interface: str, environ: Mapping[str, str]) -> str:

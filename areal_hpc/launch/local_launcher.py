@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
+from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.processes.signals import StopEvent
@@ -70,7 +70,10 @@ def run(
         say=reporter.print_line,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
+        known_problems=[
+            *find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
+            *find_shared_jobs(recipe),
+        ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         try:
@@ -80,6 +83,20 @@ def run(
                 LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
         finally:  # of a launcher that was killed there is no such event
             events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name)
+
+
+def find_shared_jobs(recipe: Recipe) -> list[Problem]:
+    """The error of a recipe whose cells share jobs, which jobs of this machine cannot do."""
+    if (size := recipe.inference.cells_per_job) == 1:
+        return []
+    return [
+        Problem(
+            f"inference.cells_per_job={size}: cells share a job under Slurm only, where their "
+            "number may be limited; on this machine each has its own",
+            "inference.cells_per_job",
+            "add inference.cells_per_job=1 to the command, or use areal-hpc submit",
+        )
+    ]
 
 
 def run_stage(

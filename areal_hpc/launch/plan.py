@@ -4,6 +4,7 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,14 @@ from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+from areal_hpc.rundir.jobs import CellSpec, JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE, format_cell_name
+from areal_hpc.rundir.rendezvous import (
+    EVALUATION_CELL,
+    LEDGER_SERVICE,
+    format_cell_job_name,
+    format_cell_name,
+)
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import TaskSplit
 
@@ -166,15 +172,37 @@ def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tupl
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
-    named = {format_cell_name(index): splits for index in range(recipe.inference.cells)}
+    names = map(format_cell_name, range(recipe.inference.cells))
+    cells = [_plan_cell(recipe, paths, facts, name, splits) for name in names]
+    size = recipe.inference.cells_per_job
+    jobs = [
+        _build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
+    ]
     if is_apart:
-        named[EVALUATION_CELL] = ("valid",)
-    return tuple(_plan_cell_job(recipe, paths, facts, name, tasks) for name, tasks in named.items())
+        evaluation = _plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",))
+        jobs.append(_build_cell_job(recipe, [evaluation]))
+    return tuple(jobs)
 
 
-def _plan_cell_job(
+def _build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
+    """The job of one cell, or of several that share it, each on nodes of its own."""
+    inference, is_shared = recipe.inference, len(cells) > 1
+    nodes = inference.nodes_per_replica
+    gpus = inference.replicas_per_cell * inference.tp // nodes
+    return JobSpec(
+        format_cell_job_name([cell.name for cell in cells]),
+        "agents",
+        [] if is_shared else cells[0].processes,
+        tasks=nodes * len(cells),
+        is_task_a_node=True,
+        gpus_per_task=0 if inference.device == "cpu" else gpus,
+        cells=list(cells) if is_shared else [],
+    )
+
+
+def _plan_cell(
     recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
-) -> JobSpec:
+) -> CellSpec:
     inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
     model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
@@ -212,13 +240,5 @@ def _plan_cell_job(
         sys_path=facts.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
     ).build_process_spec("driver", tasks="first", restarts=MAX_SERVICE_RESTARTS, ends_job=True)
-    nodes = inference.nodes_per_replica
-    gpus = inference.replicas_per_cell * inference.tp // nodes
-    return JobSpec(
-        name,
-        "agents",
-        [server, *([follower] if nodes > 1 else []), proxy, driver],
-        tasks=nodes,
-        is_task_a_node=True,
-        gpus_per_task=0 if inference.device == "cpu" else gpus,
-    )
+    is_spanning = inference.nodes_per_replica > 1
+    return CellSpec(name, [server, *([follower] if is_spanning else []), proxy, driver])

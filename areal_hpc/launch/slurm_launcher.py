@@ -256,6 +256,7 @@ def build_launch_file(
             interface=network.interface,
             progress=str(paths.sft_metrics if stage.name == "sft" else paths.metrics),
             done_marker=str(stage.done_marker),
+            idle_timeout_s=cluster.idle_timeout_s,
         ),
     )
 

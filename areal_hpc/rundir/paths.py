@@ -175,6 +175,8 @@ class JobPaths(_Folder):
     """Number of starts in a row that failed without progress."""
     caretaker_count = _PathDescriptor("submissions_without_progress.json")
     """Number of submissions by caretakers, and the run's progress at the last one."""
+    idle_note = _PathDescriptor("idle")
+    """When a cell that shares its job last had nothing to do; holds the start of the job."""
     claim = _PathDescriptor("claim")
     """Exists while a caretaker submits the job."""
     checkpoint_time = _PathDescriptor("checkpoint_time_s")

@@ -1,11 +1,12 @@
 """Service discovery: one endpoint file per live service on shared storage, mode 0600."""
 
 import os
+import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,8 @@ RANK_STORE_SERVICE = "trainer-store"
 MIN_ADMIN_KEY_CHARS, MAX_ADMIN_KEY_CHARS = 32, 1024
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""
+SHARED_JOB_PREFIX = "cells-"
+"""Names of jobs that several cells share are this and the numbers of the first and the last."""
 EVALUATION_CELL = "evaluation"
 """The name of the cell, and of its job, that plays nothing but held-out tasks."""
 
@@ -29,9 +32,30 @@ def format_cell_name(index: int) -> str:
     return f"{CELL_PREFIX}{index}"
 
 
-def is_cell_name(job: str) -> bool:
-    """True of the jobs that are cells, that of evaluation included."""
-    return job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+def format_cell_job_name(cells: Sequence[str]) -> str:
+    """The job that these cells of training share: `cells-0-3`; that of one cell is called as it."""
+    if len(cells) == 1:
+        return cells[0]
+    first, last = (cell.removeprefix(CELL_PREFIX) for cell in (cells[0], cells[-1]))
+    return f"{SHARED_JOB_PREFIX}{first}-{last}"
+
+
+def list_cells_of_job(job: str) -> list[str]:
+    """The cells that share a job, by its name; none if it is not shared."""
+    found = re.fullmatch(rf"{SHARED_JOB_PREFIX}(\d+)-(\d+)", job)
+    return (
+        [format_cell_name(one) for one in range(int(found[1]), int(found[2]) + 1)] if found else []
+    )
+
+
+def is_training_cell_job(job: str) -> bool:
+    """True of the jobs of the cells that play training tasks."""
+    return job.startswith((CELL_PREFIX, SHARED_JOB_PREFIX))
+
+
+def is_cell_job(job: str) -> bool:
+    """True of the jobs of cells, that of evaluation included."""
+    return job == EVALUATION_CELL or is_training_cell_job(job)
 
 
 def format_proxy_name(cell: str) -> str:

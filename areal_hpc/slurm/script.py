@@ -12,7 +12,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.rundir.rendezvous import CELL_PREFIX
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.container import build_container_command
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
@@ -134,7 +134,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     Raises:
         RecipeError: They do not fit.
     """
-    kind = "cell" if job.name.startswith(CELL_PREFIX) else job.name
+    kind = "cell" if is_training_cell_job(job.name) else job.name
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:
@@ -185,6 +185,8 @@ def _build_request(
     folder = JobPaths(place.jobs_dir / job.name).submitit_dir
     excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
+    if job.cells:  # else a cell whose supervisor is killed would be missed by nobody
+        srun_args.append("--kill-on-bad-exit=1")
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))

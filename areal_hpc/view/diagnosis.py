@@ -84,7 +84,7 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     if state == "unknown":
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
-    if evidence.run.jobs_ended_early:
+    if evidence.run.is_short_of_cells:
         return _diagnose_lost_jobs(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
@@ -141,15 +141,24 @@ def _diagnose_lost_jobs(
     chain: tuple[FailureEvent, ...],
     cause: FailureEvent | None,
 ) -> Diagnosis:
-    """Jobs that are gone for good, or until a caretaker submits them again."""
+    """Jobs and cells that are gone for good, or until somebody starts them again."""
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
         f"{job.queued.state.meaning if job.queued else 'is no longer known to Slurm'}"
         for job in evidence.run.jobs_ended_early
     ]
+    gone = [
+        (end.cell, job.name, job.queued.job_id)
+        for job in evidence.run.jobs
+        for end in job.cells_ended_early
+        if job.queued
+    ]
+    lost += [f"{cell} of {job} (job {job_id}) gave up" for cell, job, job_id in gone]
     hint = (
         "areal-hpc resume RUN submits what is missing; "
         "the run does so itself within some minutes unless a person ended the job or it gave up"
+        if evidence.run.jobs_ended_early
+        else f"scontrol requeue {gone[0][2]} starts all cells of that job again"
     )
     why = f", after this: {cause.text}" if cause else ""
     first = f"{cause.hint}; then " if cause and cause.hint else ""
@@ -346,7 +355,8 @@ def _build_task_exit_event(word: TaskExitRecord, reason: Sequence[str]) -> Failu
     rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
         rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
-    who = f"task {word.rank} of {word.job} failed: {outcome.process or 'the supervisor'}"
+    place = f"{word.job} ({outcome.cell})" if outcome.cell else word.job
+    who = f"task {word.rank} of {place} failed: {outcome.process or 'the supervisor'}"
     text = f"{who}: {describe_exit_code(outcome.exit_code)}"
     return FailureEvent(word.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 

@@ -11,7 +11,7 @@ from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_WAIT_PHASE, ID
 from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.rundir.rendezvous import CELL_PREFIX
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 
 TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BATCH_WAIT_PHASE))
 
@@ -30,20 +30,23 @@ class RunSize:
 
 def read_run_size(paths: RunPaths, cell_count: int) -> RunSize | None:
     """What the jobs hold, by the last launch of each; None if that cannot be read."""
-    trainer_gpus = cell_gpus = trainer_nodes = cell_nodes = 0
+    trainer_gpus = trainer_nodes = 0
+    cells: dict[str, tuple[int, int]] = {}
     try:
-        for folder in paths.jobs_dir.glob("*"):
-            job = paths.job(folder.name)
-            if not job.launch.exists():
-                continue
+        folders = (paths.job(folder.name) for folder in paths.jobs_dir.glob("*"))
+        jobs = [job for job in folders if job.launch.exists()]
+        # Cells may have shared other jobs in an earlier launch: the newest one counts.
+        for job in sorted(jobs, key=lambda job: job.launch.stat().st_mtime):
             spec = msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile).job
             if spec.name == "trainer":
                 trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
-            elif spec.name.startswith(CELL_PREFIX):
-                cell_gpus += spec.tasks * spec.gpus_per_task
-                cell_nodes += _count_nodes(job)
+            elif is_training_cell_job(spec.name):
+                names = [cell.name for cell in spec.cells] or [spec.name]
+                gpus = spec.tasks * spec.gpus_per_task // len(names)
+                cells |= dict.fromkeys(names, (gpus, _count_nodes(job) // len(names)))
     except (OSError, ValueError, msgspec.DecodeError):  # another user's, or of another version
         return None
+    cell_gpus, cell_nodes = (sum(held) for held in zip((0, 0), *cells.values(), strict=True))
     if trainer_gpus + cell_gpus:
         return RunSize("GPU", trainer_gpus, cell_gpus, cell_count)
     return RunSize("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None

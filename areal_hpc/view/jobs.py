@@ -19,6 +19,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import is_cell_job
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_live_state
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
@@ -64,6 +65,19 @@ class JobView:
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
+    def cells_ended_early(self) -> list[TaskExit]:
+        """Ends of cells that share the job, in its present start, while it runs on."""
+        if self.queued is None or self.queued.state.phase is not JobPhase.RUNNING:
+            return []
+        incarnation = f"{self.queued.job_id}.{self.queued.restarts or 0}"
+        ends = {
+            outcome.cell: outcome
+            for outcome in self.task_exits.values()
+            if outcome.cell and outcome.is_crash and outcome.incarnation == incarnation
+        }
+        return list(ends.values())
+
+    @property
     def pending_reason(self) -> PendingReason | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
         if self.queued is None or self.queued.state.phase is not JobPhase.WAITING:
@@ -104,6 +118,11 @@ class RunJobs:
             and (job.queued is None or job.queued.state.is_failure)
         ]
 
+    @property
+    def is_short_of_cells(self) -> bool:
+        """True if a cell is over that the run still needs, or a job that is not the leading one."""
+        return bool(self.jobs_ended_early or any(job.cells_ended_early for job in self.jobs))
+
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
@@ -128,9 +147,15 @@ def build_run_jobs(
     snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
     newest = get_latest_submissions(submissions)
     held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
-    names = set(newest) or {
-        path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()
-    }
+    last_attempt = max((submission.attempt for submission in submissions), default=0)
+    names = {
+        name
+        for name, one in newest.items()
+        # Cells may be fewer, or share other jobs, than in an earlier launch.
+        if one.attempt == last_attempt
+        or not is_cell_job(name)
+        or is_live_state(snapshot.get_state(one.job_id))
+    } or {path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()}
     jobs = tuple(
         JobView(
             name,
@@ -149,11 +174,9 @@ def build_run_jobs(
     return RunJobs(paths, jobs, snapshot, ids)
 
 
-def _sort_key(name: str) -> tuple[bool, bool, str, int]:
-    stem, _, number = name.rpartition("-")
-    if not number.isdigit():
-        stem, number = name, "0"
-    return name != "sft", name != "trainer", stem, int(number)
+def _sort_key(name: str) -> tuple[bool, bool, str, list[int]]:
+    numbers = [int(number) for number in re.findall(r"\d+", name)]
+    return name != "sft", name != "trainer", re.sub(r"\d+", "", name), numbers
 
 
 def get_run_state(run: RunJobs) -> str:
@@ -174,7 +197,7 @@ def get_run_state(run: RunJobs) -> str:
         lost = {job.name for job in run.jobs_ended_early}
         if lost & LEADER_JOB_NAMES:
             return "leaderless"
-        if lost and JobPhase.RUNNING in phases:
+        if run.is_short_of_cells and JobPhase.RUNNING in phases:
             return "running, short of cells"
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
@@ -199,6 +222,12 @@ def describe_jobs(run: RunJobs) -> list[str]:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
+    for job in run.jobs:
+        for end in job.cells_ended_early:
+            lines.append(
+                f"{end.cell} of {job.name} gave up ({end.process}: exit code {end.exit_code}); the "
+                "other cells of the job go on, and its next start brings it back"
+            )
     lines += describe_unrecorded_jobs(run)
     if run.snapshot.outage:
         lines.append(

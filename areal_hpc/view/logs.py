@@ -10,6 +10,7 @@ from pathlib import Path
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
+from areal_hpc.rundir.rendezvous import list_cells_of_job
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
@@ -32,6 +33,7 @@ class LogFile:
 
     path: Path
     job: str
+    """Or the cell, where several share the job."""
     process: str
     """Its name, and the rank if the job has several tasks."""
     node: str
@@ -56,8 +58,10 @@ class LogRecord:
 def list_log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
-    `wanted` are jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
+    `wanted` are jobs (`trainer`, `cells-0-3`), cells (`cell-0`), processes (`proxy`) or both
+    (`cell-0/proxy`); empty for all.
     """
+    wanted = [*wanted, *(cell for name in wanted for cell in list_cells_of_job(name))]
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):

@@ -10,7 +10,7 @@ from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import list_job_options
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import render_script
 
@@ -76,10 +76,13 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 def _render_scripts(subject: DoctorSubject) -> dict[str, str]:
     """The script of one job of each kind; none without a recipe."""
-    scripts = {}
+    scripts: dict[str, str] = {}
     for request in subject.requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
-        if request.job in ("sft", "trainer", format_cell_name(0), EVALUATION_CELL):
+        is_first_cell = is_training_cell_job(request.job) and not any(
+            map(is_training_cell_job, scripts)
+        )
+        if is_first_cell or request.job in ("sft", "trainer", EVALUATION_CELL):
             lines = render_script(request).splitlines(keepends=True)
             scripts[request.job] = "".join(line for line in lines if "--dependency=" not in line)
     return scripts

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.privacy import Readers
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 
 PositiveInt = Annotated[int, Field(ge=1)]
 FLAG_PATTERN = r"^--[a-z][a-z0-9-]*(=.*)?$"
@@ -69,7 +69,7 @@ class JobKindOptions(BaseConfig):
     trainer: JobOptions = JobOptions()
     """The trainer's job."""
     cell: JobOptions = JobOptions()
-    """Every cell's job."""
+    """Jobs of cells."""
     evaluation: JobOptions = JobOptions()
     """The job of `evaluation.separate_cell`; what `cell` says holds where this is silent."""
     sft: JobOptions = JobOptions()
@@ -138,10 +138,9 @@ class SlurmConfig(JobOptions):
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def get_options(self, job: str) -> JobOptions:
-        """Options of the job of this name: `trainer`, `sft`, `cell-3`, `evaluation`."""
+        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `cells-0-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
-        is_cell = is_cell_name(job)
-        layers += [self.jobs.cell] if is_cell else [self.jobs.trainer]
+        layers += [self.jobs.cell] if is_cell_job(job) else [self.jobs.trainer]
         layers += [self.jobs.sft] if job == "sft" else []
         layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []
         told = {

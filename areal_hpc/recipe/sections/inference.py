@@ -11,10 +11,12 @@ REFUSED_SGLANG_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-nu
 
 
 class InferenceConfig(BaseConfig):
-    """SGLang replicas, grouped in cells (one Slurm job each)."""
+    """SGLang replicas, grouped in cells."""
 
     cells: Annotated[int, Field(ge=1)] = 1
-    """Slurm jobs that serve the model; each may be preempted on its own."""
+    """Groups of servers with a proxy and a driver, on nodes of their own; by default a job each."""
+    cells_per_job: Annotated[int, Field(ge=1)] = 1
+    """Cells that share a Slurm job, for sites that limit the number of jobs; preempted together."""
     replicas_per_cell: Annotated[int, Field(ge=1)] = 1
     """SGLang servers in one cell."""
     tp: Annotated[int, Field(ge=1)] = 1
@@ -55,6 +57,15 @@ class InferenceConfig(BaseConfig):
                     f"{option} cannot be given: every server has keys of its own; leave it out"
                 )
         return extra_args
+
+    @model_validator(mode="after")
+    def _check_cells_fill_jobs(self) -> Self:
+        if self.cells_per_job > self.cells:
+            raise ValueError(
+                f"a job cannot have more cells than the run: inference.cells={self.cells}, got "
+                f"inference.cells_per_job={self.cells_per_job}; use {self.cells} or less"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_ranks_fill_nodes(self) -> Self:

@@ -29,6 +29,8 @@ _RESTART_PHRASE_BY_EVENT = {
     "job_held_for_user": "is held until its user releases it",
     "job_not_requeued": "could not request another start from Slurm",
     "job_submitted_again": "submitted a job again that was gone",
+    "cell_restarted": "was started again within its job",
+    "cell_gave_up": "stays away until the next start of its job",
 }
 """Events that tell how the run went on after a failure."""
 

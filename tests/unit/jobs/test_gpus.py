@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.gpus import VISIBLE_DEVICES_VARIABLE, find_visible_gpus
-from areal_hpc.jobs.supervisor import build_visible_gpus_variable
+from areal_hpc.jobs.task_processes import build_visible_gpus_variable
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 

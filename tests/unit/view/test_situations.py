@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.jobs import Submission, TaskExit, record_submission
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
+from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
-from areal_hpc.view.jobs import JobView, get_run_state
+from areal_hpc.view.jobs import JobView, build_run_jobs, get_run_state
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")
@@ -39,6 +41,14 @@ GLOO = LogTraceback(NOW, log_file("trainer", "trainer-1"), ("Traceback", "Runtim
 SLOW, QUICK = StepPace(20.0, -MIN_TIME_WITHOUT_PROGRESS_S - 1), StepPace(20.0, -90)
 """The time of the last step is from now: the table is made long before its tests run."""
 LOST_CELL = "cell-1 (job 9) "
+
+GAVE_UP = TaskExit(139, "driver", incarnation="9.0", cell="cell-1")
+
+
+def sharing(**facts: Any) -> JobView:
+    """A job of two cells, one of which was over in its first start."""
+    return dataclasses.replace(job("cells-0-1", "RUNNING", "9", **facts), task_exits={1: GAVE_UP})
+
 
 SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "at work": (evidence(TRAINER, CELL), "running", "and nothing has failed", 0),
@@ -90,6 +100,12 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
         f"{LOST_CELL}was cancelled", 1),
     "a cell's work is done": (
         evidence(TRAINER, CELL, ended("cell-1", "COMPLETED")), "running", "nothing has failed", 0),
+    "a cell gave up beside another": (
+        evidence(TRAINER, sharing()), "running, short of cells",
+        "short of cells: cell-1 of cells-0-1 (job 9) gave up", 1),
+    "a cell gave up in an earlier start": (
+        evidence(TRAINER, sharing(restarts=1)),
+        "running", "nothing has failed", 0),
     "the trainer is suspended": (
         evidence(job("trainer", "SUSPENDED", "1"), CELL), "running",
         "stalled: trainer (job 1) is suspended", 1),
@@ -153,3 +169,20 @@ def test_what_people_and_the_run_itself_end(
     diagnosis = diagnose(dataclasses.replace(found, run=run))
     assert (get_run_state(run), diagnosis.is_well) == (word, True)
     assert cause in diagnosis.headline
+
+
+def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    submitted = [
+        *(("sft", 1), ("trainer", 1), ("cell-0", 1), ("cell-1", 1), ("cells-2-3", 1)),
+        *(("trainer", 2), ("cells-10-11", 2), ("cells-8-9", 2)),
+    ]
+    for number, (name, attempt) in enumerate(submitted):
+        record_submission(paths.submissions, Submission(name, str(number), attempt, NOW, ""))
+    states = {number: parse_state("CANCELLED" if number < 5 else "RUNNING") for number in range(8)}
+    states[2] = parse_state("RUNNING")
+    queued = {str(number): QueuedJob(str(number), state) for number, state in states.items()}
+    run = build_run_jobs(paths, QueueSnapshot(queued))
+    shown = [one.name for one in run.jobs]
+    assert shown == ["sft", "trainer", "cell-0", "cells-8-9", "cells-10-11"]
+    assert [one.name for one in run.jobs_ended_early] == ["sft"]
