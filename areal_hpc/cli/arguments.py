@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RECIPE_FILE, RunPaths
 
+HELP_WIDTH = 78
+"""Of descriptions, which argparse leaves as they are together with the examples."""
 UNHEALTHY_EXIT_CODE = 1
 """What was looked at is not well, and somebody has to act."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -19,7 +22,7 @@ Command: TypeAlias = Callable[[argparse.Namespace], int]
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": Path, "help": "a run directory"},
-    "recipe": {"type": Path},
+    "recipe": {"type": Path, "help": "a recipe: a YAML file"},
     "overrides": {"nargs": "*", "metavar": "key=value", "help": "such as trainer.total_steps=10"},
     "--site": {
         "type": Path,
@@ -46,16 +49,29 @@ class CommandGroup:
         """In the order in which they were added."""
 
     def add(
-        self, name: str, command: Command, shared: Sequence[str] = (), **options: Any
+        self,
+        name: str,
+        command: Command,
+        shared: Sequence[str] = (),
+        *,
+        example: str = "",
+        **options: Any,
     ) -> argparse.ArgumentParser:
         """The parser of a new command; options are argparse's, with `help`.
 
-        `shared` names those of `SHARED_ARGUMENTS` that it takes, in their order.
+        `shared` names those of `SHARED_ARGUMENTS` that it takes, in their order; `example` has
+        command lines that its help shows.
         """
+        lines = example.splitlines()
+        if lines:
+            head = "examples" if len(lines) > 1 else "example"
+            options["epilog"] = "\n  ".join([f"{head}:", *lines])
+        # It keeps the lines of the examples.
+        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         parser = self._add_parser(name, options)
         for argument in shared:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
-        parser.set_defaults(command=command)
+        parser.set_defaults(command=command, parser=parser)
         return parser
 
     def add_subcommand_group(self, name: str, **options: Any) -> CommandGroup:
@@ -65,9 +81,19 @@ class CommandGroup:
 
     def _add_parser(self, name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
         self.help_by_command[name] = options["help"]
+        if "description" in options:
+            options["description"] = textwrap.fill(options["description"], HELP_WIDTH)
         if not self._tells_help:
             del options["help"]
         return self._subparsers.add_parser(name, **options)
+
+
+def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Parsers of the commands below one, by name; empty if it has none."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
 
 
 def parse_run_dir(path: Path) -> RunPaths:

@@ -26,6 +26,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="compare a component with its peer or its physical limit",
         description="Run a benchmark of this checkout; the last line of stdout is one JSON "
         "object. Without a name, list the benchmarks.",
+        example="areal-hpc bench shards",
     )
     bench.add_argument("name", nargs="?", help="shards, trainer, ...")
     bench.add_argument(
@@ -56,19 +57,51 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
     help_ = "start the cluster, or what is missing of it"
-    up = actions.add("up", _start_devcluster, parents=[place, patience], help=help_)
+    up = actions.add(
+        "up",
+        _start_devcluster,
+        parents=[place, patience],
+        help=help_,
+        example="areal-hpc devcluster up --nodes 4 --gpus-per-node 8",
+    )
     help_ = "stop the cluster and remove all of its files"
-    actions.add("down", _stop_devcluster, parents=[place], help=help_)
+    actions.add(
+        "down", _stop_devcluster, parents=[place], help=help_, example="areal-hpc devcluster down"
+    )
     help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
-    actions.add("env", _print_slurm_conf_export, parents=[place], help=help_)
+    actions.add(
+        "env",
+        _print_slurm_conf_export,
+        parents=[place],
+        help=help_,
+        example='eval "$(areal-hpc devcluster env)"',
+    )
     help_ = "disconnect a node and kill its processes"
-    kill = actions.add("kill-node", _kill_node, parents=[place, named], help=help_)
+    kill = actions.add(
+        "kill-node",
+        _kill_node,
+        parents=[place, named],
+        help=help_,
+        example="areal-hpc devcluster kill-node n02",
+    )
     help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
     kill.add_argument("--only-slurmd", action="store_true", help=help_)
     parents = [place, named, patience]
-    actions.add("restore-node", _restore_node, parents=parents, help="start a node anew")
+    actions.add(
+        "restore-node",
+        _restore_node,
+        parents=parents,
+        help="start a node anew",
+        example="areal-hpc devcluster restore-node n02",
+    )
     help_ = "show the health of every daemon and node"
-    actions.add("status", _print_devcluster_health, parents=[place], help=help_)
+    actions.add(
+        "status",
+        _print_devcluster_health,
+        parents=[place],
+        help=help_,
+        example="areal-hpc devcluster status",
+    )
     # Absent when not given: a cluster that is up keeps the values it was started with.
     add = partial(up.add_argument, default=argparse.SUPPRESS)
     add("--nodes", type=int, metavar="N", help="4 when not given")

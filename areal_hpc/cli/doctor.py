@@ -22,10 +22,13 @@ def add_commands(commands: CommandGroup) -> None:
         description="Check from the login node what a run needs: Slurm commands, partitions and "
         "limits, shared storage, the Python of each role, and what the recipe refers to. Exits "
         "with 1 if a check failed.",
+        example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node",
     )
     recipe = "recipe whose files and settings are checked as well"
     doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
-    doctor.add_argument("overrides", nargs="*", metavar="key=value")
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as trainer.total_steps=10"
+    )
     doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
     check_node = "submit a one-minute job that checks whether the file root is shared"
     doctor.add_argument("--check-node", action="store_true", help=check_node)

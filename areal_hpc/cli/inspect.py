@@ -34,6 +34,7 @@ def add_commands(commands: CommandGroup) -> None:
         description="Show the progress of a run, its alerts and the Slurm state of its jobs. Calls "
         "Slurm once; `watch -n 30 areal-hpc status RUN` is safe to leave running. Exits with 1 "
         "if an alert is a failure.",
+        example="areal-hpc status runs/quickstart/demo",
     )
     commands.add(
         "why",
@@ -42,12 +43,15 @@ def add_commands(commands: CommandGroup) -> None:
         help="explain why a run failed or waits",
         description="Explain the last failure: Slurm states, exit codes, signals, memory, nodes, "
         "and the first traceback of all ranks. Exits with 1 if you have to act.",
+        example="areal-hpc why runs/quickstart/demo",
     )
     logs = commands.add(
         "logs",
         _show_logs,
         ["run"],
         help="show the latest log lines of all processes, merged by time",
+        example="areal-hpc logs runs/quickstart/demo trainer -n 100\n"
+        "areal-hpc logs runs/quickstart/demo cell-0/proxy --follow",
     )
     names = "jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
     logs.add_argument("names", nargs="*", help=names)
@@ -61,6 +65,7 @@ def add_commands(commands: CommandGroup) -> None:
         _compare_runs,
         help="compare runs: states, results, and recipe differences",
         description="Compare the runs of a file root or an experiment.",
+        example="areal-hpc list runs/quickstart",
     )
     place = "default %(default)s"
     listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
@@ -71,15 +76,24 @@ def add_commands(commands: CommandGroup) -> None:
         help="check that every ticket was trained exactly once, or why not",
         description="Check every ticket of a run from its files alone (finished, stopped or "
         "running). Exits with 65 if a ticket was lost or trained twice.",
+        example="areal-hpc audit runs/quickstart/demo --tickets",
     )
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
     verbs = commands.add_subcommand_group("shards", help="inspect recorded trajectories")
     help_ = "one line per sealed shard"
-    listing = verbs.add("ls", _list_shards, ["run"], help=help_)
+    listing = verbs.add(
+        "ls", _list_shards, ["run"], help=help_, example="areal-hpc shards ls runs/quickstart/demo"
+    )
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
     _add_show_command(verbs)
     help_ = "verify all digests; list damaged files"
-    verbs.add("verify", _verify_shards, ["run"], help=help_)
+    verbs.add(
+        "verify",
+        _verify_shards,
+        ["run"],
+        help=help_,
+        example="areal-hpc shards verify runs/quickstart/demo",
+    )
 
 
 def _add_show_command(verbs: CommandGroup) -> None:
@@ -89,7 +103,8 @@ def _add_show_command(verbs: CommandGroup) -> None:
         help="conversations as text, episodes of one ticket side by side",
         description="Print recorded conversations: messages, tool calls, rewards, times. Held-out "
         "and failed episodes are there as well: --where kind=failed.",
-        epilog='Example: areal-hpc shards show RUN --where "step=20 and reward<0.5" --sort length',
+        example="areal-hpc shards show runs/quickstart/demo 0\n"
+        'areal-hpc shards show runs/quickstart/demo --where "step=20 and reward<0.5" --sort length',
     )
     show.add_argument("run", type=Path, help="a run directory, or one shard file")
     which = show.add_mutually_exclusive_group()

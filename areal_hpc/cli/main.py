@@ -5,15 +5,26 @@ import sys
 from collections.abc import Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import develop, doctor, inspect, operate, prepare, proxy, run
+from areal_hpc.cli import (
+    completion,
+    develop,
+    doctor,
+    inspect,
+    operate,
+    prepare,
+    proxy,
+    run,
+    trial,
+    usage_errors,
+)
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, doctor, prepare, proxy),
+    "run": (run, trial, doctor, prepare, proxy),
     "inspect": (inspect,),
     "operate": (operate,),
-    "develop": (develop,),
+    "develop": (develop, completion),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
@@ -22,7 +33,7 @@ VARIADIC_ARGUMENTS = ("overrides", "names")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
-    arguments = _parse_arguments(argv)
+    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
     try:
         sys.exit(command(arguments))
@@ -35,24 +46,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)  # the reader (head, less) has seen enough
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
-    parser = _build_parser()
+    parser = build_parser()
+    usage_errors.check_command_name(parser, argv)
     arguments, rest = parser.parse_known_args(argv)
     taking = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        # That of the command: its usage is what helps.
+        arguments.parser.error(
+            usage_errors.describe_unknown_arguments(rest, argv, takes_keys=taking == "overrides")
+        )
     if taking is not None:
         setattr(arguments, taking, [*getattr(arguments, taking), *rest])
     return arguments
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="areal-hpc",
         description="Reinforcement learning of LLM agents on Slurm clusters.",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of the epilog
     )
+    parser.set_defaults(all_commands=parser)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help="see below")
     lines = []

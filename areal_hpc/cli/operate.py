@@ -27,6 +27,7 @@ def add_commands(commands: CommandGroup) -> None:
         description="Signal all jobs to save a checkpoint and exit, wait for "
         "cluster.stop_grace_s, then scancel what is left. Pending and held jobs are cancelled at "
         "once; nothing is requeued.",
+        example="areal-hpc cancel runs/math/first",
     )
     now = "cancel without a grace period; no final checkpoint"
     cancel.add_argument("--now", action="store_true", help=now)
@@ -37,6 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="resubmit a run from its last checkpoint",
         description="Submit a cancelled, failed or stopped run again from its own recipe plus "
         "the overrides given here, in the directory it was first submitted from.",
+        example="areal-hpc resume runs/math/first trainer.total_steps=200",
     )
     export = commands.add(
         "export",
@@ -45,6 +47,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="export a checkpoint as a Hugging Face model",
         description="Export the weights of a checkpoint, trained in any parallel layout, as a "
         "Hugging Face model directory with its tokenizer.",
+        example="areal-hpc export runs/quickstart/demo --step 20 --out my_model",
     )
     export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     out = "output directory (default: export/step_... in the run directory)"
@@ -57,11 +60,12 @@ def add_commands(commands: CommandGroup) -> None:
         description="Train steps of a run again from its manifests and shards, in a new directory "
         "(not a replay buffer); the run is only read. Without learning overrides, loss and "
         "gradient norm are compared with the recorded ones.",
+        example="areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4",
     )
     replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")
     out = "directory to make; RUN.replay_FIRST_LAST when absent"
     replay.add_argument("--out", type=Path, help=out)
-    overrides = "trainer.optimizer.lr=2e-6"
+    overrides = "such as trainer.optimizer.lr=2e-6"
     replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
     quarantine = commands.add(
         "quarantine",
@@ -71,6 +75,7 @@ def add_commands(commands: CommandGroup) -> None:
         description="Have the trainer consume a batch without training on it, at once or when the "
         "run is resumed. The audit counts its tickets as quarantined. A batch that was trained "
         "already is refused.",
+        example="areal-hpc quarantine runs/math/first 17",
     )
     quarantine.add_argument("batch", type=int, metavar="BATCH", help="the step it leads to")
     undo = "train the batch after all, if nothing was trained since"

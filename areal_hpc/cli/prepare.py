@@ -16,11 +16,12 @@ def add_commands(commands: CommandGroup) -> None:
         help="make a tiny random Qwen3 with its own tokenizer",
         description="Make a tiny, randomly initialized Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
+        example="areal-hpc make-tiny-model --out /tmp/tiny",
     )
     tiny.add_argument("--out", type=Path, required=True, help="directory to make")
     texts = "text file, one sample a line; the quick-start's demonstrations when absent"
     tiny.add_argument("--texts", type=Path, help=texts)
-    tiny.add_argument("--seed", type=int, default=1)
+    tiny.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
     commands.add(
         "prefetch",
         _prefetch_recipe,
@@ -29,6 +30,7 @@ def add_commands(commands: CommandGroup) -> None:
         description="Put the models and data sets of a recipe into the Hugging Face cache, and "
         "write their revisions and digests into the run directory. For a login node: runs never "
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
+        example="areal-hpc prefetch recipes/math_7b.yaml",
     )
     migrate = commands.add(
         "migrate",
@@ -36,6 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="translate an AReaL configuration into a recipe",
         description="Print the recipe for an AReaL configuration, every key without a "
         "counterpart and why, and what the recipe still needs.",
+        example="areal-hpc migrate gsm8k_grpo.yaml --rows 7473 --out my_recipe.yaml",
     )
     migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
     migrate.add_argument("overrides", nargs="*", metavar="key=value", help="as AReaL takes them")

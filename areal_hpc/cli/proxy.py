@@ -17,6 +17,8 @@ def add_commands(commands: CommandGroup) -> None:
         help="run the recording proxy without training",
         description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
         "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
+        example="areal-hpc proxy --upstream http://127.0.0.1:30000 --tokenizer MODEL_DIR "
+        "--port 8080 --admin-key-file my.key",
     )
     add = proxy.add_argument
     add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")

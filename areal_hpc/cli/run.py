@@ -20,17 +20,33 @@ if TYPE_CHECKING:
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    commands.add(
+    run = commands.add(
         "run",
         _run_recipe,
         ["recipe", "overrides", "--fresh"],
         help="train a recipe on this machine",
         description="Train a recipe on this machine. Run the same command again to resume.",
+        example="areal-hpc run recipes/quickstart.yaml\n"
+        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16",
     )
+    dry_run = "print the jobs, processes, GPUs and memory; start nothing"
+    run.add_argument("--dry-run", action="store_true", help=dry_run)
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
-    commands.add("plan", _print_plan, ["recipe", "overrides"], help=help_)
     commands.add(
-        "recipe-keys", _print_recipe_keys, help="print the reference table of all recipe keys"
+        "plan",
+        _print_plan,
+        ["recipe", "overrides"],
+        help=help_,
+        description="Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs "
+        "hold. Start nothing and write nothing.",
+        example="areal-hpc plan recipes/math_7b.yaml cluster.gpu_memory_gib=80",
+    )
+    commands.add(
+        "recipe-keys",
+        _print_recipe_keys,
+        help="print the reference table of all recipe keys",
+        description="Print every key of a recipe, its type, default and meaning, as Markdown.",
+        example="areal-hpc recipe-keys | grep rollout",
     )
     submit = commands.add(
         "submit",
@@ -39,6 +55,8 @@ def add_commands(commands: CommandGroup) -> None:
         help="submit a recipe to Slurm",
         description="Set up the run directory, submit all jobs, and return. Jobs restart by "
         "themselves. Submit again to resume a run whose jobs have ended.",
+        example="areal-hpc submit my_recipe.yaml --site site.yaml --dry-run\n"
+        "areal-hpc submit my_recipe.yaml --sweep trainer.optimizer.lr=1e-6,3e-6",
     )
     for option, help_ in (
         ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
@@ -58,37 +76,50 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        print("\n".join(_describe_plan(recipe)))
+        print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
+        return 0
     return run(recipe, fresh=arguments.fresh).exit_code
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.memory import build_memory_report
-    from areal_hpc.launch.plan import plan_run
     from areal_hpc.recipe.loading import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
-        print(f"stage {stage.name}: done when {stage.done_marker} exists")
-        for job in stage.jobs:
-            print(f"  job {job.name}: {_count_tasks(job.tasks)}")
-            for cell in job.cells:
-                print(f"    {cell.name}: {_count_tasks(job.tasks_per_cell)}")
-                _print_processes(cell.processes)
-            _print_processes(job.processes)
-        for line in _describe_gpu_assignment(stage, recipe):
-            print(f"  {line}")
-    print("\n".join(["", *build_memory_report(recipe)]))
+    print("\n".join(_describe_plan(load_recipe(arguments.recipe, arguments.overrides))))
     return 0
 
 
-def _count_tasks(tasks: int) -> str:
-    return f"{tasks} task{'s' if tasks > 1 else ''}"
+def _describe_plan(recipe: Recipe) -> Iterator[str]:
+    """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
+    from areal_hpc.launch.memory import build_memory_report
+    from areal_hpc.launch.plan import plan_run
+
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+        total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
+        needs = f"{_count(total, 'GPU')} at once" if total else "no GPU"
+        yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
+        for job in stage.jobs:
+            count = _count(job.tasks, "node" if job.is_task_a_node else "task")
+            gpus = f"{_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
+            yield f"  job {job.name}: {count}, {gpus}"
+            for cell in job.cells:
+                yield f"    {cell.name}: {_count(job.tasks_per_cell, 'task')}"
+                yield from _describe_processes(cell.processes)
+            yield from _describe_processes(job.processes)
+        for line in _describe_gpu_assignment(stage, recipe):
+            yield f"  {line}"
+    yield from ["", *build_memory_report(recipe)]
 
 
-def _print_processes(processes: Sequence[ProcessSpec]) -> None:
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _describe_processes(processes: Sequence[ProcessSpec]) -> Iterator[str]:
     for process in processes:
         where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
-        print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+        yield f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}"
 
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:

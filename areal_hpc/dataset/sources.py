@@ -1,6 +1,6 @@
 """Rows of a task source: files, hub cache, generator or reasoning-gym."""
 
-import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from areal_hpc.dataset.files import read_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
-from areal_hpc.recipe.user_functions import load_user_function
+from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
 
 TaskRow = dict[str, Any]
 
@@ -70,17 +70,25 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
 
 
 def _generate_rows(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
-    module, colon, name = dotted.partition(":")
-    if not colon:
-        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
+    function = load_user_function(dotted, key)
     try:
-        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        name = dotted.partition(":")[2]
+        raise RecipeError(
+            f"{dotted} cannot be called with the arguments {kwargs}: {error}",
+            key=f"{key.rpartition('.')[0]}.kwargs",
+            hint=f"match its signature: {name}{inspect.signature(function)}",
+        ) from error
+    except ValueError:
+        pass  # a function without a signature, written in C
+    try:
         yield from function(**kwargs)
     except Exception as error:  # boundary: a user's code may raise anything
         raise RecipeError(
-            f"{dotted} fails with arguments {kwargs} ({type(error).__name__}: {error})",
+            f"{dotted} raised {describe_user_error(error)}",
             key=key,
-            hint="start the run from the directory that contains the package",
+            hint="fix the function; it was called with the arguments of kwargs",
         ) from error
 
 
@@ -118,7 +126,8 @@ def _convert_rows(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[
             task = function(row)
         except Exception as error:  # boundary: the function may be the user's
             raise RecipeError(
-                f"{dotted} fails for row {number} ({type(error).__name__}: {error}): {row!r:.200}",
+                f"{dotted} fails for row {number}: {describe_user_error(error)}\n"
+                f"  row: {row!r:.200}",
                 key=key,
                 hint="use a to_task function that matches this data set",
             ) from error

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.tiny_model import build_tiny_config
-from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.launch.checks.model_files import find_architecture
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import (
@@ -30,8 +29,6 @@ from areal_hpc.recipe.sections.trainer import (
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     find_layout_problems,
-    parse_architecture,
-    read_architecture,
 )
 
 GIB = 2**30
@@ -301,15 +298,8 @@ def find_memory_problems(
 
 def build_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
-    model = recipe.model
     try:
-        if model.tiny is not None:
-            arch = parse_architecture(build_tiny_config(model.tiny), "model.tiny")
-        elif model.hub is not None:
-            arch = read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
-        else:
-            assert model.path is not None
-            arch = read_architecture(model.path)
+        arch, source = find_architecture(recipe.model)
     except RecipeError as error:
         yield f"memory: unknown, because the model cannot be read: {error.problems[0].message}"
         yield f"  try: {error.problems[0].hint}"
@@ -319,7 +309,8 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     trainer = estimate_trainer_memory(arch, recipe.trainer)
     serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
-    yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
+    parameters = f"{count_model_parameters(arch):,} parameters{source}"
+    yield f"memory of one GPU in GiB, estimated ({parameters})"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, of)
     yield from _format_serving_lines(serving, recipe, of)
     if gpu_bytes is None:

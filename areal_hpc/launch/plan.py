@@ -237,6 +237,7 @@ def _plan_cell(
         evaluation_workflow_kwargs=evaluation.workflow_kwargs,
         episode_slots=max(1, rollout.max_concurrent_rollouts // inference.cells),
         splits=splits,
+        plays_trials=name == format_cell_name(0) and rollout.trial_tasks > 0,
         sys_path=facts.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
     ).build_process_spec("driver", tasks="first", restarts=MAX_SERVICE_RESTARTS, ends_job=True)

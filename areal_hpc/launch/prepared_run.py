@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
-from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.checks.model_files import find_context_tokens
+from areal_hpc.launch.checks.prompts import check_prompts
+from areal_hpc.launch.plan import JobStage, get_base_model_path, plan_run
 from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.cross_checks import find_doubts
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
@@ -52,7 +56,8 @@ def lock_prepared_run(
 
     `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
     the present folder. `known_problems` are told with those found here. Jobs of the run that wait
-    or run are an error, unless `joins_live_jobs`.
+    or run are an error, unless `joins_live_jobs`. A directory that did not exist is removed again
+    if it cannot be put in place.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -70,12 +75,20 @@ def lock_prepared_run(
         refuse_live_jobs(paths)
     if fresh and (kept := archive_run(paths)) is not None:
         say(f"moved    the earlier run to {kept}")
+    made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
         secure_run_dir(paths.root, recipe.cluster.readable_by)
         with hold_lock(paths.lock):
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
-            yield _prepare(recipe, paths, pythons, folders, say, live_jobs)
+            try:
+                ready = _prepare(recipe, paths, pythons, folders, say, live_jobs)
+            except BaseException:  # boundary: what this launcher has just made goes again
+                if made:
+                    shutil.rmtree(paths.root)
+                    input_checks.remove_empty_folders(made[1:])
+                raise
+            yield ready
 
 
 def _prepare(
@@ -92,6 +105,9 @@ def _prepare(
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
+    for doubt in find_doubts(recipe):
+        say(f"note     {doubt}")
+    _check_task_prompts(recipe, paths, say)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else setup.create_attempt_log_dir(paths)
@@ -100,6 +116,26 @@ def _prepare(
     stages = plan_run(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
+
+
+def _check_task_prompts(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+    """Compare prompts of the task sets that were written with the context length.
+
+    Raises:
+        RecipeError: Most of a task set's prompts leave no room for a reply.
+    """
+    model_dir = get_base_model_path(recipe, paths)
+    context_tokens = find_context_tokens(recipe, model_dir)
+    problems: list[Problem] = []
+    for split in ("train", "valid") if recipe.valid_dataset else ("train",):
+        found = check_prompts(
+            recipe, model_dir, paths.dataset(split), f"{split}_dataset", context_tokens
+        )
+        problems += found.problems
+        for note in found.notes:
+            say(f"note     {note}")
+    if problems:
+        raise RecipeError.from_problems(problems)
 
 
 def find_live_jobs(paths: RunPaths) -> list[LiveJob]:

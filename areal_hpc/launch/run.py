@@ -19,7 +19,13 @@ from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
-from areal_hpc.recipe.loading import build_recipe, load_recipe, parse_overrides
+from areal_hpc.launch.setup import refuse_other_recipe
+from areal_hpc.recipe.loading import (
+    build_recipe,
+    drop_replaced_sources,
+    load_recipe,
+    parse_overrides,
+)
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
@@ -144,9 +150,14 @@ def submit(
 
 
 def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
-    """True if a run has nothing left to do; its summary is then printed."""
+    """True if a run has nothing left to do; its summary is then printed.
+
+    Raises:
+        RecipeError: It was trained by another recipe.
+    """
     if not is_finished(recipe, paths):
         return False
+    refuse_other_recipe(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
         draw_learning_curve(paths)
     print(format_summary(paths))
@@ -234,8 +245,9 @@ def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, An
         return load_recipe(recipe, given)
     if not given:
         return recipe
-    tree = OmegaConf.create(recipe.model_dump(mode="json"))
-    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, parse_overrides(given))))
+    tree, changes = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(given)
+    drop_replaced_sources(tree, changes)
+    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, changes)))
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +34,8 @@ IMMUTABLE_KEYS = (
     "trainer.batch_size",
 )
 """Keys that what is already recorded depends on: a run keeps them for life."""
+KEYS_WITHOUT_EFFECT_ON_TRAINED = ("cluster", "trainer.total_steps")
+"""Keys that may differ from those of a finished run: they change nothing of what was trained."""
 
 
 def set_up_run_dir(
@@ -103,9 +106,7 @@ def check_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], N
     """
     if not paths.recipe.exists():
         return
-    before = flatten_keys(yaml.safe_load(paths.recipe.read_text()))
-    now = flatten_keys(recipe.model_dump(mode="json"))
-    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    before, now, changed = _find_changed_keys(recipe, paths)
     problems = [
         Problem(
             f"{key} cannot change: this run was started with {before.get(key)!r}, "
@@ -120,6 +121,38 @@ def check_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], N
         raise RecipeError.from_problems(problems)
     for key in changed:
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
+
+
+def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:
+    """Demand that a finished run was trained by this recipe: it will not be trained again.
+
+    Raises:
+        RecipeError: Keys differ that its training depended on; all of them at once.
+    """
+    before, now, changed = _find_changed_keys(recipe, paths)
+    problems = [
+        Problem(
+            f"the run in {paths.root} is finished, and it was trained with {key}="
+            f"{before[key]!r}, got {now[key]!r}",
+            key,
+            "use another trial_name, ask for more trainer.total_steps, or --fresh to start over",
+        )
+        for key in changed
+        if key in before
+        and key in now  # keys of other versions are not the user's
+        and not is_key_at_or_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED)
+    ]
+    if problems:
+        raise RecipeError.from_problems(problems)
+
+
+def _find_changed_keys(
+    recipe: Recipe, paths: RunPaths
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Keys of the recipe that a run was last launched with, those of another, the unlike ones."""
+    before = flatten_keys(yaml.safe_load(paths.recipe.read_text()))
+    now = flatten_keys(recipe.model_dump(mode="json"))
+    return before, now, [key for key in sorted(before | now) if before.get(key) != now.get(key)]
 
 
 def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:

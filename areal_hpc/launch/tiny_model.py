@@ -23,6 +23,8 @@ INITIALIZER_STD = 0.05
 VOCABULARY_MULTIPLE = 64
 """So that the vocabulary can be split over tensor-parallel ranks."""
 
+TINY_MODEL_CONTEXT_TOKENS = 2048
+"""Longest sequence of a tiny model."""
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}{{- content -}}
@@ -67,7 +69,7 @@ def make_tiny_model(
     out: Path,
     texts: Iterable[str],
     *,
-    max_position_embeddings: int = 2048,
+    max_position_embeddings: int = TINY_MODEL_CONTEXT_TOKENS,
     seed: int = 1,
     tie: bool = True,
     **sizes: int,

@@ -1,5 +1,6 @@
 """Standalone proxy in front of given SGLang servers, without a run."""
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.privacy import UMASKS
+
+log = logging.getLogger(__name__)
 
 
 class StandaloneProxyConfig(BaseConfig):
@@ -91,6 +94,9 @@ async def _serve_standalone(
     try:
         listener = _open_listener(config.host, config.port)
         say(_render_welcome(config, listener.getsockname()[1]))
+        for replica in await source.fetch_replicas():
+            if replica.state == "failed":
+                log.warning("no server answers at %s yet; calls wait for one", replica.url)
         await service.run(listener, stop, config.drain_timeout_s)
     finally:
         await service.close()

@@ -33,7 +33,10 @@ def explain_validation_error(
         return Problem(f"unknown key {name!r}", key, hint)
     if item["type"] == "missing":
         return Problem("this key is required", key, f"add {key}=... to the recipe")
-    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for this key")
+    message = item["msg"].removeprefix("Value error, ")
+    searched = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+    hint = f"areal-hpc recipe-keys | grep -F {searched}" if searched else ""
+    return Problem(f"{message}, got {item['input']!r:.300}", key, hint)
 
 
 def _list_known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:

@@ -17,6 +17,19 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_serving(recipe)
 
 
+def find_doubts(recipe: Recipe) -> Iterator[str]:
+    """What is allowed, and seldom meant: a line for each."""
+    sampling = recipe.rollout.sampling
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        value = getattr(sampling, name)
+        if value != neutral:
+            yield (
+                f"rollout.sampling.{name}={value}: the engine reports log-probabilities of the "
+                "whole distribution, and the trainer does not know that tokens were left out; "
+                f"{name}={neutral} trains on what was sampled"
+            )
+
+
 def _check_training(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(

@@ -1,5 +1,6 @@
 """Recipes from YAML files, site files and overrides."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,21 @@ from areal_hpc.recipe.base import explain_validation_error
 from areal_hpc.recipe.cross_checks import find_conflicts
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
+
+EXCLUSIVE_KEYS = {
+    "model": ("path", "hub", "tiny"),
+    "train_dataset": TrainTaskSetConfig.choices,
+    "valid_dataset": TaskSetConfig.choices,
+    "sft.dataset": TaskSetConfig.choices,
+}
+"""Sections of a recipe that say where something comes from, by keys of which one is given."""
+COMPANION_KEYS = {
+    "hub": ("revision", "files"),
+    "generator": ("kwargs",),
+    "reasoning_gym": ("kwargs",),
+}
+"""Keys beside one of those that mean nothing without it."""
 
 
 def load_recipe(
@@ -27,14 +43,25 @@ def load_recipe(
     """
     path = Path(path)
     if not path.is_file():
-        raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
+        raise RecipeError(f"there is no recipe at {path}", hint=_suggest_recipe(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
-    trees += [_read_yaml(path), parse_overrides(overrides)]
+    tree, given = _read_yaml(path), parse_overrides(overrides)
+    drop_replaced_sources(tree, given)
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
+        values = OmegaConf.to_container(OmegaConf.merge(*trees, tree, given), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     return build_recipe(values)
+
+
+def _suggest_recipe(path: Path) -> str:
+    """What to try instead of a file that is not there: one with a like name, else a list."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    names = [one.name for one in sorted(folder.glob("*.yaml"))]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    if near:
+        return f"did you mean {folder / near[0]}?"
+    return f"ls {folder / '*.yaml'}"
 
 
 def build_recipe(values: object) -> Recipe:
@@ -101,6 +128,23 @@ def parse_overrides(overrides: Sequence[str]) -> DictConfig:
         raise RecipeError(f"the overrides cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"a value is not YAML: {error}") from error
+
+
+def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
+    """Take those sources of a model or of a data set out of a recipe that an override replaces.
+
+    Of the keys that exclude one another, one given on the command line wins over another kind in
+    the file, and what belongs to that one goes with it, such as a generator's arguments.
+    """
+    for section, choices in EXCLUSIVE_KEYS.items():
+        base = OmegaConf.select(tree, section)
+        given = [key for key in choices if OmegaConf.select(overrides, f"{section}.{key}")]
+        if len(given) != 1 or not OmegaConf.is_dict(base):
+            continue
+        for key in choices:
+            if key != given[0] and base.pop(key, None) is not None:
+                for companion in COMPANION_KEYS.get(key, ()):
+                    base.pop(companion, None)
 
 
 def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

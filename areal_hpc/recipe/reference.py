@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import JobKindOptions, JobOptions
 
 TYPE_NAMES = {Any: "anything", Path: "path"}
 COMPARISON_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -30,16 +31,44 @@ def render_key_table() -> str:
     return "\n".join([*lines, *_iterate_key_rows(Recipe, "")]) + "\n"
 
 
+def list_keys() -> list[str]:
+    """Every key of a recipe that holds a value, in the order of the reference."""
+    return list(_iterate_keys(Recipe, ""))
+
+
+def _iterate_keys(model: type[BaseConfig], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        section = get_section_class(field.annotation)
+        if section is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from _iterate_keys(section, f"{prefix}{name}.")
+
+
 def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         section = get_section_class(field.annotation)
         if section is not None:
             yield f"| **`{key}`** | | | {field.description} |"
-            yield from _iterate_key_rows(section, f"{key}.")
+            if section is JobKindOptions:
+                yield from _iterate_job_kind_rows(f"{key}.")
+            else:
+                yield from _iterate_key_rows(section, f"{key}.")
             continue
         kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
         yield f"| `{key}` | {kind} | {_format_default(field)} | {field.description} |"
+
+
+def _iterate_job_kind_rows(prefix: str) -> Iterator[str]:
+    """A row for each kind of job: all have the options of `JobOptions`, which stand above."""
+    options = list(JobOptions.model_fields)
+    for name, field in JobKindOptions.model_fields.items():
+        meaning = (
+            f"{field.description} Its keys are those of `cluster.slurm` from `{options[0]}` to "
+            f"`{options[-1]}`, all null unless set."
+        )
+        yield f"| `{prefix}{name}.<option>` | as there | `null` | {meaning} |"
 
 
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:

@@ -1,10 +1,19 @@
 """Import of user functions that a recipe names (`package.module:function`)."""
 
+import difflib
 import importlib
-from collections.abc import Callable
+import pkgutil
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areal_hpc.errors import RecipeError
+
+MAX_SHOWN_FRAMES = 5
+"""Frames of a traceback that an error shows, the deepest ones."""
+_PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def import_by_path(dotted_path: str) -> Any:
@@ -32,14 +41,68 @@ def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
     module, colon, name = dotted.partition(":")
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # boundary: importing runs the user's code
+    imported = _import_module(module, dotted, key)
+    function: Callable[..., Any] | None = getattr(imported, name, None)
+    if function is None:
+        known = [one for one, value in vars(imported).items() if callable(value)]
         raise RecipeError(
-            f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
+            f"{dotted!r}: the module {module!r} has no {name!r}{suggest_name(name, known)}",
             key=key,
-            hint="start the run from the directory that contains the package",
-        ) from error
+            hint=f"name a function of {imported.__file__}",
+        )
     if not callable(function):
         raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=key)
     return function
+
+
+def _import_module(module: str, dotted: str, key: str) -> ModuleType:
+    """Import part after part, so that the error can name the first one that is missing."""
+    parts = module.split(".")
+    imported: ModuleType | None = None
+    for end in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:end])
+        try:
+            imported = importlib.import_module(prefix)
+        except ModuleNotFoundError as error:
+            if error.name != prefix:
+                raise _build_import_error(prefix, dotted, key, error) from error
+            path = None if imported is None else getattr(imported, "__path__", [])
+            known = [one.name for one in pkgutil.iter_modules(path)]
+            raise RecipeError(
+                f"{dotted!r}: there is no module {prefix!r}{suggest_name(parts[end - 1], known)}",
+                key=key,
+                hint="start the run from the folder that holds the package, or install it",
+            ) from error
+        except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
+            raise _build_import_error(prefix, dotted, key, error) from error
+    assert imported is not None  # a text has at least one part
+    return imported
+
+
+def _build_import_error(module: str, dotted: str, key: str, error: BaseException) -> RecipeError:
+    return RecipeError(
+        f"{dotted!r}: importing {module!r} raised {describe_user_error(error)}",
+        key=key,
+        hint="fix that module, or install what it needs in this environment",
+    )
+
+
+def describe_user_error(error: BaseException) -> str:
+    """`ValueError: why`, and below it the frames of the traceback that are the user's code."""
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _PACKAGE_DIR not in Path(frame.filename).parents and "importlib" not in frame.filename
+    ]
+    lines = [
+        f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in frames[-MAX_SHOWN_FRAMES:]
+    ]
+    return "\n".join([said, *lines])
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'this'?` if one of the known names is like it; else nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""

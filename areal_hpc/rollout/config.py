@@ -32,6 +32,8 @@ class RolloutJobConfig(ProcessConfig):
     episode_slots: int
     splits: tuple[TaskSplit, ...] = ("train", "valid")
     """What it takes tickets of."""
+    plays_trials: bool = False
+    """Play `rollout.trial_tasks` before the first ticket is taken."""
     sys_path: tuple[str, ...] = ()
     """Folders from which the agent is imported."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

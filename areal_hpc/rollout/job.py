@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Coroutine
 from typing import Any
 
 import uvloop
@@ -21,6 +22,7 @@ from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.trial_episodes import play_trial_tasks
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
@@ -43,13 +45,18 @@ def run(config: dict[str, Any]) -> None:
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
     agents: dict[TaskSplit, Agent | None] = {
-        "train": _build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
-        "valid": _build_agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
+        "train": build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
+        "valid": build_agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
     }
     uvloop.run(_drive_cell(job, agents))
 
 
-def _build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+def build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+    """The agent that a recipe names, in processes of its own if it asks for them; None without.
+
+    Raises:
+        RecipeError: It cannot be built.
+    """
     if not workflow:
         return None
     if how.mode == "subproc":
@@ -94,19 +101,27 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         watch=watch,
         job_start=get_job_start_number(),
     )
+
+    async def play_trials_and_lease() -> None:
+        # A run that has trained a step has an agent that works.
+        if job.plays_trials and agents["train"] is not None and not paths.metrics.exists():
+            tasks, proxy = TaskSet.read(paths.dataset("train")), services.proxy
+            await play_trial_tasks(job.rollout, agents["train"], tasks, proxy, http_client, events)
+        await loop.run()
+
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
-        await _run_until_stopped_or_idle(loop, stop, idle_timeout_s)
+        await _run_until_stopped_or_idle(play_trials_and_lease(), loop, stop, idle_timeout_s)
     finally:
         await http_client.aclose()
         await services.close()
 
 
 async def _run_until_stopped_or_idle(
-    loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float
+    work: Coroutine[Any, Any, None], loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float
 ) -> None:
-    running = asyncio.create_task(loop.run())
+    running = asyncio.create_task(work)
     is_idle = False
     while not (running.done() or stop.requested or is_idle):
         await asyncio.wait({running}, timeout=STOP_POLL_S)

@@ -94,7 +94,7 @@ class RunPaths(_Folder):
     sft_metrics = _PathDescriptor("sft_metrics.jsonl")
     """One JSON object per logged step of the SFT stage."""
     tensorboard_dir = _PathDescriptor("tensorboard")
-    """TensorBoard event files."""
+    """For TensorBoard's `--logdir`: one folder of event files."""
     events = _PathDescriptor("events.jsonl")
     """What happened, by any role: one JSON object a line."""
     learning_curve = _PathDescriptor("learning_curve.png")
@@ -107,6 +107,11 @@ class RunPaths(_Folder):
     """One folder per attempt."""
     latest_log = _PathDescriptor("logs/latest")
     """Links to the newest attempt's folder."""
+
+    @property
+    def board_run_dir(self) -> Path:
+        """Event files of the run, in a folder whose name TensorBoard shows as that of the run."""
+        return self.tensorboard_dir / f"{self.root.parent.name}-{self.root.name}"
 
     def dataset(self, split: str) -> Path:
         """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""

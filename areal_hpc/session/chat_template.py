@@ -166,6 +166,20 @@ class TokenEncoder:
             raise RecipeError(f"{path} is damaged: {error}", hint="copy the model again") from error
         return cls(tokenizer, text_config.get("vocab_size"))
 
+    @property
+    def max_token_id(self) -> int:
+        """The largest id that a text can be encoded to."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def list_text_ids(self) -> list[int]:
+        """Ids of the tokens that are plain text: special ones are left out."""
+        special = {
+            number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        return sorted({*self._tokenizer.get_vocab(with_added_tokens=False).values()} - special)
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; the tokens a tokenizer adds around it only when asked for."""
         if self._words is not None and text.isascii() and not add_special_tokens:

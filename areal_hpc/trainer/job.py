@@ -101,7 +101,7 @@ def _make_coordinator(
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(
-        paths.metrics, paths.tensorboard_dir, version.step, job.schedule.total_steps
+        paths.metrics, paths.board_run_dir, version.step, job.schedule.total_steps
     )
     alerts = AlertReporter(job.alerts, paths, events)
     record = StepRecord(

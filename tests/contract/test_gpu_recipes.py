@@ -150,5 +150,7 @@ def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_p
     assert "try: trainer.recompute=full trainer.parallel={tp: 2, pp: 1, cp: 1, dp: 4" in said
     said = plan("math_7b", cache=tmp_path)
     assert "job trainer: 32 tasks" in said
+    assert "sizes from our table: the model is not in the cache" in said
+    said = plan("math_7b", "model.hub=someone/unheard-of", cache=tmp_path)
     assert "memory: unknown" in said
     assert "areal-hpc prefetch" in said

@@ -75,7 +75,7 @@ class ScriptedSGLang:
         return app
 
     async def start(self, port: int = 0) -> None:
-        self._runner, self.url = await _listen(self.build_app(), port)
+        self._runner, self.url = await start_web_app(self.build_app(), port)
         self._has_stopped = False
 
     async def stop(self) -> None:
@@ -223,7 +223,7 @@ class StandIn:
     async def start(self) -> None:
         app = web.Application()
         app.add_routes(self.routes())
-        self._runner, url = await _listen(app)
+        self._runner, url = await start_web_app(app)
         rendezvous.publish_endpoint(self._directory, self.endpoint, url)
 
     async def stop(self) -> None:
@@ -299,7 +299,7 @@ class LoopThread:
         self.loop.close()
 
 
-async def _listen(app: web.Application, port: int = 0) -> tuple[web.AppRunner, str]:
+async def start_web_app(app: web.Application, port: int = 0) -> tuple[web.AppRunner, str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

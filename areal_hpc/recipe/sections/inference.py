@@ -31,7 +31,7 @@ class InferenceConfig(BaseConfig):
     """Requests one replica decodes at once."""
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
     """Tokens the KV cache holds; SGLang decides from the free memory when null."""
-    context_length: Annotated[int, Field(ge=16)] | None = None
+    context_length: Annotated[int, Field(ge=64)] | None = None
     """Maximum prompt plus reply, in tokens; null: the model's limit."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Share of GPU memory for weights and KV cache."""

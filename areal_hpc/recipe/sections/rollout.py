@@ -97,6 +97,9 @@ class RolloutConfig(BaseConfig):
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
     """Attempts per episode before it counts as failed (see `min_samples`)."""
 
+    trial_tasks: Annotated[int, Field(ge=0)] = 3
+    """Tasks that the agent plays unrecorded before a new run; an agent that fails all ends it."""
+
     @property
     def episodes_per_ticket(self) -> int:
         """Episodes that are started for one task."""

@@ -136,6 +136,7 @@ def test_it_waits_for_an_upstream_that_is_not_there_yet_and_stops_when_open_call
     loop.run(late.stop())
     with closing(LoneProxy(tmp_path, late.url)) as proxy, ThreadPoolExecutor(1) as agent:
         assert replicas_serving(proxy) == 0
+        wait_for(lambda: f"no server answers at {late.url} yet" in proxy.log.read_text())
         _, key = proxy.open_session()
         call = agent.submit(proxy.post, CHAT, {"messages": HELLO}, key)
         time.sleep(0.5)

@@ -64,7 +64,7 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     assert "recipes/quickstart.yaml" in launch["command"]
     assert paths.recipe.exists()
     assert paths.learning_curve.stat().st_size > 10_000
-    assert list(paths.tensorboard_dir.glob("events*"))
+    assert list(paths.tensorboard_dir.glob("quickstart-demo/events*"))
     assert (paths.export_dir("step_00000003") / "model.safetensors.index.json").exists() or list(
         paths.export_dir("step_00000003").glob("*.safetensors")
     )

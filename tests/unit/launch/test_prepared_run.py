@@ -1,13 +1,19 @@
-"""`--fresh` moves an earlier run aside; it never deletes one, nor one that is in use."""
+"""An earlier run is moved aside by `--fresh`, never deleted; a finished one is not another's."""
 
 import fcntl
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.prepared_run import archive_run
+from areal_hpc.launch.run import report_if_finished
+from areal_hpc.launch.setup import refuse_other_recipe, write_recipe
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
+
+QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 
 def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_path: Path) -> None:
@@ -26,3 +32,28 @@ def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_pat
     assert not paths.root.exists()
     assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
     assert kept.parent == paths.root.parent
+
+
+def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path: Path) -> None:
+    """What was trained there with other values must not pass for the result of these."""
+    fileroot = f"cluster.fileroot={tmp_path}"
+    recipe = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=5"])
+    paths = RunPaths(recipe.run_dir)
+    paths.root.mkdir(parents=True)
+    write_recipe(recipe, paths.recipe)
+    paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
+    paths.finished_marker.touch()
+    refuse_other_recipe(recipe, paths)
+    fewer = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=4", "cluster.stop_grace_s=20"])
+    refuse_other_recipe(fewer, paths)
+    other = load_recipe(
+        QUICKSTART,
+        [fileroot, "trainer.total_steps=5", "trainer.optimizer.lr=10", "trainer.batch_size=64"],
+    )
+    with pytest.raises(RecipeError) as refused:
+        report_if_finished(other, paths)
+    keys = [problem.key for problem in refused.value.problems]
+    assert keys == ["trainer.batch_size", "trainer.optimizer.lr"]
+    assert "is finished, and it was trained with trainer.optimizer.lr=0.0002, got 10.0" in str(
+        refused.value
+    )

@@ -9,6 +9,7 @@ import yaml
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.base import BaseConfig, get_section_class
+from areal_hpc.recipe.cross_checks import find_doubts
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -97,6 +98,43 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "override", "kept"),
+    [
+        ("train_dataset", "train_dataset={path: own.jsonl}", {"path": Path("own.jsonl")}),
+        (
+            "train_dataset",
+            "train_dataset.hub=me/tasks train_dataset.files=train.parquet",
+            {"hub": "me/tasks", "files": "train.parquet"},
+        ),
+        (
+            "train_dataset",
+            "train_dataset.generator=my.tasks:make",
+            {"generator": "my.tasks:make", "kwargs": {"size": 20000, "seed": 1, "terms": 5}},
+        ),
+        ("train_dataset", "train_dataset.sources=[{path: a.jsonl}]", {"path": None}),
+        ("valid_dataset", "valid_dataset.path=own.jsonl", {"path": Path("own.jsonl")}),
+        ("model", "model.path=/models/own", {"path": Path("/models/own"), "tiny": None}),
+    ],
+)
+def test_a_source_on_the_command_line_replaces_that_of_the_file(
+    section: str, override: str, kept: dict[str, Any]
+) -> None:
+    """With all that belongs to it; what an override says of the same kind of source is added."""
+    words = [override] if "[" in override or "{" in override else override.split()
+    found = getattr(load_recipe(QUICKSTART, words), section).model_dump(exclude_defaults=True)
+    found.pop("sources", None)
+    assert found == {name: value for name, value in kept.items() if value is not None}
+
+
+def test_sampling_that_training_does_not_know_of_is_told() -> None:
+    assert list(find_doubts(load_recipe(QUICKSTART))) == []
+    recipe = load_recipe(QUICKSTART, ["rollout.sampling.top_p=0.7", "rollout.sampling.top_k=20"])
+    told = "\n".join(find_doubts(recipe))
+    assert "rollout.sampling.top_p=0.7" in told
+    assert "rollout.sampling.top_k=20" in told
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("a: [1", "is not YAML"),
@@ -112,6 +150,24 @@ def test_files_without_recipes_fail(tmp_path: Path, content: str | None, expecte
         path.write_text(content)
     with pytest.raises(RecipeError, match=expected):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("quikstart.yaml", "did you mean DIR/quickstart.yaml?"), ("x", "ls DIR/*.yaml")],
+)
+def test_a_recipe_that_is_not_there_is_answered_with_one_that_is(name: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(RECIPES / name)
+    assert refused.value.problems[0].hint == hint.replace("DIR", str(RECIPES))
+
+
+def test_a_wrong_value_is_told_without_the_words_of_a_library() -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(QUICKSTART, ["train_dataset.path=a", "train_dataset.hub=b"])
+    (problem,) = refused.value.problems
+    assert problem.message.startswith("give exactly one of `path`")
+    assert problem.hint == "areal-hpc recipe-keys | grep -F train_dataset"
 
 
 def site_file(folder: Path, **cluster: object) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from areal_hpc.recipe.reference import describe_type, render_key_table
+from areal_hpc.recipe.reference import describe_type, list_keys, render_key_table
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_the_reference_shows_values_as_recipes_state_them() -> None:
     assert "| one of auto, cpu, cuda | `auto` |" in rows["trainer.device"]
     for word in ("Annotated", "FieldInfo", "Literal", "Optional", "typing"):
         assert not any(word in line for line in lines), word
+
+
+def test_options_of_jobs_by_kind_are_one_row_a_kind() -> None:
+    rows = [line for line in render_key_table().splitlines() if "cluster.slurm.jobs" in line]
+    assert len(rows) == 5
+    assert "`cluster.slurm.jobs.trainer.<option>`" in rows[1]
+    assert "from `partition` to `setup`" in rows[1]
+    assert "cluster.slurm.jobs.cell.partition" in list_keys(), "the keys themselves remain"

@@ -1,0 +1,1 @@
+"""Checks of what a recipe refers to, before anything starts."""

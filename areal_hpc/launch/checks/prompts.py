@@ -1,0 +1,109 @@
+"""Check of sampled prompts, rendered and tokenized, against the context length."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areal_hpc.errors import ChatTemplateError, Problem
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
+from areal_hpc.session.message_matching import normalize_chat_message
+
+MAX_SAMPLED_PROMPTS = 100
+"""Prompts of a data set that are looked at, evenly spaced."""
+MESSAGES_KEY = "messages"
+"""Column of a task that holds its prompt."""
+TOOLS_KEY = "tools"
+"""Column of a task that holds the tools which its agent offers the model."""
+MAX_CHARS_PER_TOKEN = 32
+"""A text of more characters than this times the context is too long, and is not tokenized."""
+
+
+class PromptFindings(NamedTuple):
+    """What the prompts of a data set have shown."""
+
+    problems: list[Problem]
+    notes: list[str]
+    """What need not keep a run from starting."""
+
+
+def check_prompts(
+    recipe: Recipe, model_dir: Path, tasks_file: Path, key: str, context_tokens: int
+) -> PromptFindings:
+    """Do the prompts of a data set, which stands under `key`, leave the model room to reply?
+
+    Tasks without `messages` are left out: only their agent knows what it asks. An agent may put
+    more before a prompt, so the lengths found are the least.
+    """
+    tasks = TaskSet.read(tasks_file)
+    template = ChatTemplate.from_model_dir(model_dir)
+    encoder = TokenEncoder.from_model_dir(model_dir)
+    lengths: dict[int, int] = {}
+    notes: list[str] = []
+    has_tools = False
+    for index in _space_evenly(len(tasks)):
+        task = tasks[index]
+        has_tools = has_tools or bool(task.get(TOOLS_KEY))
+        messages = task.get(MESSAGES_KEY)
+        if not isinstance(messages, list):
+            continue
+        try:
+            lengths[index] = _count_prompt_tokens(messages, template, encoder, context_tokens)
+        except (ChatTemplateError, KeyError, TypeError, AttributeError) as error:
+            notes = [f"the chat template does not take the messages of task {index}: {error!r}"]
+    if has_tools and recipe.inference.tool_call_parser is None:
+        notes.append(
+            f"tasks of {key} have {TOOLS_KEY}, and inference.tool_call_parser is not set: requests "
+            "with tools will be refused"
+        )
+    sampling = recipe.evaluation.sampling if key == "valid_dataset" else recipe.rollout.sampling
+    found = _judge_lengths(lengths, key, context_tokens, sampling.max_new_tokens)
+    return PromptFindings(found.problems, [*notes, *found.notes])
+
+
+def _judge_lengths(
+    lengths: Mapping[int, int], key: str, context_tokens: int, max_new_tokens: int
+) -> PromptFindings:
+    """Compare tokens of prompts, by the index of their tasks, with the context."""
+    if not lengths:
+        return PromptFindings([], [])
+    longest = max(lengths, key=lambda index: lengths[index])
+    too_long = sum(length >= context_tokens for length in lengths.values())
+    cut = sum(length + max_new_tokens > context_tokens for length in lengths.values())
+    what = f"of {len(lengths)} prompts of {key}"
+    more = " or more" if lengths[longest] == context_tokens else ""
+    worst = f"that of task {longest} has {lengths[longest]}{more} tokens"
+    if 2 * too_long >= len(lengths):
+        message = (
+            f"{too_long} {what} leave no room for a reply: {worst}, the context has "
+            f"{context_tokens}"
+        )
+        hint = "raise inference.context_length, or shorten the prompts"
+        return PromptFindings([Problem(message, key, hint)], [])
+    notes = []
+    if too_long:
+        notes.append(
+            f"{too_long} {what} leave no room for a reply in {context_tokens} tokens: {worst}"
+        )
+    if cut > too_long:
+        notes.append(
+            f"{cut} {what} leave less room in {context_tokens} tokens than "
+            f"max_new_tokens={max_new_tokens}: {worst}"
+        )
+    return PromptFindings([], notes)
+
+
+def _space_evenly(count: int) -> Iterator[int]:
+    chosen = min(count, MAX_SAMPLED_PROMPTS)
+    return (number * count // chosen for number in range(chosen))
+
+
+def _count_prompt_tokens(
+    messages: list[Any], template: ChatTemplate, encoder: TokenEncoder, context_tokens: int
+) -> int:
+    """Tokens of a rendered prompt; `context_tokens` if it has at least so many for sure."""
+    text = template.render([normalize_chat_message(message) for message in messages])
+    if len(text) > context_tokens * MAX_CHARS_PER_TOKEN:
+        return context_tokens
+    return len(encoder.encode(text))

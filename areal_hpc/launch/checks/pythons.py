@@ -1,0 +1,77 @@
+"""Check of each role's Python: does it have the packages that the role imports?"""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from areal_hpc.errors import Problem
+from areal_hpc.recipe.recipe import Recipe
+
+MODULES_BY_ROLE = {
+    "serve": ("sglang",),
+    "train": ("torch", "megatron.core", "areal_hpc"),
+    "agents": ("areal_hpc",),
+}
+"""Modules that a role imports before it does anything."""
+INTERPRETER_TIMEOUT_S = 15.0
+
+# Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
+# GPU drivers its import may fail where it works on the nodes of the run.
+_FIND_MODULES_SCRIPT = """
+import importlib.metadata, importlib.util, json, sys
+def find(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+missing = [name for name in sys.argv[1:] if not find(name)]
+try:
+    torch = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    torch = ""
+print(json.dumps({"missing": missing, "torch": torch}))
+"""
+
+
+def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems of interpreters that exist: packages that they lack, CUDA that they cannot use.
+
+    All are asked at the same time.
+    """
+    asked = {
+        role: subprocess.Popen(
+            [python, "-c", _FIND_MODULES_SCRIPT, *MODULES_BY_ROLE[role]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for role, python in pythons.items()
+    }
+    for role, process in asked.items():
+        key = f"cluster.{role}.python"
+        hint = f"run make setup, or set {key} to an environment that has it"
+        try:
+            shown, complaint = process.communicate(timeout=INTERPRETER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            message = f"{pythons[role]} did not start within {INTERPRETER_TIMEOUT_S:.0f} s"
+            yield Problem(message, key, "put the environment on faster storage")
+            continue
+        if process.returncode:
+            last = (complaint.strip().splitlines() or ["no output"])[-1]
+            yield Problem(f"{pythons[role]} does not run: {last}", key, hint)
+            continue
+        found = json.loads(shown.splitlines()[-1])
+        if found["missing"]:
+            missing = ", ".join(found["missing"])
+            yield Problem(f"the Python of role {role}, {pythons[role]}, lacks {missing}", key, hint)
+        elif role == "train" and recipe.trainer.device == "cuda" and "+cpu" in found["torch"]:
+            yield Problem(
+                f"trainer.device=cuda, but {pythons[role]} has torch {found['torch']}, which "
+                "computes on CPUs alone",
+                key,
+                f"set {key} to an environment with CUDA's torch, or trainer.device=cpu "
+                "inference.device=cpu",
+            )

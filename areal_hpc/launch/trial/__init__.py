@@ -1,0 +1,1 @@
+"""Trial episodes of `areal-hpc try`: the real proxy and driver before a stand-in engine."""

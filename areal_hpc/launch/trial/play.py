@@ -1,0 +1,79 @@
+"""Process of a trial: plays each task once, and prints what came of it."""
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+from areal_hpc.errors import AgentError, ArealError
+from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.launch.trial.cell import TrialCell
+from areal_hpc.launch.trial.config import TrialConfig
+from areal_hpc.launch.trial.report import format_trial, format_trial_summary
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.job import build_agent
+from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.rollout.trial_episodes import play_trial_episode
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import ensure_admin_key, format_proxy_name
+
+
+def main() -> None:
+    """Play the trial that standard input describes; exit with 70 if the agent failed."""
+    set_up_logging(logging.WARNING)
+    config = TrialConfig.model_validate_json(sys.stdin.read())
+    sys.path[:0] = [folder for folder in config.driver.sys_path if folder not in sys.path]
+    try:
+        failures = play_trials(config)
+    except ArealError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(AgentError.exit_code if failures else 0)
+
+
+def play_trials(config: TrialConfig) -> int:
+    """Play every task once, one after the other; the number of episodes that failed.
+
+    Raises:
+        ArealError: The agent cannot be built, or there is nothing that answers it.
+    """
+    rollout = config.driver.rollout
+    agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
+    assert agent is not None  # mode online is refused before this process starts
+    with TrialCell(config) as cell:
+        return asyncio.run(_play_tasks(config, agent, cell))
+
+
+async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
+    job, paths = config.driver, RunPaths(config.driver.run_dir)
+    if isinstance(agent, SubprocessAgent):
+        await agent.check_agent_builds()
+    key = ensure_admin_key(paths.admin_key)
+    proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
+    http_client: Any = make_http_client(job.rollout.episode_timeout_s)
+    tasks = TaskSet.read(paths.dataset("train"))
+    outcomes = []
+    try:
+        for number in range(len(tasks)):
+            outcome = await play_trial_episode(
+                job.rollout, agent, tasks[number], number, proxy, http_client
+            )
+            outcomes.append(outcome)
+            session = cell.get_session(outcome.session_id)
+            print("\n".join(format_trial(number, outcome, session)), flush=True)
+    finally:
+        await http_client.aclose()
+        await proxy.close()
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
+    print("\n".join(format_trial_summary(outcomes, cell.unfollowed_grammars)), flush=True)
+    return sum(outcome.status != "ok" for outcome in outcomes)
+
+
+if __name__ == "__main__":
+    main()

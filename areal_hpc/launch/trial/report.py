@@ -1,0 +1,131 @@
+"""Report of a trial: the conversation, the reward, and the rows it would become."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.ledger import TicketRef
+
+MAX_SHOWN_CHARS = 1200
+"""Of one message; what is longer is cut."""
+LABEL_WIDTH = 11
+_FRAME_PATTERN = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_LIBRARY_PARTS = ("site-packages", "importlib", "asyncio", "areal_hpc")
+"""Parts of paths that are not the user's code."""
+
+
+def format_trial(number: int, outcome: EpisodeOutcome, session: Session) -> Iterator[str]:
+    """Lines: what was said in one episode, and what it would be in training."""
+    yield f"--- task {number} {'-' * 60}"
+    for call, one in enumerate(session.tree, start=1):
+        yield from _format_interaction(call, one)
+    if outcome.status == "ok":
+        yield _label("reward", f"{outcome.reward:g}")
+        yield from _format_rows(session)
+        return
+    first, _, trace = outcome.reason.partition("\n")
+    place = find_user_frame(trace)
+    yield _label("FAILED", f"{place}: {first}" if place else first)
+    for line in trace.splitlines():
+        yield f"{'':<{LABEL_WIDTH}}{line}"
+    if not len(session.tree):
+        yield _label("", "no call to the model had been answered")
+
+
+def format_trial_summary(
+    outcomes: Sequence[EpisodeOutcome], unfollowed_grammars: Sequence[str]
+) -> Iterator[str]:
+    """Lines: how the episodes of a trial ended."""
+    good = [outcome for outcome in outcomes if outcome.status == "ok"]
+    rewards = " ".join(f"{outcome.reward:g}" for outcome in good)
+    yield "-" * 71
+    yield f"{len(good)} of {len(outcomes)} episodes ended well" + (
+        f"; rewards {rewards}" if good else ""
+    )
+    if unfollowed_grammars:
+        yield (
+            f"the agent asked for replies by {', '.join(unfollowed_grammars)}, which the stand-in "
+            "does not follow; --base-url asks a real server"
+        )
+
+
+def find_user_frame(trace: str) -> str:
+    """`file:line in function` of the deepest frame that is the user's code; empty without one."""
+    frames = list(_FRAME_PATTERN.finditer(trace))
+    own = [one for one in frames if not _is_library(one["file"])]
+    if not (own or frames):
+        return ""
+    frame = (own or frames)[-1]
+    return f"{frame['file']}:{frame['line']} in {frame['function']}"
+
+
+def _is_library(file: str) -> bool:
+    return bool(set(Path(file).parts) & set(_LIBRARY_PARTS)) or "/lib/python3" in file
+
+
+def _format_interaction(call: int, one: Interaction) -> Iterator[str]:
+    tools = json.loads(one.context or b"null")
+    if tools and tools[0]:
+        names = ", ".join(tool["function"]["name"] for tool in tools[0])
+        yield _label("tools", names)
+    for message in one.new_messages:
+        yield from _format_message(message)
+    yield from _format_message(one.reply)
+    reuse = {"reused": "prompt re-used", "retokenized": "prompt tokenized again"}.get(one.reuse)
+    facts = [
+        f"call {call}: {one.prompt_tokens} prompt tokens",
+        f"{one.num_output_tokens} of the reply",
+        f"ended by {one.finish_reason}",
+        *([reuse] if reuse else []),
+    ]
+    yield f"{'':<{LABEL_WIDTH}}[{', '.join(facts)}]"
+
+
+def _format_message(message: dict[str, Any]) -> Iterator[str]:
+    if reasoning := message.get("reasoning_content"):
+        yield from _format_text("reasoning", reasoning)
+    content = message.get("content")
+    if content or not message.get("tool_calls"):
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        yield from _format_text(message["role"], text)
+    for tool_call in message.get("tool_calls") or ():
+        function = tool_call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        yield from _format_text("tool call", f"{function['name']}({arguments})")
+
+
+def _format_text(label: str, text: str) -> Iterator[str]:
+    more = len(text) - MAX_SHOWN_CHARS
+    shown = text[:MAX_SHOWN_CHARS] + (f" ... and {more} more characters" if more > 0 else "")
+    for at, line in enumerate(shown.splitlines() or [""]):
+        # Random tokens may be control characters, which a terminal would obey.
+        printable = "".join(
+            one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line
+        )
+        yield _label(label if at == 0 else "", printable)
+
+
+def _format_rows(session: Session) -> Iterator[str]:
+    """What the trainer would be given of the episode."""
+    rows = session.build_rows(TicketRef(0, 0))
+    yield _label("rows", str(len(rows)) if rows else "none: no reward reaches a reply")
+    for row in rows:
+        trained = int(row.loss_mask_T.sum())
+        calls = row.meta["interaction_ids"]
+        yield _label(
+            "",
+            f"row {row.row}: {row.num_tokens} tokens, {row.num_tokens - trained} of prompts and "
+            f"{trained} of replies, which are trained; {len(calls)} "
+            f"call{'s' if len(calls) > 1 else ''}, reward {row.reward:g}",
+        )
+
+
+def _label(label: str, text: str) -> str:
+    return f"{label:<{LABEL_WIDTH}}{text}".rstrip()

@@ -1,0 +1,131 @@
+"""Trial episodes: an agent plays real tasks, and nothing of it is trained on."""
+
+import asyncio
+import logging
+from typing import Any
+
+from areal_hpc.errors import AgentError
+from areal_hpc.recipe.sections.rollout import RolloutConfig
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.episodes.episode import (
+    EpisodeOutcome,
+    EpisodeSpec,
+    derive_episode_seed,
+    run_episode,
+)
+from areal_hpc.rollout.episodes.limits import resolve_limits
+from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
+from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.rollout.task_set import TaskSet
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, StartSessionRequest
+
+log = logging.getLogger(__name__)
+
+TRIAL_PATIENCE_S = 60.0
+"""Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
+REPLICA_POLL_S = 0.25
+RETRY_PAUSE_S = 0.25
+
+
+async def play_trial_episode(
+    rollout: RolloutConfig,
+    agent: Agent,
+    task: dict[str, Any],
+    number: int,
+    proxy: ServiceClient,
+    http_client: Any,
+) -> EpisodeOutcome:
+    """Play one task as an episode of training would, in a session that belongs to no ticket.
+
+    The proxy keeps what is said in memory alone, and forgets it soon after the end.
+
+    Raises:
+        RecipeError: The task's own limits cannot be read.
+        HttpStatusError: The proxy refused to open a session.
+    """
+    limits = resolve_limits(rollout, task)
+    session = StartSessionRequest(
+        f"trial-{number}",
+        sampling=SamplingDefaults(**rollout.sampling.model_dump()),
+        seed=derive_episode_seed(number, 0, 0),
+        export=rollout.agent.build_export_settings(isinstance(agent, RolloutWorkflow)),
+        disposable=True,
+        limits=SessionLimits(limits.max_turns, limits.max_tokens),
+    )
+    spec = EpisodeSpec(session, task, limits.timeout_s)
+    return await run_episode(spec, agent, proxy, http_client)
+
+
+async def play_trial_tasks(
+    rollout: RolloutConfig,
+    agent: Agent,
+    tasks: TaskSet,
+    proxy: ServiceClient,
+    http_client: Any,
+    events: EventLog,
+) -> None:
+    """Play `rollout.trial_tasks` tasks side by side, until one ends well or none does.
+
+    Waits for a replica that serves first. Trials that take long are given up: they hold nothing up
+    for more than `TRIAL_PATIENCE_S`.
+
+    Raises:
+        AgentError: The agent failed all of them, and in the same way.
+    """
+    while not (await proxy.call("/healthz", None, ProxyHealth)).replicas_serving:
+        await asyncio.sleep(REPLICA_POLL_S)
+    count = min(rollout.trial_tasks, len(tasks))
+    pending = {
+        asyncio.create_task(
+            _play_until_decided(rollout, agent, tasks[number], number, proxy, http_client, events)
+        )
+        for number in range(count)
+    }
+    failures: list[EpisodeOutcome] = []
+    try:
+        async with asyncio.timeout(TRIAL_PATIENCE_S):
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for outcome in (trial.result() for trial in done):
+                    if outcome.status == "ok":
+                        log.info("the agent has played a trial task; reward %g", outcome.reward)
+                        return
+                    failures.append(outcome)
+    except TimeoutError:
+        log.info("trial tasks take longer than %.0f s: training starts", TRIAL_PATIENCE_S)
+        return
+    finally:
+        for trial in pending:
+            trial.cancel()
+        if pending:
+            await asyncio.wait(pending)
+    reasons = {outcome.reason.partition("\n")[0] for outcome in failures}
+    if len(reasons) == 1:
+        raise AgentError(
+            f"the agent failed all {count} trial tasks, {rollout.max_episode_tries} times each: "
+            f"{failures[-1].reason}",
+            hint="areal-hpc try RECIPE plays them without a run",
+        )
+
+
+async def _play_until_decided(
+    rollout: RolloutConfig,
+    agent: Agent,
+    task: dict[str, Any],
+    number: int,
+    proxy: ServiceClient,
+    http_client: Any,
+    events: EventLog,
+) -> EpisodeOutcome:
+    """Repeat a trial as an episode of training would be repeated."""
+    failures = 0
+    while True:
+        outcome = await play_trial_episode(rollout, agent, task, number, proxy, http_client)
+        if outcome.status == "ok":
+            return outcome
+        events.record(f"episode_{outcome.status}", trial=number, reason=outcome.reason)
+        failures += outcome.status in ("failed", "timed_out")
+        if failures == rollout.max_episode_tries:
+            return outcome
+        await asyncio.sleep(RETRY_PAUSE_S)

@@ -1,0 +1,108 @@
+"""Every command tells its usage, an example, and what each of its arguments means."""
+
+import argparse
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from areal_hpc.cli.arguments import find_subparsers
+from areal_hpc.cli.main import build_parser
+from areal_hpc.recipe.reference import list_keys
+from tests.support.commands import exit_code_of
+
+QUICKSTART = "recipes/quickstart.yaml"
+
+
+def commands(
+    parser: argparse.ArgumentParser, name: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command that does something, by its words."""
+    below = find_subparsers(parser)
+    if not below:
+        yield name, parser
+    for word, inner in below.items():
+        yield from commands(inner, f"{name} {word}".strip())
+
+
+COMMANDS = dict(commands(build_parser()))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
+    shown = COMMANDS[name].format_help()
+    assert shown.startswith(f"usage: areal-hpc {name}")
+    _, head, examples = shown.rpartition("\nexample")
+    assert head, shown
+    assert f"areal-hpc {name}" in examples, "the example is one of this command"
+    silent = [action.dest for action in COMMANDS[name]._actions if not action.help]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train", "there is no command 'train'; did you mean `areal-hpc run`?"),
+        ("stauts x", "did you mean `areal-hpc status`?"),
+        (f"run {QUICKSTART} --n_samples 4", "write rollout.n_samples=4"),
+        (f"run {QUICKSTART} --n-samples=4", "write rollout.n_samples=4"),
+        (f"submit {QUICKSTART} --trainer.total_steps 9", "write trainer.total_steps=9"),
+        (f"plan {QUICKSTART} --totl_steps 9", "write sft.total_steps=9 or trainer.total_steps=9"),
+        (f"run {QUICKSTART} --nonsense", "keys of a recipe are written as key=value"),
+        ("status somewhere --nonsense", "usage: areal-hpc status"),
+        (f"run {QUICKSTART} --nonsense", "usage: areal-hpc run"),
+        ("shards ls somewhere --nonsense", "usage: areal-hpc shards ls"),
+    ],
+)
+def test_a_usage_error_is_that_of_the_command_and_says_what_to_write(
+    words: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(*words.split()) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
+    tmp_path: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fileroot = f"cluster.fileroot={tmp_path}/runs"
+    model = "model.hub=Qwen/Qwen3-8B"
+    assert exit_code_of("run", "--dry-run", "recipes/math_7b.yaml", fileroot, model) == 0
+    shown = capfd.readouterr().out
+    assert "GPUs at once" in shown
+    assert "trainer    train   every task" in shown
+    assert "8,190,735,360 parameters; sizes from our table" in shown
+    assert "nothing was started" in shown
+    assert exit_code_of("status", f"{tmp_path}/runs") == 78
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_has_every_command_and_key(
+    shell: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of("completion", shell) == 0
+    script = capfd.readouterr().out
+    assert [name for name in COMMANDS if name.split()[0] not in script] == []
+    assert [key for key in list_keys() if f"{key}=" not in script] == []
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_bash_completes_commands_options_and_keys(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("completion", "bash") == 0
+    script = capfd.readouterr().out
+
+    def complete(*words: str) -> list[str]:
+        asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _areal_hpc"
+        ended = subprocess.run(
+            ["bash", "-c", f'{script}\n{asked} 2>/dev/null; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return ended.stdout.split()
+
+    assert complete("areal-hpc", "su") == ["submit"]
+    assert complete("areal-hpc", "submit", "x.yaml", "--dr") == ["--dry-run"]
+    assert complete("areal-hpc", "run", "x.yaml", "rollout.n_s") == ["rollout.n_samples="]
+    assert complete("areal-hpc", "status", "rollout.n_s") == []

@@ -1,0 +1,190 @@
+"""`areal-hpc try`: the agent's episodes before the real proxy, without a model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
+from areal_hpc.shards.writer import write_sealed_shard
+from areal_hpc.wire.trajectory import TrajectoryRow
+from tests.support.commands import areal_hpc
+from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang, start_web_app
+
+AGENTS = "tests.support.trial_agents"
+QUESTION = "How many roads must a man walk down?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, [QUESTION, "forty-two it is, Sure?"], hidden=32, heads=2, kv_heads=2,
+                    head_dim=16)  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Words of a command line: a recipe of two tasks, and its model."""
+    rows = [{"messages": [{"role": "user", "content": QUESTION}], "answer": "42"}] * 2
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return (
+        "recipes/quickstart.yaml",
+        "model.tiny=null",
+        f"model.path={model}",
+        "sft=null",
+        "valid_dataset=null",
+        "train_dataset.generator=null",
+        "train_dataset.kwargs={}",
+        f"train_dataset.path={tmp_path}/tasks.jsonl",
+        f"cluster.fileroot={tmp_path}/runs",
+    )
+
+
+def test_a_conversation_its_reward_and_its_rows_are_shown(
+    recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The agent streams nothing, blocks its event loop between two turns, and gets its replies."""
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.TwoTurnAgent", "-n", "2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(f"user       {QUESTION}") == 2
+    assert ended.stdout.count("user       Sure?") == 2
+    assert "prompt re-used" in ended.stdout
+    assert ended.stdout.count("reward     0.5") == 2
+    assert "which are trained; 2 calls, reward 0.5" in ended.stdout
+    assert "2 of 2 episodes ended well; rewards 0.5 0.5" in ended.stdout
+    assert not (tmp_path / "runs").exists(), "a trial leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("MisspellingAgent", "tests/support/trial_agents.py:43 in run: the agent raised KeyError"),
+        ("SilentAgent", "no call to the model had been answered"),
+        ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
+        ("ToolAgent", "set inference.tool_call_parser to the model's format"),
+    ],
+)
+def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
+    agent: str, said: str, recipe: tuple[str, ...]
+) -> None:
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.{agent}", "-n", "1")
+    assert ended.returncode == 70, ended.stdout + ended.stderr
+    assert said in ended.stdout
+    assert "0 of 1 episodes ended well" in ended.stdout
+
+
+def test_an_agent_in_a_process_of_its_own_is_tried_as_well(recipe: tuple[str, ...]) -> None:
+    mode = "rollout.agent.mode=subproc"
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.ProcessAgent", mode, "-n", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "reward     2" in ended.stdout
+
+
+def test_recorded_replies_are_replayed(
+    recipe: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    run = RunPaths(tmp_path / "recorded")
+    write_recorded_reply(run, model, "forty-two it is")
+    run.recipe.write_text("experiment_name: recorded\n")
+    ended = areal_hpc(
+        "try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "-n", "1", "--from", run.root
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "assistant  forty-two it is\n" in ended.stdout
+
+
+def write_recorded_reply(run: RunPaths, model: Path, reply: str) -> None:
+    """A run that consists of one shard with one reply to the question."""
+    encoder = TokenEncoder.from_model_dir(model)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = encoder.encode(ChatTemplate.from_model_dir(model).render(messages))
+    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
+    ids_T = np.array([*prompt, *encoder.encode(reply), end], np.int32)
+    mask_T = np.arange(len(ids_T)) >= len(prompt)
+    row = TrajectoryRow(
+        ticket_id=0,
+        attempt=0,
+        episode=0,
+        row=0,
+        input_ids_T=ids_T,
+        loss_mask_T=mask_T.astype(np.uint8),
+        logprobs_T=np.where(mask_T, -1.5, 0).astype(np.float32),
+        versions_T=np.where(mask_T, 1, -1),
+        reward=1.0,
+    )
+    write_sealed_shard([row], run.shards_dir, run.index_dir, "cell-0")
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.stop()
+
+
+def test_a_running_sglang_is_asked(recipe: tuple[str, ...], model: Path, loop: LoopThread) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    server = ScriptedSGLang(tokenizer, lambda request: Script("forty-two"))
+    loop.run(server.start())
+    try:
+        ended = areal_hpc(
+            "try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "--base-url", f"{server.url}/v1"
+        )
+    finally:
+        loop.run(server.stop())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("assistant  forty-two\n") == len(server.requests) == 2
+
+
+def test_a_server_of_completions_is_asked_for_text(
+    recipe: tuple[str, ...], loop: LoopThread
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"choices": [{"text": "forty-two", "finish_reason": "stop"}]})
+
+    async def list_models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "some-model"}]})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", list_models)])
+    runner, url = loop.run(start_web_app(app))
+    try:
+        ended = areal_hpc(
+            *("try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "-n", "1"),
+            *("--base-url", f"{url}/v1"),
+        )
+    finally:
+        loop.run(runner.cleanup())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "assistant  forty-two\n" in ended.stdout
+    (request,) = asked
+    assert request["model"] == "some-model"
+    assert QUESTION in str(request["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (("--base-url", "http://127.0.0.1:1/v1"), 75, "no server answers at http://127.0.0.1:1/v1"),
+        (("rollout.workflow=tests.support.trial_agents.ChatAgnt",), 78, "did you mean 'ChatAgent'"),
+        (("rollout.agent.mode=online", "rollout.workflow=''"), 78, "there is no agent to try"),
+        (("train_dataset.path=/no/tasks.jsonl",), 78, "there is no data set at /no/tasks.jsonl"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused(
+    more: tuple[str, ...], code: int, said: str, recipe: tuple[str, ...]
+) -> None:
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", *more)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,88 @@
+"""Agents for `areal-hpc try`: what works, and what a first version of an agent gets wrong."""
+
+import time
+from typing import Any
+
+
+class ChatAgent:
+    """One model call; the reward is 1."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await self.ask(data, extra_kwargs)
+        return 1.0
+
+    async def ask(self, data: dict[str, Any], session: dict[str, Any], **asked: Any) -> str:
+        """The model's reply."""
+        reply = await session["http_client"].post(
+            f"{session['base_url']}/chat/completions",
+            headers={"authorization": f"Bearer {session['api_key']}"},
+            json={"model": "default", "messages": data["messages"], **asked},
+        )
+        if reply.status_code != 200:
+            raise RuntimeError(reply.text)
+        message = reply.json()["choices"][0]["message"]
+        return str(message["content"])
+
+
+class TwoTurnAgent(ChatAgent):
+    """Two turns of one conversation, the first of them streamed; blocks its event loop between."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        said = await self.ask(data, extra_kwargs)
+        time.sleep(0.2)
+        turns = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+        await self.ask({"messages": [*data["messages"], *turns]}, extra_kwargs)
+        return 0.5
+
+
+class MisspellingAgent(ChatAgent):
+    """Asks for a column that tasks do not have, once the model has replied."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        said = await self.ask(data, extra_kwargs)
+        return float(said == data["anwser"])
+
+
+class SilentAgent:
+    """Never calls the model."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class WordyAgent(ChatAgent):
+    """Returns a reward that is no number."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        await self.ask(data, extra_kwargs)
+        return "good"
+
+
+class ToolAgent(ChatAgent):
+    """Offers the model a tool."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        await self.ask(data, extra_kwargs, tools=[tool])
+        return 1.0
+
+
+class ProcessAgent:
+    """For mode `subproc`: a program that finds its session in the environment."""
+
+    async def run(self, data: dict[str, Any]) -> float:
+        import json
+        import os
+        import urllib.request
+
+        request = urllib.request.Request(
+            f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+            json.dumps({"model": "default", "messages": data["messages"]}).encode(),
+            {
+                "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+                "content-type": "application/json",
+            },
+        )
+        with urllib.request.urlopen(request) as reply:
+            json.load(reply)
+        return 2.0
