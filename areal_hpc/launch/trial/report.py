@@ -114,7 +114,7 @@ def _format_text(label: str, text: str) -> Iterator[str]:
 
 def _format_rows(session: Session) -> Iterator[str]:
     """What the trainer would be given of the episode."""
-    rows = session.build_rows(TicketRef(0, 0))
+    rows = session.build_rows(TicketRef(0, 0), "trial")
     yield _label("rows", str(len(rows)) if rows else "none: no reward reaches a reply")
     for row in rows:
         trained = int(row.loss_mask_T.sum())
