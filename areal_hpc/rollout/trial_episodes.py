@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, Problem
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import (
@@ -22,7 +22,7 @@ from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, S
 
 log = logging.getLogger(__name__)
 
-TRIAL_PATIENCE_S = 60.0
+TRIAL_PATIENCE_S = 10.0
 """Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
 REPLICA_POLL_S = 0.25
 RETRY_PAUSE_S = 0.25
@@ -100,12 +100,16 @@ async def play_trial_tasks(
             trial.cancel()
         if pending:
             await asyncio.wait(pending)
-    reasons = {outcome.reason.partition("\n")[0] for outcome in failures}
-    if len(reasons) == 1:
+    errors = [outcome.error for outcome in failures if outcome.error is not None]
+    if len({error.cause for error in errors}) == 1:
+        problem = errors[-1].problems[0]
         raise AgentError(
             f"the agent failed all {count} trial tasks, {rollout.max_episode_tries} times each: "
-            f"{failures[-1].reason}",
-            hint="areal-hpc try RECIPE plays them without a run",
+            f"{problem.message}",
+            key=problem.key,
+            hint=problem.hint or "areal-hpc try RECIPE plays them without a run",
+            kind=errors[-1].kind,
+            trace=errors[-1].trace,
         )
 
 
@@ -124,7 +128,16 @@ async def _play_until_decided(
         outcome = await play_trial_episode(rollout, agent, task, number, proxy, http_client)
         if outcome.status == "ok":
             return outcome
-        events.record(f"episode_{outcome.status}", trial=number, reason=outcome.reason)
+        problem = outcome.error.problems[0] if outcome.error else Problem("")
+        events.record(
+            f"episode_{outcome.status}",
+            trial=number,
+            kind=outcome.error.kind if outcome.error else outcome.status,
+            message=problem.message,
+            at=problem.key,
+            hint=problem.hint,
+            reason=outcome.reason,
+        )
         failures += outcome.status in ("failed", "timed_out")
         if failures == rollout.max_episode_tries:
             return outcome

@@ -1,9 +1,7 @@
 """Report of a trial: the conversation, the reward, and the rows it would become."""
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_hpc.proxy.sessions.store import Session
@@ -14,9 +12,6 @@ from areal_hpc.wire.ledger import TicketRef
 MAX_SHOWN_CHARS = 1200
 """Of one message; what is longer is cut."""
 LABEL_WIDTH = 11
-_FRAME_PATTERN = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_LIBRARY_PARTS = ("site-packages", "importlib", "asyncio", "areal_hpc")
-"""Parts of paths that are not the user's code."""
 
 
 def format_trial(number: int, outcome: EpisodeOutcome, session: Session) -> Iterator[str]:
@@ -28,10 +23,10 @@ def format_trial(number: int, outcome: EpisodeOutcome, session: Session) -> Iter
         yield _label("reward", f"{outcome.reward:g}")
         yield from _format_rows(session)
         return
-    first, _, trace = outcome.reason.partition("\n")
-    place = find_user_frame(trace)
-    yield _label("FAILED", f"{place}: {first}" if place else first)
-    for line in trace.splitlines():
+    shown, *more = str(outcome.error or outcome.reason).splitlines()
+    yield _label("FAILED", shown)
+    trace = outcome.error.trace if outcome.error else ""
+    for line in (*more, *trace.splitlines()):
         yield f"{'':<{LABEL_WIDTH}}{line}"
     if not len(session.tree):
         yield _label("", "no call to the model had been answered")
@@ -52,20 +47,6 @@ def format_trial_summary(
             f"the agent asked for replies by {', '.join(unfollowed_grammars)}, which the stand-in "
             "does not follow; --base-url asks a real server"
         )
-
-
-def find_user_frame(trace: str) -> str:
-    """`file:line in function` of the deepest frame that is the user's code; empty without one."""
-    frames = list(_FRAME_PATTERN.finditer(trace))
-    own = [one for one in frames if not _is_library(one["file"])]
-    if not (own or frames):
-        return ""
-    frame = (own or frames)[-1]
-    return f"{frame['file']}:{frame['line']} in {frame['function']}"
-
-
-def _is_library(file: str) -> bool:
-    return bool(set(Path(file).parts) & set(_LIBRARY_PARTS)) or "/lib/python3" in file
 
 
 def _format_interaction(call: int, one: Interaction) -> Iterator[str]:
@@ -118,7 +99,7 @@ def _format_rows(session: Session) -> Iterator[str]:
     yield _label("rows", str(len(rows)) if rows else "none: no reward reaches a reply")
     for row in rows:
         trained = int(row.loss_mask_T.sum())
-        calls = row.meta["interaction_ids"]
+        calls = row.record.calls
         yield _label(
             "",
             f"row {row.row}: {row.num_tokens} tokens, {row.num_tokens - trained} of prompts and "
