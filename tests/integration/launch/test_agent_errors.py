@@ -21,6 +21,7 @@ OVERRIDES = (
     *("train_dataset.generator=tests.support.sums:tasks", "train_dataset.kwargs.size=64"),
     *("valid_dataset.generator=tests.support.sums:tasks", "valid_dataset.kwargs.size=8"),
     *("rollout.max_concurrent_rollouts=16", "trainer.batch_size=4", "trainer.total_steps=1"),
+    "rollout.trial_tasks=0",  # unless a test is about them: tickets show the rest
 )
 
 
@@ -29,10 +30,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ScreenedRun]]:
     """Starts the run of an agent; no process of it is left."""
     runs: list[ScreenedRun] = []
 
-    def start_run(agent: type, **environ: str) -> ScreenedRun:
+    def start_run(agent: type, *overrides: str, **environ: str) -> ScreenedRun:
         model = f"model.path={write_served_model(tmp_path / 'model')}"
         program = "tests.support.standin_run"
-        run = ScreenedRun(tmp_path, agent, *OVERRIDES, model, program=program, environ=environ)
+        words = (*OVERRIDES, model, *overrides)
+        run = ScreenedRun(tmp_path, agent, *words, program=program, environ=environ)
         runs.append(run)
         return run
 
@@ -122,6 +124,25 @@ def test_a_mistake_of_the_agent_is_on_the_screen_at_once_and_ends_the_run_as_the
     status = capfd.readouterr().out
     assert "quickstart/demo: failed" in status
     assert f"the agent {said}" in status
+
+
+def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
+    start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
+) -> None:
+    agent = broken_agents.RaisesKeyError
+    run = start(agent, "rollout.trial_tasks=3", **{SERVER_START_VARIABLE: "1"})
+    assert run.end() == 70, run.screen
+    shown_at, line = run.await_line("agent  ")
+    failed = events_of(run.paths, "episode_failed")
+    assert shown_at - failed[0]["time"] <= MAX_DELAY_S
+    assert line.startswith("agent    raised KeyError: 'anwser'")
+    assert {one["trial"] for one in failed} == {0, 1, 2}
+    assert events_of(run.paths, "ticket_dropped") == []
+    assert "error: the agent failed all 3 trial tasks, 3 times each: the agent raised" in run.screen
+    assert f"at: {line_of(agent, 'anwser')}" in run.screen
+    assert "started again" not in run.screen
+    assert exit_code_of("why", run.paths.root) == 1
+    assert "raised KeyError: 'anwser'" in capfd.readouterr().out.splitlines()[0]
 
 
 def test_an_agent_that_blocks_the_event_loop_is_told_and_ctrl_c_is_known(
