@@ -21,10 +21,8 @@ def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
     }
 
 
-def test_the_recipe_wins_and_a_cpu_needs_none() -> None:
-    own = "cluster.serve.variables={NCCL_CUMEM_ENABLE: '1'}"
-    variables = build_role_variables(load_recipe(GPU_RECIPE, [own]), {"NCCL_SOCKET_IFNAME": "ib0"})
-    assert variables["serve"]["NCCL_CUMEM_ENABLE"] == "1"
+def test_a_site_adds_its_own_and_a_cpu_needs_none() -> None:
+    variables = build_role_variables(load_recipe(GPU_RECIPE), {"NCCL_SOCKET_IFNAME": "ib0"})
     assert {role["NCCL_SOCKET_IFNAME"] for role in variables.values()} == {"ib0"}
     on_cpu = build_role_variables(load_recipe(CHECKOUT / "recipes" / "quickstart.yaml"))
     assert on_cpu == {"serve": {}, "train": {"TORCHDYNAMO_DISABLE": "1"}, "agents": {}}
