@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from pydantic import Field
 
-from areal_hpc.inference.command import (
+from areal_hpc.inference.multi_node import get_rendezvous_address
+from areal_hpc.inference.server.command import (
     Device,
     NodeOptions,
     ServerCommand,
@@ -16,7 +17,6 @@ from areal_hpc.inference.command import (
     build_replica_command,
     compute_replica_seed,
 )
-from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
 from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir

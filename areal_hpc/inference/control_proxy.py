@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCaller, Replica
-from areal_hpc.inference.sglang_server import SGLangServer
+from areal_hpc.inference.server.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, decode_body, is_authorized, read_body
 from areal_hpc.wire.replicas import (

@@ -8,7 +8,7 @@ from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.sglang_server import STOP_GRACE_S
+from areal_hpc.inference.server.sglang_server import STOP_GRACE_S
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.topology import get_advertised_host

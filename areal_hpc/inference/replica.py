@@ -16,9 +16,9 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
-from areal_hpc.inference.sglang_server import (
+from areal_hpc.inference.server.command import ServerCommand, ServerPorts
+from areal_hpc.inference.server.sglang_server import (
     HealthProbe,
     SGLangServer,
     find_error_line,

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.sglang_server import SGLangServer
+from areal_hpc.inference.server.sglang_server import SGLangServer
 from areal_hpc.inference.update_state import WEIGHT_CHANGING_ROUTES
 from areal_hpc.wire.replicas import UpdatePauseStats
 

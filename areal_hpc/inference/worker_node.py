@@ -12,10 +12,10 @@ from typing import Any
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
-from areal_hpc.inference.sglang_server import STOP_GRACE_S, SGLangServer, find_free_ports
+from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
+from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, find_free_ports
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host, get_task_position
 from areal_hpc.rundir import rendezvous

@@ -14,7 +14,7 @@ from submitit.core.core import Job as SubmititJob
 from submitit.local.local import LocalJob
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.inference import sglang_server
+from areal_hpc.inference.server import sglang_server
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_hpc.inference.command import build_replica_command
-from areal_hpc.inference.sglang_server import SGLangServer, find_free_ports
+from areal_hpc.inference.server.command import build_replica_command
+from areal_hpc.inference.server.sglang_server import SGLangServer, find_free_ports
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from tests.support.waiting import wait_for

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from areal_hpc.inference.server_keys import consume_keys_file
+from areal_hpc.inference.server.server_keys import consume_keys_file
 from tests.support.scripted_sglang import ScriptedSGLang
 
 LOADS = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}

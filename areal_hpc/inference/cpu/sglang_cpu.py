@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from areal_hpc.inference.server_keys import consume_keys_file
+from areal_hpc.inference.server.server_keys import consume_keys_file
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 

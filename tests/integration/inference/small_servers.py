@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import BuildCommand, Replica
+from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.events import EventLog

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.inference.command import ServerCommand, ServerPorts
 from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
+from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.replicas import ServeRequest
 from tests.integration.inference.small_servers import (

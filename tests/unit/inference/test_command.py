@@ -3,7 +3,7 @@ import itertools
 import pytest
 from pydantic import ValidationError
 
-from areal_hpc.inference.command import (
+from areal_hpc.inference.server.command import (
     Device,
     NodeOptions,
     ServerCommand,
@@ -62,7 +62,7 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     )
     found = command(config, "cuda", index=3)
     expected = (
-        "py -m areal_hpc.inference.sglang_main "
+        "py -m areal_hpc.inference.server.sglang_main "
         + COMMON.format(device="cuda", dtype="bfloat16", tp=2)
         + "--base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
         " --tool-call-parser qwen25 --enable-metrics"

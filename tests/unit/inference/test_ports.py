@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.inference import sglang_server
+from areal_hpc.inference.server import sglang_server
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_hpc.inference.server_log import MAX_HELD_BYTES, ServerLog
+from areal_hpc.inference.server.server_log import MAX_HELD_BYTES, ServerLog
 
 TIMEOUT_S = 30.0
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.command import ServerCommand, ServerPorts
-from areal_hpc.inference.server_keys import KEYS_FILE_VARIABLE, write_keys_file
-from areal_hpc.inference.server_log import ServerLog
-from areal_hpc.inference.shared_memory import (
+from areal_hpc.inference.server.command import ServerCommand, ServerPorts
+from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
+from areal_hpc.inference.server.server_log import ServerLog
+from areal_hpc.inference.server.shared_memory import (
     list_server_files,
     remove_stale_files,
     remove_unused_files,

@@ -6,7 +6,7 @@ This module runs in SGLang's environment and imports nothing that is missing the
 import os
 import sys
 
-from areal_hpc.inference.server_keys import consume_keys_file
+from areal_hpc.inference.server.server_keys import consume_keys_file
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def build_replica_command(
     part: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
-    module = "cpu.sglang_cpu" if device == "cpu" else "sglang_main"
+    module = "cpu.sglang_cpu" if device == "cpu" else "server.sglang_main"
     launcher = f"areal_hpc.inference.{module}"
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
     options: dict[str, object] = {
