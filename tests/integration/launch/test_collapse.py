@@ -31,7 +31,8 @@ def test_a_learning_rate_of_10_is_a_failure_within_three_steps_of_the_fall(
     assert norms[2] == norms[3] == norms[4] == 0.0
     assert "failure  steps 2 to 4 taught nothing" in run.said()
     failures = [event for event in events_of(run.paths, "alert") if event["level"] == "failure"]
-    assert [event["rule"] for event in failures] == ["no_signal"]
+    # Whether the reward fell enough beside its spread depends on the few groups of the first step.
+    assert {"no_signal"} <= {event["rule"] for event in failures} <= {"no_signal", "reward_drop"}
     for command in ("status", "why"):
         assert exit_code_of(command, run.paths.root) == 1
         assert "taught nothing" in capfd.readouterr().out
