@@ -44,14 +44,15 @@ async def play_trial_episode(
         RecipeError: The task's own limits cannot be read.
         HttpStatusError: The proxy refused to open a session.
     """
-    limits = resolve_limits(rollout, task)
+    limits, is_workflow = resolve_limits(rollout, task), isinstance(agent, RolloutWorkflow)
     session = StartSessionRequest(
         f"trial-{number}",
         sampling=SamplingDefaults(**rollout.sampling.model_dump()),
         seed=derive_episode_seed(number, 0, 0),
-        export=rollout.agent.build_export_settings(isinstance(agent, RolloutWorkflow)),
+        export=rollout.agent.build_export_settings(is_workflow),
         disposable=True,
         limits=SessionLimits(limits.max_turns, limits.max_tokens),
+        records_calls=is_workflow,
     )
     spec = EpisodeSpec(session, task, limits.timeout_s)
     return await run_episode(spec, agent, proxy, http_client)

@@ -1,7 +1,7 @@
 """Shards of a run that are read and checked against their index lines at the same time."""
 
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,9 @@ class _DigestLine(msgspec.Struct, frozen=True):
 class CheckedShards:
     """The sealed shards of a run. A file whose bytes are not those that were sealed is refused.
 
+    HDF5 sees no file before its digest is known to be right: one wrong bit can
+    make it loop for ever.
+
     Not safe for threads.
     """
 
@@ -42,6 +45,8 @@ class CheckedShards:
         """By writer, how much of its index is in `_lines`: an index grows as long as its run."""
         self._checked: set[str] = set()
         """Shards of the last check that are whole."""
+        self._checks: dict[str, Future[None]] = {}
+        """Those under way."""
 
     @contextmanager
     def check_digests_in_background(self, names: Collection[str]) -> Iterator[None]:
@@ -57,11 +62,12 @@ class CheckedShards:
         lines = [self._find_line(name) for name in names if name not in self._checked]
         # Reading and CRC release the interpreter lock: on cores of its own the check is free.
         with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
-            checks = [pool.submit(self._check_shard, line) for line in lines]
+            self._checks = {line.file: pool.submit(self._check_shard, line) for line in lines}
             try:
                 yield
             finally:
-                for check in checks:
+                checks, self._checks = self._checks, {}
+                for check in checks.values():
                     check.result()
 
     def read_rows(self, name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
@@ -71,6 +77,7 @@ class CheckedShards:
             ShardError: The file is missing or damaged, has no such row, or one of another kind.
         """
         path = self._shards_dir / name
+        self._await_check(name)
         try:
             found = ShardReader(path).read_rows(rows, with_meta=False)
         except IndexError as error:
@@ -91,10 +98,15 @@ class CheckedShards:
             ShardError: The file is missing or damaged, or has no such row.
         """
         path = self._shards_dir / name
+        self._await_check(name)
         try:
             return ShardReader(path).read_records(rows)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
+
+    def _await_check(self, name: str) -> None:
+        if check := self._checks.get(name):
+            check.result()
 
     def _check_shard(self, line: _DigestLine) -> None:
         path = self._shards_dir / line.file

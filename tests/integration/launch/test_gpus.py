@@ -16,6 +16,7 @@ import pytest
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.setup import write_recipe
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
@@ -97,6 +98,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
+    write_recipe(recipe, paths.recipe)
     facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan_run(recipe, paths, facts)[-1], tmp_path)
     with closing(PlainReporter(paths, 1, 0)) as reporter:

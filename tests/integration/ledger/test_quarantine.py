@@ -34,7 +34,7 @@ def test_a_batch_that_the_trainer_at_work_has_trained_is_refused(
     assert quarantine(ledger, 1) == REFUSED
     refusal = capsys.readouterr().err
     assert "batch 1 was trained already: the trainer at work has reached step 1" in refusal
-    assert "try: areal-hpc cancel RUN --now" in refusal
+    assert f"try: areal-hpc cancel {ledger.paths.root} --now" in refusal
     assert read_quarantine_files(ledger.paths) == {}
 
 

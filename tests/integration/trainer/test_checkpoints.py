@@ -170,7 +170,7 @@ def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: 
     writer = begin_held(learner)
     os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
     os.kill(writer, signal.SIGKILL)
-    with refusal(paths, ClusterError, "died 2 times, at last with exit code -9"):
+    with refusal(paths, ClusterError, "died 2 times, last with exit code -9"):
         learner.checkpoints.finish_save()
 
 
