@@ -19,6 +19,7 @@ import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.execution.agent_pickle import save_agent
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
@@ -96,6 +97,7 @@ class Reader:
             sampling=SamplingDefaults(max_new_tokens=FAR_TOKENS),
             seed=7,
             export=ExportSettings("individual", turn_discount=0.0),
+            records_calls=isinstance(agent, RolloutWorkflow),
         )
         outcome = await play(self._order, agent, session, self.names()["data"])
         assert outcome.status == "ok", outcome.reason
