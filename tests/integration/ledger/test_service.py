@@ -276,7 +276,8 @@ def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> No
     after = process.cpu_times()
     cpu_s = after.user + after.system - before.user - before.system
     print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
-    assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
+    # 0.6 ms on a quiet machine. The bound is for what grows with the run, not for the machine.
+    assert cpu_s / rounds < 2e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
 
 
 def test_idle_connections_beyond_the_open_files_are_dropped(tmp_path: Path) -> None:
