@@ -137,9 +137,9 @@ class Cell:
         request = self._generation(input_ids, index, sampling, stream=True)
         with httpx.stream("POST", **request) as answer:
             answer.raise_for_status()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):  # each holds what is new
-                    pieces.append(json.loads(line.removeprefix("data: ")))
+            for line in _split_lines(answer.iter_bytes()):
+                if line.startswith(b"data: {"):  # each holds what is new
+                    pieces.append(json.loads(line.removeprefix(b"data: ")))
                     heard(sum(len(piece["output_ids"]) for piece in pieces))
         reply, metas = pieces[-1], [piece["meta_info"] for piece in pieces]
         name = "output_token_logprobs"
@@ -207,6 +207,14 @@ def running_cell(
         yield cell
     finally:
         cell.stop()
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines of an event stream, in which a random model may well say a Unicode line separator."""
+    left = b""
+    for chunk in chunks:
+        *lines, left = (left + chunk).split(b"\n")
+        yield from lines
 
 
 def logprob_error(

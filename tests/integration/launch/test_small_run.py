@@ -53,7 +53,7 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
             sum(compute_limit_shares(row).values()) >= 0.97 - BETWEEN_PHASES_S / row["time/step_s"]
         )
         assert row["limit"] in PHASES_BY_LIMIT
-        assert row["generation"] == 1
+        assert row["generation"] == (1 if row["step"] <= 3 else 2)  # another test asks for more
     times = [row["unix_time_s"] for row in rows]
     assert times == sorted(times)
     assert times[-1] <= finished.paths.finished_marker.stat().st_mtime + 1

@@ -28,7 +28,7 @@ from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
-from tests.support.update_faults import Reader, Sender, Trap, gates
+from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
 
@@ -110,6 +110,22 @@ def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict
     return prompt, reply
 
 
+def begin_generation_at_pause(
+    cell: Cell, gate: Gate, index: int = 0
+) -> Future[tuple[list[int], Future[dict[str, Any]]]]:
+    """What `begin_generation` gives, once a replica is about to be paused: not a moment before."""
+    begun: Future[tuple[list[int], Future[dict[str, Any]]]] = Future()
+
+    def begin(forward: Callable[[], None]) -> None:
+        try:
+            begun.set_result(begin_generation(cell, index))
+        finally:
+            forward()
+
+    gate.trap = Trap("pause_generation", 1, index, begin)
+    return begun
+
+
 def versions_in(reply: Future[dict[str, Any]]) -> list[str]:
     return [span["version"] for span in reply.result(60)["meta_info"]["weight_versions"]]
 
@@ -129,16 +145,17 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
 
 
 def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_measured(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = tiny_qwen3(2), tiny_qwen3(3)
-    with trainer(cell) as publisher:
+    old, new, directory = tiny_qwen3(2), tiny_qwen3(3), tmp_path / "gates"
+    with gates([cell], directory) as (gate,), trainer(cell, directory) as publisher:
         before = update(cell, publisher, 0, old).version
-        prompt, coming = begin_generation(cell)
+        begun = begin_generation_at_pause(cell, gate)
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         report = update(cell, publisher, 1, new)
         assert [key.cell_and_index for key in report.ok] == BOTH
         after = report.version
+        prompt, coming = begun.result(0)
         reply = coming.result(60)
         first, second = reply["meta_info"]["weight_versions"]
         switch = first["end"]
@@ -160,20 +177,30 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert view.pause in publisher.pauses
 
 
-def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
-    with trainer(cell, pause_mode="in_place") as publisher:
+def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell, tmp_path: Path) -> None:
+    directory = tmp_path / "gates"
+    with (
+        gates([cell], directory) as (gate,),
+        trainer(cell, directory, pause_mode="in_place") as publisher,
+    ):
         old = update(cell, publisher, 0, tiny_qwen3(3)).version
-        _, reply = begin_generation(cell, 1)
+        begun = begin_generation_at_pause(cell, gate, 1)
         new = update(cell, publisher, 1, tiny_qwen3(4)).version
+        _, reply = begun.result(0)
         assert versions_in(reply) == [str(old), str(new)]
         assert reply.result()["meta_info"]["num_retractions"] == 0
 
 
-def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
-    with trainer(cell, transport="disk") as publisher:
+def test_weights_by_disk_are_the_ones_that_answer(cell: Cell, tmp_path: Path) -> None:
+    directory = tmp_path / "gates"
+    with (
+        gates([cell], directory) as (gate,),
+        trainer(cell, directory, transport="disk") as publisher,
+    ):
         update(cell, publisher, 0, tiny_qwen3(6))
-        _, reply = begin_generation(cell)
+        begun = begin_generation_at_pause(cell, gate)
         report = update(cell, publisher, 1, tiny_qwen3(7))
+        _, reply = begun.result(0)
         assert versions_in(reply)[-1] == str(report.version)
         assert set(report.seconds) == PHASES - {"transfer"} | {"write"}
         (folder,) = cell.paths.weights_dir.iterdir()
