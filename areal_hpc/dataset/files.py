@@ -26,16 +26,17 @@ def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    hint = "write one JSON object on each line, without empty ones"
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip("\n"))
             except json.JSONDecodeError as error:
-                raise RecipeError(f"{path}:{number} is not JSON: {error}", key=key) from error
+                message = f"{path}:{number}:{error.colno} is not JSON: {error.msg}"
+                raise RecipeError(message, key=key, hint=hint) from error
             if not isinstance(row, dict):
-                raise RecipeError(
-                    f"{path}:{number} holds {type(row).__name__}, expected an object", key=key
-                )
+                message = f"{path}:{number} holds {type(row).__name__}, expected an object"
+                raise RecipeError(message, key=key, hint=hint)
             yield row
 
 

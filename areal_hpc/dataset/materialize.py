@@ -42,7 +42,11 @@ def materialize(
                     ) from error
                 count += 1
             if count == 0:
-                raise RecipeError("the data set is empty", key=key)
+                raise RecipeError(
+                    f"{config.describe_source()} gave no row",
+                    key=key,
+                    hint="name a source that has at least one",
+                )
             counts.append(count)
     Path(stream.name).rename(out)
     return counts

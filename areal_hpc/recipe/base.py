@@ -1,6 +1,8 @@
 """Base class of all configuration models: frozen, no unknown keys, documented fields."""
 
 import difflib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -26,33 +28,52 @@ def explain_validation_error(
     """
     key = prefix + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _list_known_keys(root, item["loc"][:-1])
-        name = str(item["loc"][-1])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        *location, name = item["loc"]
+        hint = _suggest_key(str(name), root, tuple(location))
         return Problem(f"unknown key {name!r}", key, hint)
     if item["type"] == "missing":
         return Problem("this key is required", key, f"add {key}=... to the recipe")
-    message = item["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^\w+ should ", "it must ", item["msg"].removeprefix("Value error, "))
+    if item["type"] == "string_pattern_mismatch":
+        message = f"it must match the regular expression {item['ctx']['pattern']}"
     searched = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
     hint = f"areal-hpc recipe-keys | grep -F {searched}" if searched else ""
     return Problem(f"{message}, got {item['input']!r:.300}", key, hint)
 
 
-def _list_known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:
-    """The fields of the configuration class at a place of the tree."""
+def _suggest_key(name: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:
+    """What may have been meant by an unknown key: a similar one there, or one of its name."""
+    section = _find_section(root, location)
+    known = sorted(section.model_fields) if section else []
+    prefix = "".join(f"{part}." for part in location)
+    inner = _find_keys(section, name, prefix) if section else iter(())
+    meant = [*difflib.get_close_matches(name, known, n=1), *inner, *_find_keys(root, name)]
+    return f"did you mean {meant[0]}?" if meant else f"choose from {', '.join(known)}"
+
+
+def _find_keys(section: type[BaseConfig], name: str, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a name anywhere in a section, the outermost first."""
+    if name in section.model_fields:
+        yield f"{prefix}{name}"
+    for key, field in section.model_fields.items():
+        if inner := get_section_class(field.annotation):
+            yield from _find_keys(inner, name, f"{prefix}{key}.")
+
+
+def _find_section(
+    root: type[BaseConfig], location: tuple[int | str, ...]
+) -> type[BaseConfig] | None:
+    """The configuration class at a place of the tree."""
     model = root
     for part in location:
         if isinstance(part, int):  # an item of a list
             continue
         field = model.model_fields.get(str(part))
-        if field is None:
-            return []
-        section = get_section_class(field.annotation)
-        if section is None:
-            return []
+        section = field and get_section_class(field.annotation)
+        if not section:
+            return None
         model = section
-    return sorted(model.model_fields)
+    return model
 
 
 def get_section_class(annotation: Any) -> type[BaseConfig] | None:

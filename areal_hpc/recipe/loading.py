@@ -1,13 +1,14 @@
 """Recipes from YAML files, site files and overrides."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from areal_hpc.errors import Problem, RecipeError
@@ -17,6 +18,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
+_MISSING_VARIABLE = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {
     "model": ("path", "hub", "tiny"),
     "train_dataset": TrainTaskSetConfig.choices,
@@ -42,6 +44,8 @@ def load_recipe(
             one, wrong types with expected and got, values that do not fit together.
     """
     path = Path(path)
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder, expected a recipe", hint=f"ls {path / '*.yaml'}")
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint=_suggest_recipe(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
@@ -49,6 +53,8 @@ def load_recipe(
     drop_replaced_sources(tree, given)
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees, tree, given), resolve=True)
+    except InterpolationResolutionError as error:
+        raise _build_interpolation_error(error, path) from error
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     return build_recipe(values)
@@ -62,6 +68,17 @@ def _suggest_recipe(path: Path) -> str:
     if near:
         return f"did you mean {folder / near[0]}?"
     return f"ls {folder / '*.yaml'}"
+
+
+def _build_interpolation_error(error: InterpolationResolutionError, path: Path) -> RecipeError:
+    """What a `${...}` of a recipe lacks: an environment variable, or another key."""
+    variable = _MISSING_VARIABLE.search(str(error))
+    if variable is None:
+        message, hint = str(error).splitlines()[0], "name a key of the recipe: ${section.key}"
+    else:
+        message = f"the environment variable {variable[1]} is not set"
+        hint = f"export {variable[1]}=..., or give a default: ${{oc.env:{variable[1]},value}}"
+    return RecipeError(message, key=f"{path}: {error.full_key}", hint=hint)
 
 
 def build_recipe(values: object) -> Recipe:
@@ -105,7 +122,8 @@ def _read_yaml(path: Path) -> DictConfig:
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
-        raise RecipeError(f"{path} is not YAML: {error}", key=str(path)) from error
+        hint = "mend the line that is named"
+        raise RecipeError(f"{path} is not YAML: {error}", key=str(path), hint=hint) from error
     if not OmegaConf.is_dict(tree):
         raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))
     return tree
@@ -117,17 +135,32 @@ def parse_overrides(overrides: Sequence[str]) -> DictConfig:
     Raises:
         RecipeError: Some are not of that form; all of these at once. Or a value is not YAML.
     """
-    if wrong := [item for item in overrides if "=" not in item]:
-        hint = "for example: trainer.total_steps=10"
-        raise RecipeError.from_problems(
-            Problem(f"expected key=value, got {item!r}", hint=hint) for item in wrong
-        )
+    if problems := [*_find_malformed_overrides(overrides)]:
+        raise RecipeError.from_problems(problems)
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"the overrides cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"a value is not YAML: {error}") from error
+
+
+def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
+    rest = iter(overrides)
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not equals:
+            # A key and its value may have been written apart.
+            after = next(rest, "")
+            apart = f"{key}={after}" if after and "=" not in after else f"{key}=..."
+            if "=" in after:
+                yield from _find_malformed_overrides([after])
+            yield Problem(f"expected key=value, got {item!r}", hint=f"write {apart}")
+            continue
+        try:
+            yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or "it cannot be parsed"
+            hint = "put it in quotes: braces and brackets open mappings and lists"
+            yield Problem(f"the value {value!r} is not YAML: {problem}", key, hint)
 
 
 def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:

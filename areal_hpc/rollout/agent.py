@@ -180,6 +180,8 @@ def _build_agent_error(message: str, hint: str, key: str = "rollout.workflow") -
 def _summarize_exception(error: BaseException) -> str:
     """`ValueError: why (file.py:12)`: the deepest line that is not import machinery."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError):
+        return f"{said} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import broken_agents
 from tests.support.commands import exit_code_of
+from tests.support.mistakes import AGENT_MISTAKES, AgentMistake
 from tests.support.process_commands import is_scheduler
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
@@ -49,24 +50,13 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[[type], ScreenedRun]
         run.stop()
 
 
-@pytest.mark.parametrize(
-    ("agent", "said"),
-    [
-        (broken_agents.RaisesKeyError, "raised KeyError: 'anwser'"),
-        (broken_agents.ReadsMissingColumn, "raised KeyError: 'question'"),
-        (broken_agents.ReturnsString, "returned '1.0' (str), expected a finite float"),
-        (broken_agents.MakesNoCall, "made no model call, so there is nothing to reward"),
-        (broken_agents.AsksForTools, "raised BadRequestError: no tool-call parser is configured"),
-        (broken_agents.CallsFixedAddress, "raised openai.APITimeoutError: Request timed out."),
-    ],
-)
+@pytest.mark.parametrize("mistake", AGENT_MISTAKES, ids=lambda mistake: mistake.what)
 def test_a_mistake_of_the_agent_is_told_at_once_and_ends_the_run(
     start: Callable[[type], ScreenedRun],
-    agent: type,
-    said: str,
+    mistake: AgentMistake,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = start(agent)
+    run, said = start(mistake.agent), mistake.said
     assert run.end() == 70, run.screen
     shown_at, line = run.await_line("agent  ")
     assert line.startswith(f"agent    {said}")

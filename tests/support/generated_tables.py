@@ -5,13 +5,22 @@ from collections.abc import Callable
 from areal_hpc.areal.config.translation import render_rule_table
 from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
-from tests.support import agents_table, document_table, rank_kill, slurm_events_table, soak_table
+from tests.support import (
+    agents_table,
+    document_table,
+    mistakes,
+    rank_kill,
+    slurm_events_table,
+    soak_table,
+)
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
     ("areal-documents.md", "blocks"): document_table.table,
+    ("errors.md", "agents"): mistakes.agent_mistakes_table,
+    ("errors.md", "mistakes"): mistakes.mistakes_table,
     ("metrics.md", "alerts"): render_alert_table,
     ("metrics.md", "metrics"): render_metric_table,
     ("migrating-from-areal.md", "keys"): render_rule_table,

@@ -40,11 +40,10 @@ def check_model(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     if not path.is_dir():
-        yield Problem(
-            f"there is no model directory at {path.resolve()}",
-            key,
-            "give a directory in Hugging Face format; jobs never download",
-        )
+        found = f"there is no model directory at {path.resolve()}"
+        if path.is_file():
+            found = f"{path.resolve()} is a file, expected a model directory"
+        yield Problem(found, key, "give a directory in Hugging Face format; jobs never download")
         return
     for name, what in (
         ("config.json", "the model's shape"),

@@ -83,7 +83,8 @@ def _write_tasks(recipe: Recipe, count: int, out: Path) -> None:
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     rows = list(islice(_alternate_sources(recipe), count))
     if not rows:
-        raise RecipeError("the data set is empty", key="train_dataset")
+        message, hint = "no source gave a row", "name a source that has at least one"
+        raise RecipeError(message, key="train_dataset", hint=hint)
     lines = [encode_row(row, number, "train_dataset") for number, row in enumerate(rows)]
     for row in rows:
         check(row)

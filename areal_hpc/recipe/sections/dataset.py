@@ -42,6 +42,10 @@ class TaskSetConfig(BaseConfig):
             raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
         return self
 
+    def describe_source(self) -> str:
+        """The source that is given, as in `path a.jsonl` or `generator package.module:function`."""
+        return next(f"{name} {value}" for name in self.choices if (value := getattr(self, name)))
+
 
 class MixtureSourceConfig(TaskSetConfig):
     """One of several sources of tasks."""

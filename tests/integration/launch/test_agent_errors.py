@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import broken_agents
 from tests.support.commands import exit_code_of
+from tests.support.mistakes import AGENT_MISTAKES, AgentMistake
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
 from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
@@ -43,56 +44,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ScreenedRun]]:
         run.stop()
 
 
-@pytest.mark.parametrize(
-    ("agent", "said", "text", "hint"),
-    [
-        (
-            broken_agents.RaisesKeyError,
-            "raised KeyError: 'anwser'",
-            "anwser",
-            "did you mean 'answer'? the task has messages, answer",
-        ),
-        (
-            broken_agents.ReadsMissingColumn,
-            "raised KeyError: 'question'",
-            "question",
-            "the task has messages, answer",
-        ),
-        (
-            broken_agents.ReturnsString,
-            "returned '1.0' (str), expected a finite float",
-            "async def run",
-            "fix ",
-        ),
-        (
-            broken_agents.MakesNoCall,
-            "made no model call, so there is nothing to reward",
-            "async def run",
-            "call the model at the `base_url`",
-        ),
-        (
-            broken_agents.AsksForTools,
-            "raised BadRequestError: no tool-call parser is configured (set "
-            "inference.tool_call_parser to the model's format)",
-            None,
-            "fix ",
-        ),
-        (
-            broken_agents.CallsFixedAddress,
-            "raised openai.APITimeoutError: Request timed out. ([Errno 111] Connect call failed",
-            None,
-            "call the model at the `base_url`",
-        ),
-    ],
-)
+@pytest.mark.parametrize("mistake", AGENT_MISTAKES, ids=lambda mistake: mistake.what)
 def test_a_mistake_of_the_agent_is_on_the_screen_at_once_and_ends_the_run_as_the_agents(
     start: Callable[..., ScreenedRun],
-    agent: type,
-    said: str,
-    text: str | None,
-    hint: str,
+    mistake: AgentMistake,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    agent, said, text, hint = mistake.agent, mistake.said, mistake.text, mistake.hint
     run = start(agent, **{SERVER_START_VARIABLE: "1"})
     assert run.end() == 70, run.screen
     place = line_of(agent, text) if text else f"{broken_agents.__file__}:"

@@ -56,7 +56,10 @@ REFUSED = [
         "from disk every replica loads by itself",
     ),
     # names that would leave the file root
-    *((f"trial_name='{name}'", "trial_name", "pattern") for name in ("..", ".hidden", "a/b", "")),
+    *(
+        (f"trial_name='{name}'", "trial_name", "regular expression")
+        for name in ("..", ".hidden", "a/b", "")
+    ),
 ]
 
 
@@ -140,7 +143,7 @@ def test_sampling_that_training_does_not_know_of_is_told() -> None:
         ("a: [1", "is not YAML"),
         ("5", "is not YAML"),
         ("- 1\n- 2\n", "holds a list"),
-        ("x: ${nowhere}\n", "cannot be read"),
+        ("x: ${nowhere}\n", "nowhere.*not found"),
         (None, "there is no recipe at"),
     ],
 )
