@@ -18,7 +18,6 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
     run_online_episode,
 )
-from areal_hpc.rollout.episodes.failure_cause import find_failure_cause
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -243,7 +242,7 @@ class TicketRunner:
 
     async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
-        cause = find_failure_cause(outcome.status, outcome.reason)
+        cause = outcome.status if outcome.error is None else outcome.error.cause
         request = KeepFailedRequest(
             outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
         )

@@ -266,7 +266,7 @@ def test_every_failed_try_is_kept_with_its_cause_and_traceback(
     cell.run()
     assert len(cell.proxy.failed) == 2
     for number, kept in enumerate(cell.proxy.failed):
-        assert re.fullmatch(r"RuntimeError at test_driver\.py:\d+", kept.cause)
+        assert re.fullmatch(rf"RuntimeError at {re.escape(__file__)}:\d+", kept.cause)
         assert f"at {number}" in kept.error.splitlines()[0]
         assert "Traceback" in kept.error
     names = {name for one in cell.proxy.finished.values() for name in one}
