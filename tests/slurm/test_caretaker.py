@@ -59,7 +59,9 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     hide = ("mount", "-t", "tmpfs", "tmpfs", str(root))
     cancelling.slurm("srun", SAFE, "--nodelist=n04", *hide)
     elsewhere = "--exclude=n01"
-    lost.submit("steady", SAFE, elsewhere, "--no-requeue", only_now=("--nodelist=n04",))
+    # Its successor is safe: on the node of the next job it would keep that from being preempted.
+    apart = f"{elsewhere},n02"
+    lost.submit("steady", SAFE, apart, "--no-requeue", only_now=("--nodelist=n04",))
     preempted.submit("steady", AT_RISK, elsewhere, only_now=("--nodelist=n02",))
     preempted.awaits_words(1)
     preempt(cancelling, preempted)
