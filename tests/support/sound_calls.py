@@ -95,6 +95,9 @@ def _list_driver_calls(
         "/rl/offer_episode": proxy_wire.OfferEpisodeRequest(start, {"a": 1}, wait_s=0.01),
         "/rl/await_session": proxy_wire.AwaitSessionRequest(opened.session_id, wait_s=0.01),
         "/rl/finish_ticket": proxy_wire.FinishTicketRequest(ref, [opened.session_id]),
+        "/rl/keep_failed": proxy_wire.KeepFailedRequest(
+            closed.session_id, "KeyError at agent.py:3", "the agent raised KeyError"
+        ),
         "/rl/seal": ledger_wire.Empty(),
         "/export_trajectories": proxy_wire.ExportRequest(closed.session_id),
         "/grant_capacity": ledger_wire.Empty(),
