@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.container import get_image_python
 
@@ -79,11 +80,15 @@ def build_role_variables(
         else NCCL_VARIABLES | TRAINER_GPU_VARIABLES
     )
     of_servers = {} if recipe.inference.device == "cpu" else NCCL_VARIABLES
-    of_devices = {"train": of_trainer, "serve": of_servers}
+    of_roles: dict[str, dict[str, str]] = {
+        "train": of_trainer,
+        "serve": of_servers,
+        "agents": {ISOLATION_VARIABLE: recipe.reward.isolation},
+    }
     return {
         role: {
             **(shared or {}),
-            **of_devices.get(role, {}),
+            **of_roles.get(role, {}),
         }
         for role in ROLES
     }

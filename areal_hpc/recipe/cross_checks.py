@@ -28,6 +28,11 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 "whole distribution, and the trainer does not know that tokens were left out; "
                 f"{name}={neutral} trains on what was sampled"
             )
+    if recipe.reward.isolation == "none":
+        yield (
+            "reward.isolation=none: a program that the model wrote can read and change all that "
+            "you can, its tests and this run included"
+        )
 
 
 def _check_training(recipe: Recipe) -> Iterator[Problem]:

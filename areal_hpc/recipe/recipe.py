@@ -14,6 +14,7 @@ from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.reward import RewardConfig
 from areal_hpc.recipe.sections.rollout import EvaluationConfig, RolloutConfig
 from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -91,6 +92,8 @@ class Recipe(BaseConfig):
     """The agent proxy."""
     rollout: RolloutConfig
     """The user's agent."""
+    reward: RewardConfig = RewardConfig()
+    """Rewards that run programs of the model."""
     shards: ShardConfig = ShardConfig()
     """Recorded trajectories."""
     trainer: TrainerConfig = TrainerConfig()

@@ -1,11 +1,12 @@
 """Answers that are programs, judged by running tests."""
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_code
-from areal_hpc.sandbox.run import ProgramLimits, run_program
+from areal_hpc.reward.judging.judge import passes_tests
+from areal_hpc.sandbox.process import ProgramLimits
+from areal_hpc.sandbox.run import run_program
 
 
 def code_reward(
@@ -18,9 +19,16 @@ def code_reward(
 ) -> float:
     """1.0 if the last fenced block of Python passes every test, else 0.0.
 
-    Of `tests`, `{"program": source}` runs after the answer and must end without an error;
+    Of `tests`, `{"program": source}` calls what the answer defines and must end without an error;
     `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
     `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
+
+    An answer runs in a sandbox and sees neither tests nor expected outputs: a `program` runs in
+    another process and calls it over a socket, which carries literals alone.
+
+    Raises:
+        RecipeError: This machine cannot isolate programs, and `reward.isolation` is not none.
+        ClusterError: A sandbox could not be started.
     """
     source = extract_code(completions)
     if source is None:
@@ -28,11 +36,7 @@ def code_reward(
     wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
     limits = ProgramLimits(**wanted)
     if "program" in tests:
-        # They ran to their end if the word after them is printed, whoever calls `sys.exit(0)`.
-        word = secrets.token_hex(16)
-        program = f"{source}\n{tests['program']}\nprint()\nprint({word!r})\n"
-        outcome = run_program(program, limits=limits)
-        return float(outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word])
+        return float(passes_tests(source, tests["program"], limits))
     for case in tests["cases"]:
         outcome = run_program(source, case["input"], limits)
         if outcome.exit_code != 0 or _strip_lines(outcome.stdout) != _strip_lines(case["output"]):

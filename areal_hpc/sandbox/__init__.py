@@ -1,1 +1,1 @@
-"""Sandbox: programs that a model wrote, run apart."""
+"""Isolation of programs that a model wrote: namespaces by bubblewrap, seccomp, limits."""

@@ -49,6 +49,12 @@ class RunProgress:
         return int(section.get("cells") or 1) if isinstance(section, dict) else 1
 
     @property
+    def is_isolated(self) -> bool:
+        """False if programs that the model writes run as the user does."""
+        section = self.recipe.get("reward")
+        return not (isinstance(section, dict) and section.get("isolation") == "none")
+
+    @property
     def step(self) -> int:
         """The last trained step; 0 before the first."""
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
@@ -118,6 +124,8 @@ def format_run_progress(
             f"  last checkpoint   step {advance.checkpoint_step}, "
             f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
+    if not advance.is_isolated:
+        lines.append("  isolation         none: programs of the model can do all that you can")
     lines += [f"  idle              {one}" for one in _describe_idle_time(advance, paths)]
     return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
 

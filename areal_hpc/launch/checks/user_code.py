@@ -1,6 +1,7 @@
 """Check of the user's code: it is imported, and agents are built, in the Python of who will."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 
 USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
@@ -24,6 +26,8 @@ try:
         load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
+    if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
+        sys.modules["areal_hpc.sandbox.run"].check_isolation()
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
@@ -40,6 +44,7 @@ def check_user_code(
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
+    environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode}
     for python, named, name, key, what in (
         (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
@@ -49,11 +54,11 @@ def check_user_code(
         asked["agents"] = [one for one in named if one[0]]
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
-            yield from _check_user_code_loads(python, asked, key, what)
+            yield from _check_user_code_loads(python, asked, environ, key, what)
 
 
 def _check_user_code_loads(
-    python: str, request: Mapping[str, Any], key: str, what: str
+    python: str, request: Mapping[str, Any], environ: Mapping[str, str], key: str, what: str
 ) -> Iterator[Problem]:
     """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
@@ -64,6 +69,7 @@ def _check_user_code_loads(
             text=True,
             timeout=USER_CODE_TIMEOUT_S,
             check=False,
+            env=environ,
         )
     except subprocess.TimeoutExpired:
         message = f"{what} did not finish loading within {USER_CODE_TIMEOUT_S} s"

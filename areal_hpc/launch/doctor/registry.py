@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail
+from areal_hpc.launch.doctor.isolation_checks import check_program_isolation
 from areal_hpc.launch.doctor.limit_checks import check_accounting_limits, check_qos_preemption
 from areal_hpc.launch.doctor.partition_checks import check_partitions, check_requeue
 from areal_hpc.launch.doctor.recipe_checks import check_recipe_inputs, check_role_interpreters
@@ -45,6 +46,7 @@ CHECKS = (
     DoctorCheck("container", check_container, ("slurm",)),
     DoctorCheck("storage", check_storage, ("file root",)),
     DoctorCheck("shared", check_sharing, ("file root",)),
+    DoctorCheck("isolation", check_program_isolation),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
 )

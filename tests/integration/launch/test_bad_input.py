@@ -106,3 +106,24 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
     assert answer.returncode == 78, answer.stderr
     assert expected in answer.stderr
     assert "at: cluster.fileroot" in answer.stderr
+
+
+def test_an_agent_that_runs_programs_is_refused_where_they_cannot_be_isolated(
+    tmp_path: Path,
+) -> None:
+    """Unless it is asked for, as on a cluster whose administrators forbid user namespaces."""
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces && "
+    words = f"{QUICKSTART} cluster.fileroot={tmp_path}/runs rollout.workflow=examples.coding.agent."
+    command = f"exec setpriv --inh-caps=-all --bounding-set=-all {sys.executable} -m areal_hpc "
+
+    def run(words: str) -> str:
+        script = f"{forbid}{command} {words}"
+        answer = run_program("unshare", "--user", "--map-root-user", "sh", "-c", script)
+        assert answer.returncode == (78 if words.startswith("run") else 0), answer.stderr
+        return answer.stdout + answer.stderr
+
+    refused = run(f"run {words}CodeAgent")
+    assert "programs that the model wrote cannot be isolated on this machine: bwrap" in refused
+    assert "at: reward.isolation" in refused
+    assert not (tmp_path / "runs").exists()
+    assert "isolated" not in run(f"run {words}CodingAgnt reward.isolation=none")

@@ -17,12 +17,17 @@ def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         },
-        "agents": {},
+        "agents": {"AREAL_HPC_REWARD_ISOLATION": "bwrap"},
     }
 
 
 def test_a_site_adds_its_own_and_a_cpu_needs_none() -> None:
     variables = build_role_variables(load_recipe(GPU_RECIPE), {"NCCL_SOCKET_IFNAME": "ib0"})
     assert {role["NCCL_SOCKET_IFNAME"] for role in variables.values()} == {"ib0"}
-    on_cpu = build_role_variables(load_recipe(CHECKOUT / "recipes" / "quickstart.yaml"))
-    assert on_cpu == {"serve": {}, "train": {"TORCHDYNAMO_DISABLE": "1"}, "agents": {}}
+    unisolated = ["reward.isolation=none"]
+    on_cpu = build_role_variables(load_recipe(CHECKOUT / "recipes/quickstart.yaml", unisolated))
+    assert on_cpu == {
+        "serve": {},
+        "train": {"TORCHDYNAMO_DISABLE": "1"},
+        "agents": {"AREAL_HPC_REWARD_ISOLATION": "none"},
+    }

@@ -147,10 +147,11 @@ def test_who_does_not_mean_slurm_is_not_told_of_its_absence(
 ) -> None:
     """Slurm's commands are here, and there is no cluster."""
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere"))
-    (one,) = run_checks(DoctorSubject())
+    one, isolation = run_checks(DoctorSubject())
+    assert isolation.name == "isolation"
     assert one.verdict is CheckStatus.OK
     assert "`areal-hpc run` works without it" in one.finding
     assert len(one.finding.splitlines()) == 1
     meant = run_checks(DoctorSubject(has_site=True))
-    assert [check.verdict for check in meant] == [CheckStatus.FAIL]
+    assert [check.verdict for check in meant] == [CheckStatus.FAIL, isolation.verdict]
     assert len(meant[0].finding.splitlines()) == 1

@@ -1,12 +1,15 @@
 """What a model's program cannot do. Every limit is run into."""
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.sandbox.run import ProgramLimits, run_program
+from areal_hpc.sandbox.process import Isolation, ProgramLimits
+from areal_hpc.sandbox.run import run_program
+from tests.support.environments import CHECKOUT
 
 SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
 
@@ -20,7 +23,7 @@ SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10,
         # neither the launcher's variables nor its packages are seen
         (
             "import os; print(sorted(os.environ)); print(os.listdir('.'))",
-            "['HOME', 'LC_ALL', 'PATH']\n[]\n",
+            "['HOME', 'LC_ALL', 'PATH', 'PWD']\n[]\n",
         ),
     ],
 )
@@ -60,37 +63,144 @@ def test_output_is_limited() -> None:
     assert outcome.exit_code != 0
 
 
-def namespaces_are_allowed() -> bool:
-    """Asked of util-linux, not of our code."""
-    probe = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "true"],
-        capture_output=True,
-        check=False,
-    )
-    return probe.returncode == 0
-
-
-def test_there_is_no_network_and_no_other_process_where_the_kernel_allows_it() -> None:
+def test_there_is_no_network_no_other_process_and_nothing_of_the_user(tmp_path: Path) -> None:
+    secret = tmp_path / "admin.key"
+    secret.write_text("key of the run")
+    secret.chmod(0o644)
     source = (
         "import os, socket\n"
         "names = [name for _, name in socket.if_nameindex()]\n"
-        "print(os.getpid(), names)\n"
+        "print([name for name in os.listdir('/proc') if name.isdigit()], names, os.getuid())\n"
+        f"for path in ({str(secret)!r}, '/etc/passwd', {__file__!r}):\n"
+        "    print(os.path.exists(path))\n"
         "socket.create_connection(('127.0.0.1', 9), 1)\n"
     )
     outcome = run_program(source)
-    assert outcome.is_apart or not namespaces_are_allowed()
-    if outcome.is_apart:
-        assert outcome.stdout == "1 ['lo']\n"
-        assert "Error" in outcome.stderr
+    assert outcome.stdout == "['1', '2'] ['lo'] 65534\n" + 3 * "False\n"
+    assert "ConnectionRefusedError" in outcome.stderr
 
 
-def test_nothing_that_a_program_started_outlives_it() -> None:
-    marker = "areal-sandbox-orphan"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open('/usr/planted', 'w')",
+        "open('/planted', 'w')",
+        "open('/dev/planted', 'w')",
+        "open('/sandbox/program.py', 'w')",
+        "import os; os.mkdir('/tmp/../planted')",
+    ],
+)
+def test_it_writes_only_into_its_own_folders(source: str) -> None:
+    assert "Read-only file system" in run_program(source).stderr
+
+
+def test_what_it_writes_is_of_limited_size_and_gone_afterwards() -> None:
+    limits = ProgramLimits(scratch_bytes=1 << 20, output_bytes=4 << 20)
+    for folder in ("/tmp", "/dev/shm"):
+        source = f"open('{folder}/large', 'wb').write(bytes(2 << 20))"
+        assert "No space left on device" in run_program(source, limits=limits).stderr
+    assert run_program("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("libc.unshare(0x10000000)", "EPERM"),
+        ("libc.mount(b'none', b'/tmp', b'tmpfs', 0, None)", "EPERM"),
+        ("libc.ptrace(0, 0, 0, 0)", "EPERM"),
+        ("libc.syscall(321, 0, 0, 0)", "EPERM"),  # bpf
+        ("libc.syscall(56, 0x10000011, 0, 0, 0, 0)", "EPERM"),  # clone with CLONE_NEWUSER
+        ("libc.syscall(435, 0, 0)", "ENOSYS"),  # clone3
+        ("libc.socket(40, 1, 0)", "EPERM"),  # AF_VSOCK
+    ],
+)
+def test_calls_that_leave_a_sandbox_are_refused(call: str, error: str) -> None:
+    source = (
+        "import ctypes, errno\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        f"print({call}, errno.errorcode[ctypes.get_errno()])\n"
+    )
+    assert run_program(source).stdout == f"-1 {error}\n"
+
+
+def test_memory_of_all_processes_together_is_limited() -> None:
     source = (
         "import os, time\n"
-        f"if os.fork() == 0:\n    os.execv('/bin/sleep', ['{marker}', '60'])\n"
+        "for n in range(3):\n"
+        "    if os.fork() == 0:\n"
+        "        held = bytearray(150 << 20)\n"
+        "        time.sleep(20)\n"
+        "time.sleep(20); print('all')\n"
+    )
+    outcome = run_program(source, limits=SMALL)
+    assert outcome.exit_code != 0
+    assert not outcome.timed_out
+    assert "all" not in outcome.stdout
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", "none"])
+def test_a_program_that_replaces_its_output_by_a_pipe_or_a_link_holds_nobody_up(
+    isolation: Isolation, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of the user")
+    source = (
+        "import os, pathlib\n"
+        "for name in ('../stdout', '../stderr', 'stdout'):\n"
+        "    try:\n"
+        "        pathlib.Path(name).unlink(missing_ok=True)\n"
+        f"        os.symlink({str(secret)!r}, name)\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    outcome = run_program(source, isolation=isolation)
+    assert "of the user" not in outcome.stdout + outcome.stderr
+
+
+@pytest.mark.parametrize("escape", ["os.setsid()", "pass"])
+def test_nothing_that_a_program_started_outlives_it(escape: str) -> None:
+    marker = f"areal-sandbox-orphan-{escape[3:9]}"
+    source = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        f"    {escape}\n"
+        f"    if os.fork() == 0: os.execv('/bin/sleep', ['{marker}', '60'])\n"
+        "    os._exit(0)\n"
         "time.sleep(0.2)\n"
     )
     assert run_program(source).exit_code == 0
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
     assert not [command for command in commands if marker.encode() in command]
+
+
+RUN_AS_ASKED = (
+    "import sys; from areal_hpc.sandbox.run import run_program\n"
+    "try: print(run_program('import os; print(os.getuid())', isolation=sys.argv[1]))\n"
+    "except Exception as error: print(type(error).__name__, error)\n"
+)
+
+
+def run_apart(isolation: str, *command: str) -> str:
+    """What a process that a command starts gets of a program that prints its user."""
+    words = [*command, sys.executable, "-c", RUN_AS_ASKED, isolation]
+    found = subprocess.run(words, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    return found.stdout + found.stderr
+
+
+def test_an_ordinary_user_may_run_it_and_so_may_root_of_a_container() -> None:
+    for mapped in (("--map-user=1234", "--map-group=1234"), ("--map-root-user",)):
+        assert "stdout='65534\\n'" in run_apart("bwrap", "unshare", "--user", *mapped)
+
+
+def test_where_the_kernel_allows_no_namespaces_a_program_is_refused_and_the_way_out_named() -> None:
+    """As on many clusters."""
+    script = (
+        "echo 0 > /proc/sys/user/max_user_namespaces; "
+        'exec setpriv --inh-caps=-all --bounding-set=-all "$@"'
+    )
+    command = ("unshare", "--user", "--map-root-user", "sh", "-c", script, "sh")
+    refused = run_apart("bwrap", *command)
+    assert refused.startswith("RecipeError")
+    assert "programs that the model wrote cannot be isolated on this machine" in refused
+    assert "reward.isolation=none" in refused
+    assert "stdout='0\\n'" in run_apart("none", *command)

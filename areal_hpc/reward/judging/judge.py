@@ -1,0 +1,56 @@
+"""Verdict on an answer by tests that call it, each of the two in a sandbox of its own."""
+
+import socket
+from pathlib import Path
+
+from areal_hpc.sandbox.process import ProgramLimits, ProgramResult, SandboxedProcess, get_isolation
+
+_FOLDER = Path(__file__).parent
+_PASSED = "passed"
+"""As `judge_main.py` prints it."""
+
+
+def passes_tests(answer: str, tests: str, limits: ProgramLimits) -> bool:
+    """True if the tests, a Python program that uses names of the answer, run without an error.
+
+    The answer never sees the tests: it gets the arguments of one call after the other.
+
+    Raises:
+        RecipeError: This machine cannot isolate programs, and `reward.isolation` is not none.
+        ClusterError: A process could not be started.
+    """
+    outcome = run_tests(answer, tests, limits)
+    lines = outcome.stdout.splitlines()
+    return outcome.exit_code == 0 and not outcome.timed_out and lines[-1:] == [_PASSED]
+
+
+def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
+    """How the tests' process ended, and what it printed."""
+    isolation = get_isolation()
+    answers_end, tests_end = socket.socketpair()
+    with answers_end, tests_end:
+        judged = SandboxedProcess(
+            _gather_files("answer_main.py", "answer.py", answer),
+            limits,
+            isolation,
+            channel_fd=answers_end.fileno(),
+            keeps_output=False,
+        )
+        try:
+            judge = SandboxedProcess(
+                _gather_files("judge_main.py", "tests.py", tests),
+                limits,
+                isolation,
+                channel_fd=tests_end.fileno(),
+            )
+            answers_end.close()  # each process alone holds its end now
+            tests_end.close()
+            return judge.communicate(beside=[judged])
+        finally:
+            judged.kill()
+
+
+def _gather_files(main: str, name: str, source: str) -> dict[str, bytes]:
+    """The program, the codec, and what it works on, in the order of its command line."""
+    scripts = {script: (_FOLDER / script).read_bytes() for script in (main, "literals.py")}
+    return {**scripts, name: source.encode(errors="replace")}

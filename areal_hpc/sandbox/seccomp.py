@@ -1,0 +1,103 @@
+"""Filter of system calls for sandboxed programs, as classic BPF.
+
+Refused with EPERM: what makes namespaces and mounts, looks into other processes, loads code into
+the kernel, or reaches sockets that a network namespace does not hold. `clone3`, whose flags a
+filter cannot see, is answered ENOSYS, after which libc calls `clone`. Numbers of calls: Linux's
+arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (seccomp(2), bpf(2)).
+"""
+
+import errno
+import platform
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in `struct seccomp_data`; an argument's lower half comes first."""
+_X32_BIT = 0x40000000
+_NAMESPACE_FLAGS = 0x7E020080
+"""CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWUTS, NEWIPC, NEWCGROUP and NEWTIME."""
+_AF_VSOCK = 40
+"""Reaches the host of a virtual machine from any network namespace."""
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Numbers of system calls on one architecture."""
+
+    audit_architecture: int
+    refused: tuple[int, ...]
+    clone: int
+    clone3: int
+    socket: int
+
+
+_BY_MACHINE = {
+    "x86_64": _Calls(
+        0xC000003E,
+        (
+            *(272, 308, 165, 166, 155, 161),  # unshare setns mount umount2 pivot_root chroot
+            *(428, 429, 430, 431, 432, 442),  # open_tree move_mount fsopen fsconfig fsmount *attr
+            *(101, 310, 311, 312, 438, 434),  # ptrace process_vm_* kcmp pidfd_getfd pidfd_open
+            *(321, 298, 323, 425, 426, 427),  # bpf perf_event_open userfaultfd io_uring_*
+            *(248, 249, 250, 246, 320, 175),  # add_key request_key keyctl kexec_* init_module
+            *(313, 176, 304, 167, 168, 169),  # *_module open_by_handle_at swapon swapoff reboot
+        ),
+        clone=56,
+        clone3=435,
+        socket=41,
+    ),
+    "aarch64": _Calls(
+        0xC00000B7,
+        (
+            *(97, 268, 40, 39, 41, 51),
+            *(428, 429, 430, 431, 432, 442),
+            *(117, 270, 271, 272, 438, 434),
+            *(280, 241, 282, 425, 426, 427),
+            *(217, 218, 219, 104, 294, 105),
+            *(273, 106, 265, 224, 225, 142),
+        ),
+        clone=220,
+        clone3=435,
+        socket=198,
+    ),
+}
+
+
+def build_filter(machine: str = "") -> bytes | None:
+    """The filter as bubblewrap's `--seccomp` reads it; None for a machine that is not known.
+
+    `machine` is as `uname -m` says; this one by default.
+    """
+    calls = _BY_MACHINE.get(machine or platform.machine())
+    if calls is None:
+        return None
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble(calls))
+
+
+def _assemble(calls: _Calls) -> Iterator[tuple[int, int, int, int]]:
+    """Instructions: code, jump if true, jump if false, constant; jumps count what is left out."""
+    refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    yield _LOAD_WORD, 0, 0, _ARCHITECTURE
+    yield _JUMP_EQUAL, 1, 0, calls.audit_architecture
+    yield _RETURN, 0, 0, _KILL
+    yield _LOAD_WORD, 0, 0, _NUMBER
+    yield _JUMP_AT_LEAST, 0, 1, _X32_BIT
+    yield refuse
+    for number in calls.refused:
+        yield _JUMP_EQUAL, 0, 1, number
+        yield refuse
+    yield _JUMP_EQUAL, 0, 1, calls.clone3
+    yield _RETURN, 0, 0, _ERRNO | errno.ENOSYS
+    yield _JUMP_EQUAL, 0, 4, calls.clone
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT
+    yield _JUMP_ANY_BIT, 0, 1, _NAMESPACE_FLAGS
+    yield refuse
+    yield _RETURN, 0, 0, _ALLOW
+    yield _JUMP_EQUAL, 0, 3, calls.socket
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT
+    yield _JUMP_EQUAL, 0, 1, _AF_VSOCK
+    yield refuse
+    yield _RETURN, 0, 0, _ALLOW
