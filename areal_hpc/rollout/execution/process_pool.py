@@ -9,13 +9,26 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_hpc.errors import AgentError, WorkerLostError
+from areal_hpc.jobs.processes.descendants import (
+    adopt_orphans,
+    kill_descendants,
+    kill_process,
+    list_descendants,
+)
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.rollout.execution.answers import (
+    MAX_ANSWER_BYTES,
+    decode_answer,
+    encode_raised,
+    encode_returned,
+)
 
 _SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
 
@@ -23,8 +36,9 @@ _SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # `fork` would copy locks
 class ProcessPool:
     """At most `size` processes, started when they are needed and reused one call after the other.
 
-    Calls are plain functions; they and their arguments must be picklable. They travel over pipes
-    between a process and its child, never over a network.
+    Calls are plain functions; they and their arguments must be picklable, and travel to the process
+    over a pipe. What comes back is JSON (`answers.py`). Processes that a call started are killed at
+    its end.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,15 +75,17 @@ class ProcessPool:
 
 
 class _Process:
-    """One child and the pipe to it."""
+    """One child, the pipe of calls to it, and the socket of its answers."""
 
     def __init__(self) -> None:
-        self._pipe, end = _SPAWN_CONTEXT.Pipe()
+        calls, self._pipe = _SPAWN_CONTEXT.Pipe(duplex=False)
+        self._answers, answering = socket.socketpair()
+        self._answers.setblocking(False)
         self._child = _SPAWN_CONTEXT.Process(
-            target=_serve_calls, args=(end, os.getpid()), daemon=True
+            target=_serve_calls, args=(calls, answering, os.getpid()), daemon=True
         )
-        self._child.start()
-        end.close()
+        with calls, answering:
+            self._child.start()
         self._answering = False
 
     @property
@@ -82,60 +98,61 @@ class _Process:
         self._answering = True
         try:
             self._pipe.send((function, args, kwargs))
-            await self._await_answer()
-            returned, raised = self._pipe.recv()
+            line = await self._read_answer()
         except (EOFError, OSError) as error:
             self._child.join(1.0)
             raise WorkerLostError(
                 f"the worker process exited with code {self._child.exitcode} during the call"
             ) from error
-        except Exception as error:  # boundary: the answer unpickles the user's classes
-            raise AgentError(f"what the process answered cannot be read here: {error}") from error
         self._answering = False
-        if raised is not None:
-            raise raised
-        return returned
+        return decode_answer(line)
 
-    async def _await_answer(self) -> None:
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pipe.fileno(), answered.set)
-        try:
-            await answered.wait()
-        finally:
-            loop.remove_reader(self._pipe.fileno())
+    async def _read_answer(self) -> bytes:
+        """One line, of whatever pieces it comes in: the event loop goes on meanwhile."""
+        loop, answer = asyncio.get_running_loop(), bytearray()
+        while not answer.endswith(b"\n"):
+            piece = await loop.sock_recv(self._answers, 1 << 16)
+            if not piece:
+                raise EOFError
+            answer += piece
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise AgentError(
+                    f"the worker process answered more than {MAX_ANSWER_BYTES >> 20} MiB",
+                    hint="return rewards, and keep the rest in files or in `Reward.note`",
+                )
+        return bytes(answer)
 
     def kill(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, whatever it does, and all that it started."""
+        pid = self._child.pid
+        below = list_descendants(pid) if pid is not None else []
         self._child.kill()
         self._child.join()
+        for one in below:
+            kill_process(one)
         self._pipe.close()
+        self._answers.close()
 
 
-def _serve_calls(pipe: Connection, parent: int) -> None:
+def _serve_calls(calls: Connection, answers: socket.socket, parent: int) -> None:
     """The child: answer calls until the pipe closes."""
     die_with_parent(signal.SIGKILL)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
     if os.getppid() != parent:
         return
     while True:
+        kept = frozenset(list_descendants(os.getpid()))
         try:
-            function, args, kwargs = pipe.recv()
+            function, args, kwargs = calls.recv()
         except EOFError:
             return
         except Exception as error:  # boundary: unpickling imports the user's modules
-            _send_result(pipe, None, error)
+            answers.sendall(encode_raised(error))
             continue
         try:
-            returned = function(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # boundary: the user's code; sent to the parent
-            _send_result(pipe, None, error)
-        else:
-            _send_result(pipe, returned, None)
-
-
-def _send_result(pipe: Connection, returned: Any, raised: BaseException | None) -> None:
-    try:
-        pipe.send((returned, raised))
-    except Exception as error:  # boundary: what the user's code gave cannot be pickled
-        what = f"{type(raised).__name__}: {raised}" if raised is not None else repr(returned)
-        pipe.send((None, AgentError(f"{what:.500} cannot be sent back: {error}")))
+            answer = encode_returned(function(*args, **kwargs))
+        except (Exception, SystemExit) as error:  # boundary: the user's code; told to the parent
+            answer = encode_raised(error)
+        kill_descendants(os.getpid(), kept)
+        answers.sendall(answer)

@@ -1,8 +1,10 @@
 """Agents for processes of their own; they know of the session only what the environment says."""
 
 import asyncio
+import contextlib
 import json
 import os
+import stat
 import sys
 import time
 import urllib.request
@@ -98,3 +100,60 @@ class Misgraded:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
         return Reward(1.0, parts={"correct": data["answer"]})
+
+
+class Hostile:
+    """Does to its driver what the program of a model might make it do; `data["does"]` says what."""
+
+    async def run(self, data: dict[str, Any]) -> Any:
+        match data["does"]:
+            case "returns an object with code":
+                return _Planted(data["note"])
+            case "answers half a message" | "answers no JSON":
+                self._write_on_sockets(b"7 by" if "half" in data["does"] else b"\x80\x04K\x07.\n")
+                time.sleep(600)
+            case "answers too much":
+                self._write_on_sockets(b"x" * (40 << 20))
+            case "leaves a daemon":
+                _start_daemon(data["note"])
+            case "leaves a daemon and hangs":
+                _start_daemon(data["note"])
+                time.sleep(600)
+        return 1.0
+
+    @staticmethod
+    def _write_on_sockets(content: bytes) -> None:
+        """On each as much as its other end reads: one of them is that of the answers."""
+        for path in Path("/proc/self/fd").iterdir():
+            left, waits = content, 0
+            with contextlib.suppress(OSError):
+                is_socket = stat.S_ISSOCK(os.fstat(int(path.name)).st_mode)
+                while is_socket and left and waits < 20:
+                    try:
+                        left = left[os.write(int(path.name), left[: 1 << 20]) :]
+                        waits = 0
+                    except BlockingIOError:
+                        time.sleep(0.01)
+                        waits += 1
+
+
+class _Planted:
+    """A pickle of it writes a file in the process that loads it."""
+
+    def __init__(self, note: str) -> None:
+        self.note = note
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.note),)
+
+
+def _start_daemon(note: str) -> None:
+    """Two forks and a session of its own; returns when it stands."""
+    if os.fork():
+        os.wait()
+        return
+    os.setsid()
+    if (pid := os.fork()) == 0:
+        os.execvp("sleep", ["sleep", "600"])
+    Path(note).write_text(str(pid))
+    os._exit(0)

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
@@ -14,6 +15,7 @@ from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.process_agents import Blocking, Misgraded
 from tests.integration.rollout.standins import StandInProxy, driving
 from tests.integration.rollout.test_episode import TASK, finish, spec
+from tests.support.waiting import wait_for
 
 PATH = "tests.integration.rollout.process_agents.Blocking"
 HANG_S = 2.0
@@ -126,3 +128,64 @@ def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
         with pytest.raises(RecipeError, match=said):
             finish(agent.check_agent_builds())
         agent.close()
+
+
+HOSTILE = PATH.replace("Blocking", "Hostile")
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("returns an object with code", "cannot be sent back from a worker process"),
+        ("answers half a message", "took longer than"),
+        ("answers no JSON", "what the worker process answered cannot be read"),
+        ("answers too much", "the worker process answered more than 16 MiB"),
+    ],
+)
+def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
+    does: str, said: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    agent = SubprocessAgent(HOSTILE, {}, 2)
+
+    async def play_both() -> tuple[EpisodeOutcome, int]:
+        ticks = 0
+        async with StandInProxy(tmp_path) as _, driving(tmp_path) as (peer, http_client):
+            data = {**TASK, "does": does, "note": str(note)}
+            one = dataclasses.replace(spec(5.0), data=data)
+            playing = asyncio.ensure_future(run_episode(one, agent, peer, http_client))
+            while not playing.done():
+                await asyncio.sleep(0.05)
+                ticks += 1
+        agent.close()
+        return playing.result(), ticks
+
+    outcome, ticks = finish(play_both())
+    assert outcome.status in ("failed", "timed_out")
+    assert said in outcome.reason
+    assert not note.exists()
+    assert ticks > 10 or outcome.status != "timed_out", "the event loop went on"
+
+
+@pytest.mark.parametrize("does", ["leaves a daemon", "leaves a daemon and hangs"])
+def test_nothing_that_an_episode_started_outlives_it(does: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    agent = SubprocessAgent(HOSTILE, {}, 1)
+
+    async def play_once() -> EpisodeOutcome:
+        async with StandInProxy(tmp_path), driving(tmp_path) as (peer, http_client):
+            data = {**TASK, "does": does, "note": str(note)}
+            one = dataclasses.replace(spec(5.0), data=data)
+            return await run_episode(one, agent, peer, http_client)
+
+    finish(play_once())
+    daemon = int(note.read_text())
+    wait_for(lambda: not is_running(daemon))
+    agent.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

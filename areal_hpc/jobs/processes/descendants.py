@@ -1,0 +1,62 @@
+"""Processes that a process started, also those that have left its session: found, and killed."""
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_kept: set[int] = set()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of those of its descendants that lose theirs (prctl(2)).
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def list_descendants(pid: int) -> list[int]:
+    """The processes below one, the nearest first. Costs a file read for each of its threads."""
+    found = []
+    for task in _list_tasks(pid):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return [*found, *(below for child in found for below in list_descendants(child))]
+
+
+def keep_process(pid: int) -> None:
+    """Spare a child of this process in `kill_descendants`: it serves more than one call."""
+    _kept.add(pid)
+
+
+def stop_keeping_process(pid: int) -> None:
+    """The opposite of `keep_process`; the child may have ended."""
+    _kept.discard(pid)
+
+
+def kill_descendants(pid: int, spared: frozenset[int] = frozenset()) -> None:
+    """Kill the processes below one, apart from some and those kept, until there are no more."""
+    while left := [one for one in list_descendants(pid) if one not in spared | _kept]:
+        for one in left:
+            kill_process(one)
+
+
+def kill_process(pid: int) -> None:
+    """Kill a process, and wait for it if it is a child. It may have ended."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # it is no child
+        os.waitpid(pid, 0)
+
+
+def _list_tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
