@@ -83,7 +83,12 @@ class ProxyApp:
             (
                 *_list_driver_routes(driver_api),
                 Route(
-                    "POST", "/generate", "recording_session", self._forward_generate, GenerateBody
+                    "POST",
+                    "/generate",
+                    "session",
+                    self._forward_generate,
+                    GenerateBody,
+                    for_recording=True,
                 ),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
@@ -213,10 +218,16 @@ class ProxyApp:
             raise ProxyRequestError(401, "this route requires the admin key")
         if route.opened_by in ("admin", "anyone"):
             return None
-        session = self._store.find_session_by_key(key)
+        if route.opened_by == "session":
+            session = self._store.find_session_by_key(key)
+        else:
+            session = self._store.find_session_by_control_key(key)
+            if session is None and self._store.find_session_by_key(key) is not None:
+                problem = "this key opens model calls; rewards and the end are its driver's to give"
+                raise ProxyRequestError(403, problem)
         if session is None:
             raise ProxyRequestError(401, "invalid session key")
-        if route.opened_by == "recording_session" and not session.request.records_calls:
+        if route.for_recording and not session.request.records_calls:
             raise ProxyRequestError(
                 403, "this session was not opened for a client that records its own calls"
             )
@@ -289,15 +300,16 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),
-        Route("POST", "/rl/set_reward", "session", driver_api.set_reward, wire.SetRewardRequest),
+        Route("POST", "/rl/set_reward", "control", driver_api.set_reward, wire.SetRewardRequest),
         Route(
             "POST",
             "/rl/record",
-            "recording_session",
+            "control",
             driver_api.record_interactions,
             wire.RecordCallsRequest,
+            for_recording=True,
         ),
-        Route("POST", "/rl/end_session", "session", driver_api.end_session, when_ended=True),
+        Route("POST", "/rl/end_session", "control", driver_api.end_session, when_ended=True),
     )
 
 
