@@ -112,9 +112,10 @@ class ProxyApp:
             said = Route(
                 "POST", path, "session", self._build_handler(path, dialect), dialect.request
             )
-            yield replace(said, refused=dialect.refused, streams=True)
-        path, refused = "/messages/count_tokens", MESSAGES_DIALECT.refused
-        yield Route("POST", path, "session", self._count_tokens, MESSAGES_DIALECT.request, refused)
+            tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
+            yield replace(tolerant, streams=True)
+            if dialect is MESSAGES_DIALECT:
+                yield replace(tolerant, path="/messages/count_tokens", answer=self._count_tokens)
         answer: Callable[..., Any] = partial(
             tokenize.tokenize, self._completions.prompts, self._model
         )
@@ -249,6 +250,11 @@ class ProxyApp:
             raise ProxyRequestError(400, "this route takes no parameters", key=parameter)
         if named:
             yield named
+        elif route.request is not None and route.ignores_unknown and self._model.ignores_unknown:
+            unknown: list[str] = []
+            yield decode_json(body, route.request, unknown=unknown)
+            path = route.path.removeprefix("/v1")
+            self._completions.metrics.count_ignored_parameters(path, unknown)
         elif route.request is not None:
             yield decode_json(body, route.request)
 

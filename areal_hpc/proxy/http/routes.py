@@ -39,6 +39,8 @@ class Route:
     """It may answer with server-sent events."""
     when_ended: bool = False
     """Also for a session that has ended."""
+    ignores_unknown: bool = False
+    """Parameters that the request does not declare may be left out of it, and counted."""
     for_recording: bool = False
     """Only for a session whose client records its own calls."""
 
