@@ -20,7 +20,7 @@ from areal_hpc.weights.buckets.bucket import (
 )
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup, unwatch_update_groups
 from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
@@ -183,6 +183,8 @@ class BroadcastTransport(Transport[BroadcastSession]):
     ) -> None:
         super().__init__(config, admin_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
+        if backend != "gloo":
+            unwatch_update_groups()
         self._open_bucket = (
             OpenBucket
             if sends_in_place(backend, config.replicas_per_group)
