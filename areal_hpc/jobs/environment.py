@@ -28,7 +28,7 @@ UPDATE_GROUP_VARIABLES = {
 }
 """Set in the trainer once its own groups exist, for those of weight updates, which may fail: a
 receiver that dies must not take the trainer along. Read as a group is made
-(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; there the whole process has one order to dump)."""
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; the order to dump is one for the process)."""
 FLIGHT_RECORDER_VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name before torch 2.9

@@ -158,6 +158,23 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
         ("entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
         ("managers/scheduler.py", f'setproctitle.setproctitle(f"{TITLE}scheduler'),
         ("managers/detokenizer_manager.py", f'setproctitle("{TITLE}detokenizer'),
+        # With overlap off a step's tokens are taken down before the next call is heard, and so
+        # before `pause_generation`, which leaves them alone in place.
+        (
+            "managers/scheduler.py",
+            "                result = self.run_batch(batch)\n"
+            "                self.process_batch_result(batch, result)\n"
+            "            else:\n"
+            "                # When the server is idle",
+        ),
+        (
+            "managers/scheduler.py",
+            "        elif scheduler.enable_overlap:\n"
+            "            scheduler.event_loop_overlap()\n"
+            "        else:\n"
+            "            scheduler.event_loop_normal()\n",
+        ),
+        ("managers/scheduler.py", "not get_schedule().disable_overlap_schedule and not use_mlx()"),
         ("server_args.py", sglang_server._PORT_TAKEN_MESSAGES[1]),
     ],
 )
