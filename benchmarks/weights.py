@@ -28,7 +28,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
@@ -36,7 +35,7 @@ from areal_hpc.weights.buckets.bucket import (
     WaitSent,
     fill_and_send_buckets,
 )
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.transports.broadcast import sends_in_place
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
@@ -232,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="areal-hpc bench weights", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_bytes / 2**20)
+    parser.add_argument("--bucket-mib", type=float, help="null in recipes: by the device")
     parser.add_argument("--pairs", type=int, default=9, help="codec and bare transfers that count")
     parser.add_argument("--updates", type=int, default=5, help="by each transport; 0: no SGLang")
     parser.add_argument("--dir", type=Path, help="folder in the place of shared storage")
@@ -241,7 +240,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    bucket_bytes = int(arguments.bucket_mib * 2**20)
+    bucket_bytes = get_bucket_bytes(
+        int(arguments.bucket_mib * 2**20) if arguments.bucket_mib else None,
+        "cpu" if backend == "gloo" else "cuda",
+    )
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         run_dir = Path(folder)
         weights = make_weights(run_dir, arguments.gib)

@@ -25,7 +25,7 @@ from areal_hpc.jobs.topology import (
 )
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import RANKS_STALLED_EVENT, EventLog
+from areal_hpc.rundir.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import raise_if_peer_lost, report_first_failure
@@ -145,7 +145,7 @@ def _watch_ranks(paths: RunPaths) -> None:
             get_default_store(),
             dist.get_rank(),
             dist.get_world_size(),
-            lambda line: events.record(RANKS_STALLED_EVENT, ranks=line),
+            lambda line: events.record(RANKS_HANG_EVENT, ranks=line),
         )
     )
 

@@ -17,7 +17,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 300.0
+HANG_S = 300.0
 """Ranks that are at one place for so long are named."""
 _LOOK_S = 5.0
 _active: "RankProgress | None" = None
@@ -74,8 +74,8 @@ class RankProgress:
         store: Of the world; its clients may be used from any thread.
         rank: This one.
         ranks: How many there are.
-        on_stall: Told once of each stall, on rank 0.
-        stall_s: How long a rank may be at one place.
+        on_hang: Told once of each time that ranks hang, on rank 0.
+        hang_s: How long a rank may be at one place.
         look_s: Time between two looks.
     """
 
@@ -84,16 +84,16 @@ class RankProgress:
         store: Any,
         rank: int,
         ranks: int,
-        on_stall: Callable[[str], None] = lambda line: None,
+        on_hang: Callable[[str], None] = lambda line: None,
         *,
-        stall_s: float = STALL_S,
+        hang_s: float = HANG_S,
         look_s: float = _LOOK_S,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._on_stall, self._stall_s, self._look_s = on_stall, stall_s, look_s
+        self._on_hang, self._hang_s, self._look_s = on_hang, hang_s, look_s
         self._own = PlaceReport(0, "the start")
         self._seen: dict[int, tuple[PlaceReport, float]] = {}
-        self._stalled: Mapping[int, PlaceReport] = {}
+        self._hanging: Mapping[int, PlaceReport] = {}
         self._dumped: PlaceReport | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-progress", daemon=True)
@@ -135,16 +135,16 @@ class RankProgress:
             report = msgspec.json.decode(self._store.get(_build_key(rank)), type=PlaceReport)
             if rank not in self._seen or self._seen[rank][0] != report:
                 self._seen[rank] = (report, now)
-        still = [one for one in self._get_standings(now) if one.still_s >= self._stall_s]
-        stalled = {one.rank: one.report for one in still}
-        if self._rank in stalled and stalled[self._rank] != self._dumped:
-            self._dumped = stalled[self._rank]
+        still = [one for one in self._get_standings(now) if one.still_s >= self._hang_s]
+        hanging = {one.rank: one.report for one in still}
+        if self._rank in hanging and hanging[self._rank] != self._dumped:
+            self._dumped = hanging[self._rank]
             faulthandler.dump_traceback()  # where in the code, in this rank's own log
-        if self._rank == 0 and still and stalled != self._stalled:
+        if self._rank == 0 and still and hanging != self._hanging:
             line = self.describe()
             logger.warning("the trainer stands still: %s", line)
-            self._on_stall(line)
-        self._stalled = stalled
+            self._on_hang(line)
+        self._hanging = hanging
 
     def _get_standings(self, now: float) -> list[RankStanding]:
         return [

@@ -12,6 +12,7 @@ Experts of mixtures are not compared: their layout after loading depends on the 
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 
@@ -23,7 +24,7 @@ _MAX_NAMES_IN_ERROR = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 _WORD_MASK = (1 << 32) - 1
 _SEED = 0x243F6A88
-_HASH_HALF_CONSTANTS = (
+_HASH_HALF_CONSTANTS: tuple[tuple[int, int, int], tuple[int, int, int]] = (
     (_SEED, 0x27D4EB2D, 15),
     (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD_MASK, 0x165667B1, 13),
 )
@@ -136,7 +137,7 @@ def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
 
 
 def compute_sglang_gpu_hash(flat: torch.Tensor) -> int:
-    """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat`, uint8, is.
+    """SGLang's hash of a tensor on a GPU, of `flat`, uint8, on whatever device it is.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;
     tiles are finished, joined to 64 bits and added up.
@@ -144,10 +145,20 @@ def compute_sglang_gpu_hash(flat: torch.Tensor) -> int:
     if not flat.numel():
         return 0
     words = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
+    if words.is_cuda and find_spec("triton") is not None:
+        from areal_hpc.weights.gpu_hash_kernel import sum_tile_hashes
+
+        high, low = sum_tile_hashes(words, _TILE_WORDS, _HASH_HALF_CONSTANTS)
+        return _finish_hash((high << 32) + low)
     total = 0
     chunk = _TILE_WORDS * 512  # bounds the 64-bit temporaries
     for start in range(0, words.numel(), chunk):
         total += _sum_tile_hashes(words[start : start + chunk], start, words.numel())
+    return _finish_hash(total)
+
+
+def _finish_hash(total: int) -> int:
+    """64 bits of a sum of tile hashes."""
     mask = (1 << 64) - 1  # what follows is splitmix64's finalizer
     total &= mask
     total = ((total ^ (total >> 30)) * 0xBF58476D1CE4E5B9) & mask

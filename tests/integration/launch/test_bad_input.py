@@ -107,6 +107,21 @@ CASES = [
     ),
     (f"{OWN_MODEL}/mamba", "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'"),
     (
+        f"{OWN_MODEL}/quantized",
+        "says that the weights are quantized (fp8); they can be neither trained nor updated",
+        "at: model.path",
+    ),
+    (
+        "inference.extra_args=[--quantization,fp8]",
+        "--quantization cannot be given: a server that quantizes holds other weights",
+        "at: inference.extra_args",
+    ),
+    (
+        "inference.extra_args=[--enable-metriks]",
+        "SGLang has no option --enable-metriks",
+        *("at: inference.extra_args", "did you mean --enable-metrics?"),
+    ),
+    (
         "trainer.parallel.ep=2 trainer.parallel.dp=2",
         "at: trainer.parallel.ep",
         "the number of experts of a dense network, 1 must be a multiple of ep 2",
@@ -134,6 +149,13 @@ def given(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(build_tiny_config(TinyModelConfig())))
     (folder / "model.safetensors").touch()
     (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    quantized = write_model_dir(folder / "quantized")
+    (quantized / "config.json").write_text(
+        json.dumps(
+            {**build_tiny_config(TinyModelConfig()), "quantization_config": {"quant_method": "fp8"}}
+        )
+    )
+    (quantized / "model.safetensors").touch()
     foreign = write_model_dir(folder / "foreign_tokenizer")
     config = {**build_tiny_config(TinyModelConfig()), "vocab_size": 320}
     (foreign / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))

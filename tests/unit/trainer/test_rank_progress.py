@@ -28,14 +28,14 @@ def dumps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def stalls() -> list[str]:
+def told() -> list[str]:
     return []
 
 
 @pytest.fixture
-def ranks(stalls: list[str]) -> list[RankProgress]:
+def ranks(told: list[str]) -> list[RankProgress]:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    return [RankProgress(store, rank, 3, stalls.append, stall_s=60) for rank in range(3)]
+    return [RankProgress(store, rank, 3, told.append, hang_s=60) for rank in range(3)]
 
 
 def look(ranks: list[RankProgress], now: float) -> None:
@@ -63,7 +63,7 @@ def test_no_rank_is_blamed_where_all_are_at_one_place() -> None:
 
 def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
     ranks: list[RankProgress],
-    stalls: list[str],
+    told: list[str],
     dumps: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -75,24 +75,24 @@ def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
         one.enter("the optimizer's step")
     look(ranks, 10.0)
     look(ranks, 59.0)
-    assert (stalls, dumps) == ([], [])
+    assert (told, dumps) == ([], [])
     for now in (61.0, 75.0, 90.0, 600.0):
         look(ranks, now)
-    assert stalls[-1].startswith("behind all others: rank 2 at forward passes for ")
-    assert "ranks 0-1 at the optimizer's step for " in stalls[-1]
-    assert len(stalls) == 2, "rank 2, then those that wait for it"
+    assert told[-1].startswith("behind all others: rank 2 at forward passes for ")
+    assert "ranks 0-1 at the optimizer's step for " in told[-1]
+    assert len(told) == 2, "rank 2, then those that wait for it"
     assert len(dumps) == 3, "a stack in each rank's log"
     assert "the trainer stands still: behind all others: rank 2" in caplog.text
 
 
 def test_ranks_that_move_are_not_told_of(
-    ranks: list[RankProgress], stalls: list[str], dumps: list[str]
+    ranks: list[RankProgress], told: list[str], dumps: list[str]
 ) -> None:
     for now in range(0, 600, 50):
         for one in ranks:
             one.note(f"forward of micro-batch {now}")
         look(ranks, float(now))
-    assert (stalls, dumps) == ([], [])
+    assert (told, dumps) == ([], [])
 
 
 @pytest.mark.parametrize(
