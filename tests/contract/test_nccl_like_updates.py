@@ -86,6 +86,7 @@ def publisher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Publis
         tmp_path,
         cells=CELLS,
         backend=nccl_like.BACKEND,
+        replicas_per_group=1,
         bucket_bytes=BUCKET_BYTES,
         update_timeout_s=getattr(request, "param", PATIENT_S),
         verify_checksum=False,
@@ -119,6 +120,32 @@ def test_a_party_that_is_lost_costs_its_own_group_alone(
     wait_for(lambda: len(publisher.discover_outdated(version)) == 1)
     raise_if_failed(publish(publisher, version, WEIGHTS))
     assert_all_served(cells, version)
+
+
+def test_a_group_of_two_fails_together_and_is_served_apart(
+    cells: list[NcclLikeCell], tmp_path: Path
+) -> None:
+    version = WeightVersion(1, 0)
+    with publishing(
+        tmp_path,
+        cells=CELLS,
+        backend=nccl_like.BACKEND,
+        replicas_per_group=2,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=PATIENT_S,
+        verify_checksum=False,
+    ) as sender:
+        cells[VICTIM].fault = (*PHASES["broadcast"], PARTIES["scheduler"])
+        began = time.monotonic()
+        report = publish(sender, version, WEIGHTS, CELLS)
+        assert time.monotonic() - began < SOON_S
+        assert (report.ok, len(report.failed)) == ((), CELLS)
+        report = publish(sender, version, WEIGHTS, CELLS)
+        assert [key.cell for key in report.ok] == ["cell-0"], "its fellow is still lost"
+        cells[VICTIM].restart()
+        wait_for(lambda: len(sender.discover_outdated(version)) == 1)
+        raise_if_failed(publish(sender, version, WEIGHTS))
+        assert_all_served(cells, version)
 
 
 def take_part(member: nccl_like.NcclLikeGroup, dies: bool) -> None:

@@ -15,7 +15,7 @@ from areal_hpc.recipe.recipe import Recipe
 log = logging.getLogger(__name__)
 
 KEY = "inference.extra_args"
-OPTION_CHECK_MODULE = "areal_hpc.inference.server.option_check"
+OPTION_CHECK_MODULE = "areal_hpc.inference.option_check"
 PARSER_TIMEOUT_S = 60.0
 """SGLang takes 4 to 11 s to import, more from cold storage."""
 

@@ -14,8 +14,8 @@ class WeightsConfig(BaseConfig):
     """`broadcast`: NCCL (gloo on CPU); `disk`: through files in the run directory."""
     bucket_bytes: Annotated[int, Field(ge=4096)] | None = None
     """Size of buckets, and by disk of files; null: 512 MiB from GPUs, 64 MiB from CPUs."""
-    replicas_per_group: Annotated[int, Field(ge=1)] = 1
-    """Replicas per update process group; one failing replica fails its group."""
+    replicas_per_group: Annotated[int, Field(ge=1)] | None = None
+    """Replicas per update group, which fail together; null: 1 on CPUs, 4 groups or less on GPUs."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
@@ -28,7 +28,7 @@ class WeightsConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_groups_need_broadcast(self) -> Self:
-        if self.replicas_per_group > 1 and self.transport == "disk":
+        if (self.replicas_per_group or 1) > 1 and self.transport == "disk":
             raise ValueError(
                 "weights.replicas_per_group is for weights.transport=broadcast: from disk every "
                 "replica loads by itself"

@@ -105,7 +105,7 @@ class Transport(ABC, Generic[SessionT]):
         if digester is not None and expected is not None:
             try:
                 expected.set_result(digester.finish())
-            except BaseException as error:
+            except BaseException as error:  # boundary: raised again, and told to those who wait
                 expected.set_exception(error)
                 raise
         settle()
