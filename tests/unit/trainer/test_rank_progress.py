@@ -2,6 +2,8 @@
 
 import faulthandler
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from areal_hpc.errors import LostPeerError
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
+from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, name_flight_records
 from areal_hpc.trainer.rank_progress import (
     PlaceReport,
     RankProgress,
@@ -127,3 +130,15 @@ def test_words_of_a_lost_peer_are_known(message: str) -> None:
     with pytest.raises(LostPeerError, match="another trainer rank disappeared"):
         raise_if_peer_lost(RuntimeError(message))
     raise_if_peer_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_records_of_collectives_go_to_the_logs_unless_somebody_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer, older = FLIGHT_RECORD_VARIABLES
+    monkeypatch.setenv(newer, "/elsewhere/record_")
+    monkeypatch.setenv(older, "")  # put back afterwards
+    monkeypatch.delenv(older)
+    name_flight_records(tmp_path)
+    assert os.environ[newer] == "/elsewhere/record_"
+    assert os.environ[older] == str(tmp_path / "nccl_flight_record_rank_")
