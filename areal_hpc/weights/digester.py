@@ -1,10 +1,12 @@
 """Hashes of the buckets of one update, taken when they hold nobody up."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from areal_hpc.weights.buckets.bucket import OpenBucket
+from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.expert_hashes import StackedExpertHashes
 
 ExpectedDigests = dict[tuple[int, int], Digests]
 """What replicas must hold, by (tensor-parallel size, rank)."""
@@ -21,9 +23,18 @@ class BucketDigester:
     """
 
     def __init__(
-        self, tp_sizes: Iterable[int], replica_device: str, max_held_bytes: int = _MAX_HELD_BYTES
+        self,
+        buckets: Sequence[BucketPlan],
+        tp_sizes: Iterable[int],
+        replica_device: str,
+        max_held_bytes: int = _MAX_HELD_BYTES,
     ) -> None:
+        specs = [slot.spec for bucket in buckets for slot in bucket.slots]
         self._expected: ExpectedDigests = {(tp, rank): {} for tp in tp_sizes for rank in range(tp)}
+        self._experts = {
+            (tp, rank): StackedExpertHashes(specs, rank, tp, replica_device)
+            for tp, rank in self._expected
+        }
         self._replica_device = replica_device
         self._max_held_bytes = max_held_bytes
         self._held: deque[OpenBucket] = deque()
@@ -40,6 +51,8 @@ class BucketDigester:
         """Hashes of all buckets."""
         while self._held:
             self._hash_oldest()
+        for key, experts in self._experts.items():
+            self._expected[key].update(experts.finish())
         return self._expected
 
     def _hash_oldest(self) -> None:
@@ -47,3 +60,4 @@ class BucketDigester:
         self._held_bytes -= full.bucket.size_bytes
         for (tp, rank), digests in self._expected.items():
             digests.update(compute_rank_digests(full.tensors, rank, tp, self._replica_device))
+            self._experts[tp, rank].add(full.tensors)

@@ -31,11 +31,13 @@ def _mix(
     return _finish(value ^ placed ^ turned)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "first", "all_words"])  # type: ignore[untyped-decorator]
 def _hash_tiles(
     words: Any,
     halves: Any,
     count: Any,
+    first: Any,
+    all_words: Any,
     HIGH_SEED: tl.constexpr,
     HIGH_FACTOR: tl.constexpr,
     HIGH_TURN: tl.constexpr,
@@ -53,24 +55,30 @@ def _hash_tiles(
         at = tile.to(tl.int64) * TILE + start + tl.arange(0, BLOCK)
         is_there = at < count
         value = tl.load(words + at, mask=is_there, other=0).to(tl.uint32)
-        position = at.to(tl.uint32)
+        position = (at + first).to(tl.uint32)
         nothing = tl.zeros_like(value)
         mixed = _mix(value, position, HIGH_SEED, HIGH_FACTOR, HIGH_TURN)
         high += tl.sum(tl.where(is_there, mixed, nothing), axis=0).to(tl.uint32)
         mixed = _mix(value, position, LOW_SEED, LOW_FACTOR, LOW_TURN)
         low += tl.sum(tl.where(is_there, mixed, nothing), axis=0).to(tl.uint32)
-    size_bytes = tl.full((), count * 4, tl.uint32)
+    size_bytes = tl.full((), all_words * 4, tl.uint32)
     tl.store(halves + 2 * tile, _finish(high ^ size_bytes).to(tl.int64))
     tl.store(halves + 2 * tile + 1, _finish(low ^ size_bytes).to(tl.int64))
 
 
 def sum_tile_hashes(
-    words: torch.Tensor, tile_words: int, halves: tuple[tuple[int, int, int], tuple[int, int, int]]
+    words: torch.Tensor,
+    first_word: int,
+    all_words: int,
+    tile_words: int,
+    halves: tuple[tuple[int, int, int], tuple[int, int, int]],
 ) -> tuple[int, int]:
     """Sums over all tiles of the high and of the low half. One wait for the GPU.
 
     Args:
-        words: int32, one vector on a GPU.
+        words: int32, one vector on a GPU: whole tiles of a tensor, but for its last one.
+        first_word: Words of the tensor before these.
+        all_words: Words of the tensor.
         tile_words: Words of a tile, a multiple of 1024.
         halves: (seed, factor, turn) of the high and of the low half.
     """
@@ -81,6 +89,8 @@ def sum_tile_hashes(
         words.view(torch.uint32),
         found,
         words.numel(),
+        first_word,
+        all_words,
         HIGH_SEED=high_seed,
         HIGH_FACTOR=high_factor,
         HIGH_TURN=high_turn,

@@ -50,7 +50,12 @@ class UpdateSession:
         mode = {"mode": self._config.pause_mode}
         self._call_all(lambda member: member.post("pause_generation", mode))
 
-    def verify(self, version: WeightVersion, expected: Future[ExpectedDigests] | None) -> None:
+    def verify(
+        self,
+        version: WeightVersion,
+        expected: Future[ExpectedDigests] | None,
+        replica_device: str = "cpu",
+    ) -> None:
         """Check that every member stamps `version` on tokens and holds what was sent.
 
         `expected` may come while members compute what they hold; None checks the version alone.
@@ -70,7 +75,12 @@ class UpdateSession:
                 )
             for rank, checksums in reported.items():
                 digests = expected.result()[member.key.tp, rank]
-                require_matching_checksums(digests, checksums, f"{member.key}, rank {rank}")
+                require_matching_checksums(
+                    digests,
+                    checksums,
+                    f"{member.key}, rank {rank}",
+                    replica_device=replica_device,
+                )
 
         self._call_all(check)
 

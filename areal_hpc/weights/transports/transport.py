@@ -69,7 +69,7 @@ class Transport(ABC, Generic[SessionT]):
             self._pool, get_update_step_deadline_s(self._config.update_timeout_s)
         )
         digester = (
-            BucketDigester({key.tp for key in order.replicas}, self._replica_device)
+            BucketDigester(order.buckets, {key.tp for key in order.replicas}, self._replica_device)
             if self._config.verify_checksum
             else None
         )
@@ -101,7 +101,10 @@ class Transport(ABC, Generic[SessionT]):
     ) -> None:
         """Have every replica tell what it holds, while this process finds out what it sent."""
         expected: Future[ExpectedDigests] | None = Future() if digester else None
-        settle = update.start_step("verify", lambda session: session.verify(version, expected))
+        settle = update.start_step(
+            "verify",
+            lambda session: session.verify(version, expected, self._replica_device),
+        )
         if digester is not None and expected is not None:
             try:
                 expected.set_result(digester.finish())

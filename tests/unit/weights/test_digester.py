@@ -47,7 +47,8 @@ def fill_buckets(*, packed: bool) -> Iterator[OpenBucket]:
 def test_what_nobody_overwrites_is_hashed_last_as_far_as_memory_allows(
     packed: bool, max_held_bytes: int, at_once: int, hashed: list[str]
 ) -> None:
-    digests = BucketDigester({1}, "cpu", max_held_bytes)
+    specs = [TensorSpec(name, (256,), "float32") for name in WEIGHTS]
+    digests = BucketDigester(plan_buckets(specs, BUCKET_BYTES), {1}, "cpu", max_held_bytes)
     for bucket in fill_buckets(packed=packed):
         digests.add(bucket)
     assert hashed == [*WEIGHTS][:at_once]
