@@ -93,4 +93,5 @@ def _find_place(name: str) -> tuple[str, int, int] | None:
     if hit is None:
         return None
     layer, expert, part = hit.groups()
-    return f"{layer}{'w2' if part == 'down' else 'w13'}_weight", int(expert), int(part == "up")
+    stack = "w2_weight" if part == "down" else "w13_weight"
+    return layer + stack, int(expert), int(part == "up")

@@ -64,7 +64,8 @@ CASES = [
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch as it comes, until a publisher asks for something else; nobody ends the process."""
     for name in UPDATE_GROUP_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     nccl_like.register()
     yield
     nccl_like.end_all()
