@@ -213,6 +213,7 @@ def _plan_cell(
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
+        updates_in_place=recipe.weights.pause_mode == "in_place",
     ).build_process_spec("inference", tasks="first", restarts=MAX_SERVICE_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(

@@ -51,6 +51,7 @@ from areal_hpc.trainer.objective.loss_metrics import (
 )
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
+from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.trainer.step import (
     LossStats,
     MicroBatch,
@@ -142,6 +143,7 @@ class Learner:
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
+        enter_place(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.rank_progress import enter_place, note_detail
 from areal_hpc.wire.fault_points import fault_point
 
 
@@ -154,7 +156,7 @@ def run_forward_backward(
     of the whole batch. The statistics are complete only on the last pipeline stage; with
     `measures_entropy` their sum `entropy` is that of the tokens' distributions.
     """
-    stats = LossStats()
+    stats, numbers = LossStats(), itertools.count(1)
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
@@ -178,10 +180,12 @@ def run_forward_backward(
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         fault_point("train.before_forward")
+        note_detail(f"forward of micro-batch {next(numbers)}")
         batch = next(batches)
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         return output, partial(score, batch)
 
+    enter_place("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
     offloads = backward and policy.offloads_activations
     offload = ActivationOffload(policy.replica.parameters()) if offloads else nullcontext()
@@ -213,6 +217,7 @@ def train_step(
         policy, batches, loss, backward=True, measures_entropy=measures_entropy
     )
     fault_point("optimizer.before_step")
+    enter_place("the optimizer's step")
     norm = step_optimizer(policy, optimizer, rate)
     fault_point("optimizer.after_step")
     return stats, norm

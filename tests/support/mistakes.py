@@ -265,6 +265,30 @@ MISTAKES = (
         ("model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'",),
     ),
     Mistake(
+        "quantized weights",
+        f"{OWN_MODEL}/quantized",
+        (
+            "says that the weights are quantized (fp8); they can be neither trained nor updated",
+            "at: model.path",
+        ),
+    ),
+    Mistake(
+        "a server that quantizes",
+        "inference.extra_args=[--quantization,fp8]",
+        (
+            "--quantization cannot be given: a server that quantizes holds other weights",
+            "at: inference.extra_args",
+        ),
+    ),
+    Mistake(
+        "an option that SGLang does not have",
+        "inference.extra_args=[--enable-metriks]",
+        (
+            "SGLang has no option --enable-metriks",
+            *("at: inference.extra_args", "did you mean --enable-metrics?"),
+        ),
+    ),
+    Mistake(
         "a layout that the model's sizes do not divide by, and no tokenizer",
         f"{OWN_MODEL} trainer.parallel.tp=4 trainer.parallel.pp=3 trainer.parallel.dp=2",
         (

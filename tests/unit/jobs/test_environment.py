@@ -16,6 +16,9 @@ def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
             "NCCL_NVLS_ENABLE": "0",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         },
         "agents": {"AREAL_HPC_REWARD_ISOLATION": "bwrap"},
     }
