@@ -95,6 +95,8 @@ class SftJobConfig(RankJobConfig):
     """Division of model and batch over ranks."""
     activations: ActivationConfig = ActivationConfig()
     """How activations wait for the backward pass."""
+    offloads_optimizer: bool = False
+    """Master weights and moments stay in host memory between steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

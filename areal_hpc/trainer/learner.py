@@ -103,7 +103,9 @@ class Learner:
         self.checkpoints = CheckpointStore(
             paths.checkpoints_dir, config.keep_checkpoints, check_generation
         )
-        self._optimizer, checkpoint = self.checkpoints.load_latest(self.policy, config.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(
+            self.policy, config.optimizer, is_offloaded=config.offload.optimizer
+        )
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )

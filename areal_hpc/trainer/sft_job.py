@@ -67,7 +67,9 @@ class SftTrainer:
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
-        self._optimizer, checkpoint = self.checkpoints.load_latest(policy, job.sft.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(
+            policy, job.sft.optimizer, is_offloaded=job.offloads_optimizer
+        )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
                 checkpoint.state, seed=job.seed, parent=checkpoint.path.name
