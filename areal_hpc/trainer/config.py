@@ -9,6 +9,7 @@ from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.trainer import (
     ActivationConfig,
+    OffloadConfig,
     ParallelConfig,
     SftConfig,
     TrainerConfig,
@@ -101,3 +102,18 @@ class SftJobConfig(RankJobConfig):
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations."""
+
+    def get_sizes(self) -> TrainerConfig:
+        """The trainer whose memory that of this stage is like."""
+        activations = self.activations
+        return TrainerConfig(
+            parallel=self.parallel,
+            dtype=self.dtype,
+            max_tokens_per_microbatch=self.sft.max_tokens_per_microbatch,
+            recompute=activations.recompute,
+            recompute_layers=activations.recompute_layers,
+            recompute_modules=activations.recompute_modules,
+            offload=OffloadConfig(
+                activations=activations.offload, optimizer=self.offloads_optimizer
+            ),
+        )

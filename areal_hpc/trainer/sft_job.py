@@ -16,6 +16,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
+from areal_hpc.trainer.memory import explain_out_of_memory
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
@@ -107,7 +108,8 @@ class SftTrainer:
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
+        with explain_out_of_memory(self._policy, self._job.get_sizes(), "sft"):
+            stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records(
             [norm],
             step,
