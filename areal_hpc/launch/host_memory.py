@@ -15,6 +15,7 @@ from areal_hpc.launch.checks.model_files import find_architecture
 from areal_hpc.launch.memory import estimate_serving_memory
 from areal_hpc.launch.plan import build_training_job
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm.script import compute_resources
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.memory_estimate import (
@@ -83,7 +84,10 @@ def estimate_host_memory(recipe: Recipe) -> tuple[ProcessMemory, ...]:
 def find_node_bytes(recipe: Recipe) -> dict[str, int]:
     """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
     slurm = recipe.cluster.slurm
-    asked = {"trainer": slurm.get_options("trainer").mem, "cell": slurm.get_options("cell-0").mem}
+    asked = {
+        "trainer": slurm.get_options("trainer").mem,
+        "cell": slurm.get_options(format_cell_name(0)).mem,
+    }
     return {job: size for job, mem in asked.items() if (size := parse_slurm_memory(mem or "0"))}
 
 

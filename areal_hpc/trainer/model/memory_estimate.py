@@ -31,7 +31,7 @@ RESERVE_BYTES = 2 * GIB
 """CUDA's context, workspace of matrix products. An assumption, not measured."""
 COMMUNICATOR_BYTES = 24 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 """What NCCL keeps on a GPU for one communicator: 24 channels of a ring, each with the buffers of
-three protocols (`computeBuffSizes` in NCCL's src/init.cc). The number of channels is an
+three protocols (src/init.cc of NCCL). The number of channels is an
 assumption: NCCL takes fewer over slow links, and trees come on top."""
 STEP_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
