@@ -8,7 +8,7 @@ offloads, and on a CPU what would lie on the GPU. `BASE_BYTES` is what programs 
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_architecture
@@ -21,7 +21,6 @@ from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.memory_estimate import (
     BYTES_BY_DTYPE,
     GIB,
-    RESERVE_BYTES,
     count_model_parameters,
     estimate_stage_memory,
 )
@@ -46,15 +45,17 @@ class ProcessMemory:
     job: str
     """`trainer`, or `cell`."""
     process: str
-    counted: Mapping[str, int]
-    """Bytes that follow from the recipe's sizes, by what they are for."""
-    per_node: int
+    per_node: int = 1
     """So many of these processes are on one node."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Bytes that follow from the recipe's sizes, by what they are for."""
+    at_most: dict[str, int] = field(default_factory=dict)
+    """Bytes that are held when a micro-batch, or the KV cache, is as full as the recipe allows."""
 
     @property
     def total(self) -> int:
         """Bytes of one process."""
-        return BASE_BYTES[self.process] + sum(self.counted.values())
+        return BASE_BYTES[self.process] + sum(self.held.values()) + sum(self.at_most.values())
 
 
 def estimate_host_memory(recipe: Recipe) -> tuple[ProcessMemory, ...]:
@@ -66,18 +67,13 @@ def estimate_host_memory(recipe: Recipe) -> tuple[ProcessMemory, ...]:
         RecipeError: The model's sizes are not known here.
     """
     arch, _ = find_architecture(recipe.model)
-    inference = recipe.inference
     return (
-        ProcessMemory(
-            "trainer", "trainer", _count_rank_bytes(recipe, arch), _count_ranks_per_node(recipe)
-        ),
-        ProcessMemory("trainer", "ledger", {}, 1),
-        ProcessMemory("cell", "inference", {}, 1),
-        ProcessMemory(
-            "cell", "server", _count_server_bytes(recipe, arch), inference.replicas_per_cell
-        ),
-        ProcessMemory("cell", "proxy", {}, 1),
-        ProcessMemory("cell", "driver", {}, 1),
+        _estimate_rank_memory(recipe, arch),
+        ProcessMemory("trainer", "ledger"),
+        ProcessMemory("cell", "inference"),
+        _estimate_server_memory(recipe, arch),
+        ProcessMemory("cell", "proxy"),
+        ProcessMemory("cell", "driver"),
     )
 
 
@@ -107,15 +103,14 @@ def find_host_memory_problems(recipe: Recipe, node_bytes: Mapping[str, int]) -> 
         return []
     return [
         Problem(
-            f"the {job} job needs {counted / GIB:.1f} GiB of host memory a node ({_list_parts(own)}"
+            f"the {job} job needs {held / GIB:.1f} GiB of host memory a node ({_list_parts(own)}"
             f"), a node has {node_bytes[job] / GIB:.1f} GiB",
             f"cluster.slurm.jobs.{job}.mem" if job in find_node_bytes(recipe) else "trainer",
-            _suggest_change(recipe, job, own),
+            _suggest_change(recipe, job),
         )
         for job, own in _group_by_job(processes)
         if job in node_bytes
-        and (counted := sum(sum(one.counted.values()) * one.per_node for one in own))
-        > node_bytes[job]
+        and (held := sum(sum(one.held.values()) * one.per_node for one in own)) > node_bytes[job]
     ]
 
 
@@ -137,7 +132,7 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
     for job, own in _group_by_job(processes):
         for one in own:
             parts = ", ".join(
-                f"{name} {size / GIB:.2f}" for name, size in one.counted.items() if size
+                f"{name} {size / GIB:.2f}" for name, size in (one.held | one.at_most).items()
             )
             count = f"{one.per_node} x " if one.per_node > 1 else ""
             yield f"  {job:<8} {one.process:<10} {count:>5}{one.total / GIB:8.2f}" + (
@@ -163,18 +158,15 @@ def _list_parts(processes: Sequence[ProcessMemory]) -> str:
     return ", ".join(
         f"{name} {size / GIB:.1f} in each of {one.per_node} {one.process} processes"
         for one in processes
-        for name, size in one.counted.items()
+        for name, size in one.held.items()
     )
 
 
-def _suggest_change(recipe: Recipe, job: str, processes: Sequence[ProcessMemory]) -> str:
+def _suggest_change(recipe: Recipe, job: str) -> str:
     if job == "cell":
-        return "lower inference.max_total_tokens, or take nodes with more memory"
-    offloaded = [name for name, chosen in recipe.trainer.offload if chosen]
-    sizes = processes[0].counted
-    if offloaded:
-        most = max(offloaded, key=lambda name: sizes.get(name, 0))
-        return f"set trainer.offload.{most}=false, or take nodes with more memory"
+        return "lower inference.replicas_per_cell, or take nodes with more memory"
+    if recipe.trainer.offload.optimizer:
+        return "set trainer.offload.optimizer=false, or take nodes with more memory"
     return "more ranks in trainer.parallel, fewer of them a node, or nodes with more memory"
 
 
@@ -184,25 +176,38 @@ def _count_checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
     return each * count_model_parameters(arch) // recipe.trainer.parallel.world_size
 
 
-def _count_rank_bytes(recipe: Recipe, arch: Architecture) -> dict[str, int]:
+def _estimate_rank_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
+    """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
     stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
-    found = {
+    held = {
         "checkpoint": _count_checkpoint_bytes(recipe, arch),
         "optimizer": max(one.host_optimizer for one in stages),
-        "activations": max(one.host_activations for one in stages),
     }
+    at_most = {"activations": max(one.host_activations for one in stages)}
     if config.device == "cpu":
-        found["training"] = max(one.total - one.communicators for one in stages) - RESERVE_BYTES
-    return {name: size for name, size in found.items() if size}
+        held["state"] = max(one.parameters + one.gradients + one.optimizer for one in stages)
+        at_most["passes"] = max(one.activations + one.logits for one in stages)
+    return ProcessMemory(
+        "trainer",
+        "trainer",
+        _count_ranks_per_node(recipe),
+        {name: size for name, size in held.items() if size},
+        {name: size for name, size in at_most.items() if size},
+    )
 
 
-def _count_server_bytes(recipe: Recipe, arch: Architecture) -> dict[str, int]:
-    if recipe.inference.device != "cpu":
-        return {}
+def _estimate_server_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
+    """Of one server with all its ranks; on a GPU its memory is not the host's."""
+    config = recipe.inference
+    replicas = config.replicas_per_cell
+    if config.device != "cpu":
+        return ProcessMemory("cell", "server", replicas)
     # Without a GPU's size the cache is as large as the recipe says, or not known.
-    memory = estimate_serving_memory(arch, recipe.inference, None)
-    return {"weights and KV cache": memory.total * recipe.inference.tp}
+    memory = estimate_serving_memory(arch, config, None)
+    cache = (memory.total - memory.weights) * config.tp
+    held = {"weights": memory.weights * config.tp}
+    return ProcessMemory("cell", "server", replicas, held, {"KV cache": cache} if cache else {})
 
 
 def _count_ranks_per_node(recipe: Recipe) -> int:

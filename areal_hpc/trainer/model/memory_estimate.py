@@ -35,7 +35,7 @@ three protocols (src/init.cc of NCCL). The number of channels is an
 assumption: NCCL takes fewer over slow links, and trees come on top."""
 STEP_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
-(`trainer/optimizer.py`): a part of 64 MiB of each master weight and moment."""
+(`trainer/optimizer_offload.py`): a part of 64 MiB of each master weight and moment."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
 RECOMPUTE_MODES = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""

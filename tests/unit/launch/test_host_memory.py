@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import Problem
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import host_memory
 from areal_hpc.launch.host_memory import ProcessMemory
+from areal_hpc.launch.local_launcher import run
+from areal_hpc.launch.slurm_launcher import submit
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.memory_estimate import GIB, estimate_trainer_memory
+from areal_hpc.view.live_progress import PlainReporter
 
 CHECKOUT = Path(__file__).parents[3]
 MODEL = CHECKOUT / "tests/samples/models/Qwen3-32B"
@@ -32,17 +37,17 @@ def find(recipe: Recipe, process: str) -> ProcessMemory:
 
 def test_each_rank_copies_its_part_of_a_checkpoint() -> None:
     trainer = find(load(), "trainer")
-    assert trainer.counted == {"checkpoint": 14 * PARAMETERS // 16}
+    assert trainer.held == {"checkpoint": 14 * PARAMETERS // 16}
     assert trainer.per_node == 8
-    assert trainer.total == trainer.counted["checkpoint"] + host_memory.BASE_BYTES["trainer"]
+    assert trainer.total == trainer.held["checkpoint"] + host_memory.BASE_BYTES["trainer"]
 
 
 def test_what_is_offloaded_lies_on_the_host() -> None:
     recipe = load("trainer.offload={activations: true, optimizer: true}")
     estimate = estimate_trainer_memory(read_architecture(MODEL), recipe.trainer)
     trainer = find(recipe, "trainer")
-    assert trainer.counted["optimizer"] == estimate.host_optimizer
-    assert trainer.counted["activations"] == estimate.host_activations > GIB
+    assert trainer.held["optimizer"] == estimate.host_optimizer
+    assert trainer.at_most["activations"] == estimate.host_activations > GIB
     # All master weights and moments, the norms of every tensor-parallel rank among them.
     assert estimate.host_optimizer * 16 == pytest.approx(12 * PARAMETERS, rel=1e-3)
 
@@ -50,9 +55,12 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
 def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
     cpu = ("trainer.device=cpu", "inference.device=cpu", "inference.max_total_tokens=4096")
     recipe = load(*cpu, "trainer.recompute=full")
-    assert find(recipe, "trainer").counted["training"] > 18 * PARAMETERS // 16
-    (size,) = find(recipe, "server").counted.values()
-    assert size == pytest.approx(2 * PARAMETERS + 4096 * 64 * 2 * 8 * 128 * 2, rel=1e-3)
+    trainer, server = find(recipe, "trainer"), find(recipe, "server")
+    # A tensor-parallel rank has 6 bytes a parameter, its share of 16 ranks 12 more.
+    assert trainer.held["state"] == pytest.approx(PARAMETERS * (6 / 8 + 12 / 16), rel=1e-3)
+    assert trainer.at_most["passes"] > GIB
+    assert server.held["weights"] == pytest.approx(2 * PARAMETERS, rel=1e-3)
+    assert server.at_most["KV cache"] == 4096 * 64 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -98,3 +106,20 @@ def test_the_report_names_every_process_and_what_does_not_fit() -> None:
     assert any("a node" in line and line.endswith("of 200.0") for line in lines)
     assert "warning: a node of the trainer job may run out of memory" in lines
     assert any(line.startswith("warning: the trainer job needs 213.6 GiB") for line in lines)
+
+
+def test_a_run_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    quickstart = CHECKOUT / "recipes/quickstart.yaml"
+    recipe = load_recipe(quickstart, [f"cluster.fileroot={tmp_path}", "cluster.slurm.mem=1M"])
+    paths, said = RunPaths(recipe.run_dir), list[str]()
+    with pytest.raises(RecipeError, match=r"of host memory a node \(checkpoint"):
+        run(recipe, reporter=PlainReporter(paths, 1, 0), stop=StopEvent())
+    with pytest.raises(RecipeError) as caught:
+        submit(recipe, say=said.append)
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys[:2] == ["cluster.slurm.jobs.trainer.mem", "cluster.slurm.jobs.cell.mem"]
+    assert not paths.root.exists()
+    assert said == []
