@@ -92,6 +92,7 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 def _describe_plan(recipe: Recipe) -> Iterator[str]:
     """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
+    from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
 
@@ -109,7 +110,7 @@ def _describe_plan(recipe: Recipe) -> Iterator[str]:
             yield from _describe_processes(job.processes)
         for line in _describe_gpu_assignment(stage, recipe):
             yield f"  {line}"
-    yield from ["", *build_memory_report(recipe)]
+    yield from ["", *build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
 def _count(number: int, thing: str) -> str:

@@ -19,6 +19,7 @@ from areal_hpc.launch.gpu_assignment import (
     find_gpu_shortages,
     format_assignment,
 )
+from areal_hpc.launch.host_memory import find_allocation_problems
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -73,6 +74,7 @@ def run(
         known_problems=[
             *find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
             *find_shared_jobs(recipe),
+            *find_allocation_problems(recipe, os.environ),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)

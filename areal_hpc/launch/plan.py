@@ -87,6 +87,7 @@ def plan_run(
         sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         activations=recipe.trainer.activations,
+        offloads_optimizer=recipe.trainer.offload.optimizer,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)

@@ -25,6 +25,7 @@ from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.launch.host_memory import find_host_memory_problems, find_node_bytes
 from areal_hpc.launch.local_launcher import ProgressReporter
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
@@ -90,7 +91,12 @@ def submit(
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
     with lock_prepared_run(
-        recipe, say=say, fresh=fresh, sys_path=sys_path, joins_live_jobs=joins_live_jobs
+        recipe,
+        say=say,
+        fresh=fresh,
+        sys_path=sys_path,
+        known_problems=find_host_memory_problems(recipe, find_node_bytes(recipe)),
+        joins_live_jobs=joins_live_jobs,
     ) as ready:
         kept = _adopt_live_jobs(ready, say)
         to_release: list[str] = []

@@ -42,7 +42,7 @@ OWNERS = {
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict"),
         *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
         *("get_parameter_state_dp_zero", "gbuf_ranges", "model_param_group_index_map"),
-        "_postprocess",
+        *("_postprocess", "shard_fp32_from_float16_groups"),
     ],
     "trainer/model/cpu/megatron_cpu.py": [
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -84,6 +84,9 @@ SOURCES: list[tuple[object, list[str]]] = [
     (
         DistributedOptimizer,
         [
+            # Its master weights, in lists of one group each, and what it does with them in a step.
+            *("shard_fp32_from_float16_groups.append(", "shard_main_param.grad = "),
+            "shard_model_param.data.copy_(shard_main_param)",
             *("self.gbuf_ranges = []", "self.model_param_group_index_map"),
             *('["param_map"]', '["gbuf_local"]', '"param": torch.Tensor'),
             *('"exp_avg": torch.Tensor', '"exp_avg_sq": torch.Tensor'),

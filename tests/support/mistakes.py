@@ -293,7 +293,7 @@ MISTAKES = (
         f"{OWN_MODEL} trainer.parallel.tp=4 trainer.parallel.pp=3 trainer.parallel.dp=2",
         (
             "num_key_value_heads 2 must be a multiple of tp 4",
-            "num_hidden_layers 2 must be a multiple of pp 3",
+            "each pipeline stage needs a layer: num_hidden_layers is 2, pp 3",
             *("has no tokenizer.json", "copy the tokenizer files"),
         ),
     ),
