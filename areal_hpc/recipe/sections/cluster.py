@@ -37,9 +37,11 @@ class JobOptions(BaseConfig):
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
-    """Memory a node, as Slurm writes it (`64G`); all of it (`0`) when null and `exclusive`."""
+    """Memory a node, as Slurm writes it (`64G`); when null all of it (`0`) if `exclusive`, and for
+    jobs with GPUs what follows from the model and the processes."""
     cpus_per_task: PositiveInt | None = None
-    """Processors of each task."""
+    """Processors of each task; when null, and unless `exclusive`, jobs with GPUs ask for 4 a
+    trainer rank, and for a cell 4 a GPU and 4 more."""
     gpus_per_node: PositiveInt | None = None
     """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
     tasks_per_node: PositiveInt | None = None
