@@ -125,13 +125,12 @@ def _describe_processes(processes: Sequence[ProcessSpec]) -> Iterator[str]:
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.jobs.gpus import find_visible_gpus
-    from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
+    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
 
-    visible = find_visible_gpus(os.environ)
-    if not visible.ids:
-        return
     try:
+        visible = find_usable_gpus(recipe, os.environ)
+        if not visible.ids:
+            return
         for line in format_assignment(assign_gpus(stage, visible, recipe)):
             yield f"GPUs with areal-hpc run on this machine: {line}"
     except RecipeError as error:

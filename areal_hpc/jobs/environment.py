@@ -11,6 +11,11 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.container import get_image_python
 
+GPU_VARIABLES = {
+    # GPUs have the numbers that nvidia-smi, Slurm and the launcher's assignment give them.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+"""Of every process that uses GPUs."""
 NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang's choice where nothing else is set, for both ends of a weight broadcast: with different
 ones each makes memory handles that the other cannot open (sglang/srt/entrypoints/engine.py)."""
@@ -94,9 +99,9 @@ def build_role_variables(
     of_trainer = (
         {"TORCHDYNAMO_DISABLE": "1"}
         if recipe.trainer.device == "cpu"
-        else NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
+        else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
     )
-    of_servers = {} if recipe.inference.device == "cpu" else NCCL_VARIABLES
+    of_servers = {} if recipe.inference.device == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
     of_roles: dict[str, dict[str, str]] = {
         "train": of_trainer,
         "serve": of_servers,

@@ -12,6 +12,7 @@ from areal_hpc.launch.checks.model_files import find_architecture
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS
 from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers
 from areal_hpc.trainer.model.memory_estimate import (
     BYTES_BY_DTYPE,
@@ -133,7 +134,9 @@ def count_update_groups(recipe: Recipe) -> int:
     if recipe.weights.transport == "disk":
         return 0
     cells = recipe.inference.cells + recipe.evaluation.separate_cell
-    return -(-cells * recipe.inference.replicas_per_cell // recipe.weights.replicas_per_group)
+    replicas = cells * recipe.inference.replicas_per_cell
+    size = recipe.weights.replicas_per_group
+    return min(replicas, MAX_NCCL_GROUPS) if size is None else -(-replicas // size)
 
 
 def _format_trainer_lines(

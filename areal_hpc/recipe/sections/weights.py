@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
+MAX_NCCL_GROUPS = 4
+"""Update groups over NCCL, unless the recipe says how large they are."""
+
 
 class WeightsConfig(BaseConfig):
     """From trainer ranks into SGLang."""

@@ -11,7 +11,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS, WeightsConfig
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
     PackingBuffers,
@@ -27,8 +27,6 @@ from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
-MAX_NCCL_GROUPS = 4
-"""Unless the recipe says how large they are."""
 _GROUP_SERIAL_NUMBERS = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""
 
