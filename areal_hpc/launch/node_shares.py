@@ -10,12 +10,16 @@ from collections.abc import Sequence
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_architecture
-from areal_hpc.launch.memory import GIB, count_model_parameters, estimate_trainer_memory
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 from areal_hpc.slurm.script import compute_resources
+from areal_hpc.trainer.model.memory_estimate import (
+    GIB,
+    count_model_parameters,
+    estimate_trainer_memory,
+)
 
 CPUS_PER_RANK = 4
 """A trainer rank's Python, autograd's thread, NCCL's, and the writer of its checkpoint."""
@@ -102,7 +106,8 @@ def _count_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
         ) from error
     parts = parallel.tp * parallel.pp
     each = CHECKPOINT_BYTES_PER_PARAMETER * count_model_parameters(arch) // parts
-    offloaded = estimate_trainer_memory(arch, recipe.trainer).host
+    memory = estimate_trainer_memory(arch, recipe.trainer)
+    offloaded = memory.host_activations + memory.host_optimizer
     return min(tasks_per_node, parts) * each + tasks_per_node * offloaded
 
 
