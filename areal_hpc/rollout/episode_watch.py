@@ -115,11 +115,9 @@ class EpisodeWatch:
             limit_s = max(limit_s, 2 * self._reported_age_s)
         if (age_s := oldest.age_s) < limit_s:
             return
-        waiting = next((one for one in asyncio.all_tasks() if one.get_name() == name), None)
-        if waiting is None or waiting.cancelling():
-            return  # its end is under way
         self._reported, self._reported_age_s = oldest, age_s
-        place = find_waiting_line(waiting)
+        waiting = next((one for one in asyncio.all_tasks() if one.get_name() == name), None)
+        place = find_waiting_line(waiting) if waiting else ""
         self._events.record("episode_slow", **oldest.facts, seconds=round(age_s, 1), at=place)
         log.warning("episode %s has run for %.0f s; it waits at %s", name, age_s, place or "?")
 
