@@ -64,7 +64,7 @@ def test_a_mistake_of_the_agent_is_told_at_once_and_ends_the_run(
     assert run.screen.count("agent    ") == 1
     assert said in run.screen.partition("\nerror: ")[2]
     assert events_of(run.paths, "episode_unserved") == []
-    assert [one["process"] for one in events_of(run.paths, "process_exited")] == ["trainer"]
+    assert [one["process"] for one in events_of(run.paths, "process_exited")] == ["driver"]
     assert len(events_of(run.paths, "job_submitted")) == 2, "no job was started again"
     assert exit_code_of("why", run.paths.root) == 1
     assert said in capfd.readouterr().out.splitlines()[0]
