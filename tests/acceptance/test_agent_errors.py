@@ -44,7 +44,8 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., ScreenedRun]]:
         overrides += [
             f"{split}_dataset.generator=tests.support.sums:tasks" for split in ("train", "valid")
         ]
-        runs.append(ScreenedRun(tmp_path, agent, *overrides, *more, program="areal_hpc", environ={}))
+        overrides += more
+        runs.append(ScreenedRun(tmp_path, agent, *overrides, program="areal_hpc", environ={}))
         return runs[-1]
 
     yield start_run
