@@ -38,10 +38,12 @@ from areal_hpc.trainer.batch.training_rows import (
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.memory import read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
+from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
 from areal_hpc.trainer.objective.loss_metrics import (
     STEP_HISTOGRAM_BINS,
@@ -52,7 +54,6 @@ from areal_hpc.trainer.objective.loss_metrics import (
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,
@@ -163,11 +164,11 @@ class Learner:
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
-            "throughput/train_phase_tokens_per_s": trained_tokens / timer.seconds["train"],
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **build_norm_metrics(norms),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
+            **measure_training_speed(self.policy, rows, trained_tokens, timer.seconds["train"]),
             "memory/trainer_peak_bytes": all_reduce_max(read_peak_memory_bytes(self.policy.device)),
             **timer.build_metrics(),
         }
@@ -237,7 +238,7 @@ class Learner:
 
     def _take_optimizer_steps(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
-    ) -> tuple[LossStats, list[float]]:
+    ) -> tuple[ReducedStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
 
         With a single part the weights at the start of the batch are those of its only forward

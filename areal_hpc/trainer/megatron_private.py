@@ -59,6 +59,15 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
         return logits
 
 
+def begin_copy_to_host(dispatcher: Any, counts_E: torch.Tensor) -> torch.Tensor:
+    """The rows of each expert as a mixture's dispatcher wants them later: on the host, by then.
+
+    The dispatcher decides when to wait for this copy and for those of the exchange's sizes.
+    """
+    copied: torch.Tensor = dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", counts_E)
+    return copied
+
+
 def enable_norm_recompute() -> None:
     """Let norms be recomputed where Transformer Engine is absent. Safe to repeat.
 

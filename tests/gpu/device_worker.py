@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
@@ -157,7 +158,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     expected = flattened(hf_gradients(exact, rows), names)
     return {
         "micro_batches": len(batches),
-        "logprob": stats.maxima["gap"],
+        "logprob": float(stats.maxima["gap"]),
         "logprob_of_transformers": their_gap,
         "gradient": relative_gap(flattened(ours, names), expected),
         "gradient_of_transformers": relative_gap(flattened(theirs, names), expected),

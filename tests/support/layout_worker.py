@@ -14,6 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.megatron_format import load_sharded
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
@@ -26,7 +27,6 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,

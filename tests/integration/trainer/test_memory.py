@@ -18,9 +18,10 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.policy import build_policy
-from areal_hpc.trainer.step import LossStats, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import make_micro_batches, run_forward_backward
 from tests.support.replay_worker import Scenario
 
 TOKENS = 512
