@@ -14,10 +14,10 @@ from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL
-from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups

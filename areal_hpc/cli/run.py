@@ -92,6 +92,7 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 def _describe_plan(recipe: Recipe) -> Iterator[str]:
     """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
+    from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
 
@@ -109,7 +110,7 @@ def _describe_plan(recipe: Recipe) -> Iterator[str]:
             yield from _describe_processes(job.processes)
         for line in _describe_gpu_assignment(stage, recipe):
             yield f"  {line}"
-    yield from ["", *build_memory_report(recipe)]
+    yield from ["", *build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
 def _count(number: int, thing: str) -> str:
@@ -124,13 +125,12 @@ def _describe_processes(processes: Sequence[ProcessSpec]) -> Iterator[str]:
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.jobs.gpus import find_visible_gpus
-    from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
+    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
 
-    visible = find_visible_gpus(os.environ)
-    if not visible.ids:
-        return
     try:
+        visible = find_usable_gpus(recipe, os.environ)
+        if not visible.ids:
+            return
         for line in format_assignment(assign_gpus(stage, visible, recipe)):
             yield f"GPUs with areal-hpc run on this machine: {line}"
     except RecipeError as error:

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_task
@@ -16,9 +15,11 @@ from areal_hpc.launch import setup
 from areal_hpc.launch.gpu_assignment import (
     GpuAssignment,
     assign_gpus,
-    find_gpu_shortages,
+    find_gpu_problems,
+    find_usable_gpus,
     format_assignment,
 )
+from areal_hpc.launch.host_memory import find_allocation_problems
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -71,8 +72,9 @@ def run(
         fresh=fresh,
         sys_path=sys_path,
         known_problems=[
-            *find_gpu_shortages(recipe, find_visible_gpus(os.environ)),
+            *find_gpu_problems(recipe, os.environ),
             *find_shared_jobs(recipe),
+            *find_allocation_problems(recipe, os.environ),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
@@ -173,7 +175,8 @@ class LocalLauncher:
     def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        self._gpus = assign_gpus(stage, find_visible_gpus(os.environ), self._recipe)
+        usable = find_usable_gpus(self._recipe, os.environ)
+        self._gpus = assign_gpus(stage, usable, self._recipe)
         for line in format_assignment(self._gpus):
             self._reporter.print_line(f"GPUs     {line}")
         try:

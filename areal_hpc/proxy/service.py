@@ -54,6 +54,7 @@ class ProxyService:
         *,
         online: bool = False,
     ) -> None:
+        model = replace(model, ignores_unknown=limits.unknown_parameters == "ignore")
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))

@@ -79,6 +79,9 @@ class StartSessionRequest(Struct, frozen=True):
     agents that may run what a model wrote go without: they could record what was never said."""
     task_index: Int64 = -1
     """Line of the task set; of the held-out one if `ref` is of an evaluation."""
+    rights: Literal["all", "calls"] = "all"
+    """What `api_key` opens. `calls`: model calls alone; rewards, records and the end need the
+    `control_key` of the reply, which an agent is not given."""
 
 
 class EngineAddress(Struct, frozen=True):
@@ -93,6 +96,8 @@ class StartSessionReply(Struct, frozen=True, omit_defaults=True):
 
     session_id: str
     api_key: str
+    control_key: str = ""
+    """Opens rewards and the end of a session of rights `calls`; else empty: `api_key` does."""
     task: dict[str, Any] | None = None
     """In an online run: the task that the run would like to be tried."""
 

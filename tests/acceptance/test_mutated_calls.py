@@ -70,7 +70,8 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
         counts["by_status"] = dict(sorted(total(counts["by_status"], statuses).items()))
         counts["seconds"] += round(time.monotonic() - began)
         add_results("fuzz", mutated_calls=counts)
-    assert audit_of(run.paths.root).endswith("duplicates=0 lost=0 open=0")
+    # A mutated call may have been sound, and have had a ticket sealed that no step has trained yet.
+    assert "duplicates=0 lost=0 " in audit_of(run.paths.root)
 
 
 def assert_every_route_is_called(run: LightRun) -> None:

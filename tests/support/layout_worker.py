@@ -14,7 +14,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.megatron_format import load_sharded
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_weights import (
@@ -25,6 +24,7 @@ from areal_hpc.trainer.model.hf_weights import (
     stream_hf,
 )
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (
     MicroBatch,
@@ -103,13 +103,19 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
 class Case:
     """One family in one layout."""
 
-    def __init__(self, family: str, parallel: ParallelConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        family: str,
+        parallel: ParallelConfig,
+        folder: Path,
+        layers: int = SIZES["num_hidden_layers"],
+    ) -> None:
         self.family = family
         # The experts' groups exist for every family of a launch; dense ones do not use them.
         spread = {} if family.endswith("moe") else {"ep": 1}
         self.parallel = parallel.model_copy(update=spread)
         self.folder = folder / family
-        self.model = hf_model(family)
+        self.model = hf_model(family, layers)
         self.arch = parse_architecture(self.model.config.to_dict(), family)
         self.policy, self.optimizer = self.build()
         self.state = by_checkpoint_name(self.model.state_dict())
@@ -246,7 +252,7 @@ def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
     for family in scenario["families"]:
-        one = Case(family, parallel, paths.root)
+        one = Case(family, parallel, paths.root, scenario["layers"])
         found = one.compare()
         one.save()
         found |= one.save_and_resume()

@@ -6,10 +6,11 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import drop_nulls
+from areal_hpc.proxy.dialects.unknown import drop_unknown
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
@@ -30,10 +31,13 @@ _ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-def decode_json(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
+def decode_json(
+    body: bytes | msgspec.Raw, form: Any, key: str = "", unknown: list[str] | None = None
+) -> Any:
     """A JSON body, or the part of one that stands under `key`, as the type `form`.
 
-    A null stands for absence, under whatever name.
+    A null stands for absence, under whatever name. Names that `form` does not declare are added to
+    `unknown` and left out; without such a list they are refused.
 
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or unknown.
@@ -43,7 +47,15 @@ def decode_json(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-            return decoder.decode(drop_nulls(bytes(body), form))
+            body = drop_nulls(bytes(body), form)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            if unknown is None:
+                raise
+            body, names = drop_unknown(bytes(body), form, key)
+            unknown += names
+            return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -85,6 +97,27 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
             raise ProxyRequestError(
                 400, f"{key} takes token ids below {vocab_size}, got {token!r}", key=key
             )
+
+
+class _TypedObject(Struct):
+    type: str = ""
+
+
+def leave_out_hosted_tools(
+    raw: Sequence[msgspec.Raw], hosted: re.Pattern[str], ignored: list[str]
+) -> list[tuple[int, msgspec.Raw]]:
+    """The tools that a model is told of, each with its place in the list.
+
+    A provider's servers would run those whose type matches `hosted`; coding agents offer them by
+    themselves. They are left out when there are others, and named in `ignored` by the pattern's
+    first group.
+    """
+    kinds = [decode_json(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
+    found = [hosted.fullmatch(kind) for kind in kinds]
+    if all(found):
+        return [*enumerate(raw)]
+    ignored += sorted({f"tools[{one[1]}]" for one in found if one is not None})
+    return [(i, one) for i, one in enumerate(raw) if found[i] is None]
 
 
 def build_function_tool(

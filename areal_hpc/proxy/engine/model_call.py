@@ -63,6 +63,8 @@ class ServedModel:
     """SGLang's name of the format of its reasoning."""
     normalize: NormalizeMessage | None = None
     """The user's own normalizer (`proxy.message_normalizer`)."""
+    ignores_unknown: bool = True
+    """Parameters that no dialect declares have no effect (`proxy.unknown_parameters`)."""
 
     @classmethod
     def load(

@@ -83,7 +83,12 @@ class ProxyApp:
             (
                 *_list_driver_routes(driver_api),
                 Route(
-                    "POST", "/generate", "recording_session", self._forward_generate, GenerateBody
+                    "POST",
+                    "/generate",
+                    "session",
+                    self._forward_generate,
+                    GenerateBody,
+                    for_recording=True,
                 ),
                 *(  # SDKs differ in whether `/v1` is part of the address they are given
                     replace(route, path=prefix + route.path)
@@ -107,9 +112,10 @@ class ProxyApp:
             said = Route(
                 "POST", path, "session", self._build_handler(path, dialect), dialect.request
             )
-            yield replace(said, refused=dialect.refused, streams=True)
-        path, refused = "/messages/count_tokens", MESSAGES_DIALECT.refused
-        yield Route("POST", path, "session", self._count_tokens, MESSAGES_DIALECT.request, refused)
+            tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
+            yield replace(tolerant, streams=True)
+            if dialect is MESSAGES_DIALECT:
+                yield replace(tolerant, path="/messages/count_tokens", answer=self._count_tokens)
         answer: Callable[..., Any] = partial(
             tokenize.tokenize, self._completions.prompts, self._model
         )
@@ -213,10 +219,16 @@ class ProxyApp:
             raise ProxyRequestError(401, "this route requires the admin key")
         if route.opened_by in ("admin", "anyone"):
             return None
-        session = self._store.find_session_by_key(key)
+        if route.opened_by == "session":
+            session = self._store.find_session_by_key(key)
+        else:
+            session = self._store.find_session_by_control_key(key)
+            if session is None and self._store.find_session_by_key(key) is not None:
+                problem = "this key opens model calls; rewards and the end are its driver's to give"
+                raise ProxyRequestError(403, problem)
         if session is None:
             raise ProxyRequestError(401, "invalid session key")
-        if route.opened_by == "recording_session" and not session.request.records_calls:
+        if route.for_recording and not session.request.records_calls:
             raise ProxyRequestError(
                 403, "this session was not opened for a client that records its own calls"
             )
@@ -238,6 +250,11 @@ class ProxyApp:
             raise ProxyRequestError(400, "this route takes no parameters", key=parameter)
         if named:
             yield named
+        elif route.request is not None and route.ignores_unknown and self._model.ignores_unknown:
+            unknown: list[str] = []
+            yield decode_json(body, route.request, unknown=unknown)
+            path = route.path.removeprefix("/v1")
+            self._completions.metrics.count_ignored_parameters(path, unknown)
         elif route.request is not None:
             yield decode_json(body, route.request)
 
@@ -289,15 +306,16 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),
-        Route("POST", "/rl/set_reward", "session", driver_api.set_reward, wire.SetRewardRequest),
+        Route("POST", "/rl/set_reward", "control", driver_api.set_reward, wire.SetRewardRequest),
         Route(
             "POST",
             "/rl/record",
-            "recording_session",
+            "control",
             driver_api.record_interactions,
             wire.RecordCallsRequest,
+            for_recording=True,
         ),
-        Route("POST", "/rl/end_session", "session", driver_api.end_session, when_ended=True),
+        Route("POST", "/rl/end_session", "control", driver_api.end_session, when_ended=True),
     )
 
 

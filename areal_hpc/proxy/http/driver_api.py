@@ -83,22 +83,28 @@ class DriverApi:
         sessions, most = self._store.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise ProxyRequestError(429, f"too many open sessions (limit {most})")
+        control_key = generate_key() if request.rights == "calls" else ""
         if not self._online or request.ref is not None or request.disposable:
-            return wire.StartSessionReply(self._open_session(request, key), key)
+            session_id = self._open_session(request, key, control_key)
+            return wire.StartSessionReply(session_id, key, control_key)
         free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
         if not free:
             problem = "no episode is waiting for an external program now"
             raise ProxyRequestError(429, problem, hint="repeat the request")
         slot = min(free, key=lambda one: one.sort_key)
         self._free_slots.discard(slot)
-        session_id = self._open_session(slot.request.session, key)
+        opened = msgspec.structs.replace(slot.request.session, rights=request.rights)
+        session_id = self._open_session(opened, key, control_key)
         slot.taken.set_result(session_id)
-        return wire.StartSessionReply(session_id, key, slot.request.task)
+        return wire.StartSessionReply(session_id, key, control_key, slot.request.task)
 
-    def _open_session(self, request: wire.StartSessionRequest, key: str) -> str:
+    def _open_session(self, request: wire.StartSessionRequest, key: str, control_key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
-        self._recorder.record(events.SessionOpened(session_id, hash_key(key), request, time.time()))
+        control_digest = hash_key(control_key) if control_key else b""
+        self._recorder.record(
+            events.SessionOpened(session_id, hash_key(key), request, time.time(), control_digest)
+        )
         return session_id
 
     async def offer_episode(self, request: wire.OfferEpisodeRequest) -> wire.OfferEpisodeReply:

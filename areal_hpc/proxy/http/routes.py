@@ -23,9 +23,9 @@ class Route:
     method: Literal["GET", "POST", "DELETE"]
     path: str
     """The last part may be a `{name}`: anything but empty."""
-    opened_by: Literal["admin", "session", "recording_session", "anyone"]
-    """Key that opens it, checked before the request's body is read. `recording_session`: that of a
-    session whose client records its own calls."""
+    opened_by: Literal["admin", "session", "control", "anyone"]
+    """Key that opens it, checked before the request's body is read. `session`: that of an agent;
+    `control`: that of who opened the session, which may be the same."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name that the path ends with, or
     the request, if there is one."""
@@ -39,6 +39,10 @@ class Route:
     """It may answer with server-sent events."""
     when_ended: bool = False
     """Also for a session that has ended."""
+    ignores_unknown: bool = False
+    """Parameters that the request does not declare may be left out of it, and counted."""
+    for_recording: bool = False
+    """Only for a session whose client records its own calls."""
 
     @property
     def path_parameter(self) -> str:

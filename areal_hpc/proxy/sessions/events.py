@@ -14,13 +14,15 @@ from areal_hpc.wire.reward import Reward
 
 
 class SessionOpened(Struct, tag="opened", frozen=True):
-    """A driver opened a session. Of its key only the digest is kept."""
+    """A driver opened a session. Of its keys only digests are kept."""
 
     session_id: str
     key_digest: bytes
     request: StartSessionRequest
     opened_at: float = 0.0
     """Unix time; 0 in journals that did not note it."""
+    control_digest: bytes = b""
+    """Of the key that opens rewards and the end; empty: the same key does."""
 
 
 class InteractionAdded(Struct, tag="interaction", frozen=True):

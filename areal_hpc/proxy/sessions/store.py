@@ -152,10 +152,15 @@ class SessionStore:
         """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
         self.settled_rows: dict[TicketRef, int] = {}
         self._by_key: dict[bytes, Session] = {}
+        self._by_control_key: dict[bytes, Session] = {}
 
     def find_session_by_key(self, key: str) -> Session | None:
-        """The session that `key` opens."""
+        """The session whose model calls `key` opens."""
         return self._by_key.get(hash_key(key))
+
+    def find_session_by_control_key(self, key: str) -> Session | None:
+        """The session whose rewards, records and end `key` opens."""
+        return self._by_control_key.get(hash_key(key))
 
     def count_rows_of_ticket(self, ref: TicketRef) -> int | None:
         """Number of rows that a finished ticket contributes; None if it is not finished."""
@@ -174,6 +179,7 @@ class SessionStore:
                 session = Session(event)
                 self.sessions[event.session_id] = session
                 self._by_key[event.key_digest] = session
+                self._by_control_key[event.control_digest or event.key_digest] = session
             case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
@@ -241,8 +247,13 @@ class SessionStore:
 
     def _remove_session(self, session: Session) -> None:
         del self.sessions[session.session_id]
-        if self._by_key.get(session.opened.key_digest) is session:  # not if it was given on
-            del self._by_key[session.opened.key_digest]
+        opened = session.opened
+        for known, digest in (
+            (self._by_key, opened.key_digest),
+            (self._by_control_key, opened.control_digest or opened.key_digest),
+        ):
+            if known.get(digest) is session:  # not if it was given on
+                del known[digest]
 
     def list_idle_sessions(self, older_than_s: float) -> list[Session]:
         """Sessions that nobody used for so long, apart from those of finished tickets.

@@ -254,8 +254,15 @@ async def _send_rewards_and_end_session(
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)
-            await proxy.call("/rl/set_reward", request, SetRewardReply, key=session.api_key)
-        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+            await proxy.call(
+                "/rl/set_reward",
+                request,
+                SetRewardReply,
+                key=session.control_key or session.api_key,
+            )
+        ended = await proxy.call(
+            "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
+        )
     except HttpStatusError as refusal:
         raise AgentError(
             f"the proxy refused the agent's rewards: {refusal.reason}", kind=REFUSED_REWARD_KIND
@@ -270,6 +277,8 @@ async def _close_session(
 ) -> EndSessionReply | None:
     """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""
     try:
-        return await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+        return await proxy.call(
+            "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
+        )
     except HttpStatusError:
         return None

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -81,6 +82,7 @@ class _Process:
         calls, self._pipe = _SPAWN_CONTEXT.Pipe(duplex=False)
         self._answers, answering = socket.socketpair()
         self._answers.setblocking(False)
+        weakref.finalize(self, self._answers.close)  # of a pool that nobody closed
         self._child = _SPAWN_CONTEXT.Process(
             target=_serve_calls, args=(calls, answering, os.getpid()), daemon=True
         )

@@ -1,10 +1,11 @@
-"""Hints change nothing and are counted, null is absence, all else that is unknown is refused."""
+"""Hints and unknown parameters change nothing and are counted; null is absence."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from areal_hpc.proxy.dialects.dialect import Dialect
@@ -144,27 +145,106 @@ def test_what_asks_for_nothing_is_neither_refused_nor_counted(
     assert ignored(stage).keys() <= {*before, ("/messages", "thinking")}
 
 
+UNKNOWN = [
+    *((route, "sparkle") for route in DIALECT_BY_ROUTE),
+    ("/messages", "output_config.sparkle"),
+    ("/messages", "tools[].sparkle"),
+    ("/responses", "reasoning.sparkle"),
+    ("/responses", "text.sparkle"),
+    ("/responses", "tools[].sparkle"),
+]
+"""Hints of the next release of a client."""
+
+
+@pytest.mark.parametrize(("route", "name"), UNKNOWN)
+def test_an_unknown_parameter_changes_nothing_and_is_counted(
+    stage: Stage, route: str, name: str
+) -> None:
+    before = ignored(stage)
+    sent = []
+    for body in ({}, {**body_with(route, name, {"a": 1}), "empty": None}):
+        stage.sglang.requests.clear()
+        ask_least(stage, stage.open_session()[1], route, **body)
+        (request,) = stage.sglang.requests
+        sent.append({part: request[part] for part in ("input_ids", "sampling_params")})
+    assert sent[0] == sent[1]
+    assert ignored(stage) == {**before, (route, name): before.get((route, name), 0) + 1}
+
+
+def assert_refused(answer: httpx.Response, route: str, name: str) -> str:
+    """By its name; the message."""
+    assert answer.status_code == 400, answer.text
+    error: dict[str, str] = answer.json()["error"]
+    shown = error["message"].split(":")[0] if route == "/messages" else error["param"]
+    assert shown == name.replace("[]", "[0]")
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "value"),
+    [
+        ("/chat/completions", "temprature", 1.0),
+        ("/chat/completions", "max_token", 3),
+        ("/messages", "top_p_", 0.5),
+        ("/messages", "tools[].input_schemas", {}),
+        ("/responses", "max_output_token", 3),
+    ],
+)
+def test_what_looks_like_a_parameter_is_asked_about(
+    stage: Stage, route: str, name: str, value: Any
+) -> None:
+    answer = stage.post(route, body_with(route, name, value), stage.open_session()[1])
+    assert "did you mean " in assert_refused(answer, route, name)
+    assert stage.sglang.requests == []
+
+
 @pytest.mark.parametrize(
     ("route", "name"),
     [
-        *((route, "sparkle") for route in LEAST),
-        ("/messages", "output_config.sparkle"),
-        ("/messages", "tools[].sparkle"),
-        ("/responses", "reasoning.sparkle"),
-        ("/responses", "text.sparkle"),
-        ("/responses", "tools[].sparkle"),
+        *(
+            (route, name)
+            for route in DIALECT_BY_ROUTE
+            for name in ("guided_json", "min_tokens", "function_call")
+        ),
+        ("/chat/completions", "best_of"),
+        ("/responses", "conversation"),
+        ("/messages", "container"),
     ],
 )
-def test_an_unknown_parameter_is_refused_by_name(stage: Stage, route: str, name: str) -> None:
-    before = ignored(stage)
-    _, key = stage.open_session()
-    answer = stage.post(route, {**body_with(route, name, 1), "empty": None}, key)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    shown = error["message"].split(":")[0] if route == "/messages" else error["param"]
-    assert shown == name.replace("[]", "[0]")
-    assert ignored(stage) == before
+def test_what_would_change_a_reply_and_cannot_be_done_is_refused(
+    stage: Stage, route: str, name: str
+) -> None:
+    answer = stage.post(route, body_with(route, name, 1), stage.open_session()[1])
+    assert "would change the reply" in assert_refused(answer, route, name)
     assert stage.sglang.requests == []
+
+
+@pytest.mark.parametrize(("route", "name"), [(route, "sparkle") for route in LEAST])
+def test_routes_that_are_no_dialect_refuse_what_they_do_not_know(
+    stage: Stage, route: str, name: str
+) -> None:
+    if route not in DIALECT_BY_ROUTE:
+        answer = stage.post(route, body_with(route, name, 1), stage.open_session()[1])
+        assert_refused(answer, route, name)
+
+
+def test_a_recipe_may_have_unknown_parameters_refused(tmp_path: Path) -> None:
+    strict = Stage(tmp_path, proxy={"unknown_parameters": "refuse"})
+    try:
+        for route, name in UNKNOWN:
+            answer = strict.post(route, body_with(route, name, 1), strict.open_session()[1])
+            assert_refused(answer, route, name)
+        assert strict.sglang.requests == []
+        assert ignored(strict) == {}
+    finally:
+        strict.close()
+
+
+def test_tools_that_servers_of_anthropic_run_are_left_out_beside_others(stage: Stage) -> None:
+    search = {"type": "web_search_20300101", "name": "web_search", "max_uses": 3}
+    body = with_tool("/messages", TOOL, search)
+    ask_least(stage, stage.open_session()[1], "/messages", **body)
+    assert ignored(stage)["/messages", "tools[web_search]"] >= 1
 
 
 def test_the_routes_describe_their_hints(stage: Stage) -> None:

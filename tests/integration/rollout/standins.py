@@ -231,6 +231,12 @@ class StandInProxy(Service):
             raise web.HTTPUnauthorized(text="no such session")
         return session
 
+    def controlled_session_of(self, key: str) -> Session:
+        session = self.session_of(key.removeprefix("control-"))
+        if (session.started.rights == "calls") != key.startswith("control-"):
+            raise web.HTTPForbidden(text="this key opens model calls")
+        return session
+
     async def start_session(self, key: str, started: StartSessionRequest) -> StartSessionReply:
         assert key == KEY
         self.opened += 1
@@ -238,7 +244,7 @@ class StandInProxy(Service):
         self.sessions[name] = Session(started)
         open_now = sum(not one.ended for one in self.sessions.values())
         self.most_open = max(self.most_open, open_now)
-        return StartSessionReply(name, name)
+        return StartSessionReply(name, name, f"control-{name}" if started.rights == "calls" else "")
 
     async def complete(self, key: str, request: dict[str, Any]) -> dict[str, Any]:
         session = self.session_of(key)
@@ -253,7 +259,7 @@ class StandInProxy(Service):
         return {"id": name, **envelope, "choices": [choice]}
 
     async def set_reward(self, key: str, told: SetRewardRequest) -> SetRewardReply:
-        session = self.session_of(key)
+        session = self.controlled_session_of(key)
         known = session.interactions
         if not known:
             raise web.HTTPBadRequest(text="the session has no interaction")
@@ -265,7 +271,7 @@ class StandInProxy(Service):
         return SetRewardReply(name)
 
     async def end_session(self, key: str, request: Empty) -> EndSessionReply:
-        session = self.session_of(key)
+        session = self.controlled_session_of(key)
         session.ended = True
         rewarded = [session.rewards[one] for one in session.interactions if one in session.rewards]
         reward = rewarded[-1] if rewarded else None

@@ -185,7 +185,9 @@ def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=given)
     cell.run()
     assert [(one.limits, one.export) for one in cell.sessions] == [(limits, export)] * 4
-    assert {one.records_calls for one in cell.sessions} == {isinstance(agent, RolloutWorkflow)}
+    records = isinstance(agent, RolloutWorkflow)
+    assert {one.records_calls for one in cell.sessions} == {records}
+    assert {one.rights for one in cell.sessions} == {"all" if records else "calls"}
 
 
 @pytest.mark.parametrize(("slots", "open_at_once"), [(8, 8), (1, 4)])

@@ -1,6 +1,7 @@
 """A reward of mathematics ends whatever the answer holds, and leaves nothing behind."""
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -45,6 +46,7 @@ EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode() + b"\n"
 @contextmanager
 def processes(timeout_s: float) -> Iterator[VerifierPool]:
     """Those of comparisons; none of them is left, and nothing that leads to them."""
+    gc.collect()  # what other tests left open is not closed meanwhile
     before = children(), len([*Path("/proc/self/fd").iterdir()])
     limits = (str(timeout_s + 1.0), str(MATH_MEMORY_BYTES))
     pool = VerifierPool(Path(math_process.__file__), *limits, timeout_s=timeout_s)

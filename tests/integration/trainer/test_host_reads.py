@@ -16,13 +16,13 @@ from areal_hpc.trainer.batch.training_rows import (
     CURRENT_WEIGHTS_CHANNEL,
     STALENESS_CHANNEL,
 )
-from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.objective.loss_metrics import (
     STEP_HISTOGRAM_BINS,
     STEP_MAXIMUM_NAMES,
     STEP_SUM_NAMES,
 )
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
 from tests.integration.trainer.test_recompute import DENSE, LENGTHS, MIXTURE, build
 from tests.support.operations import OperationLog

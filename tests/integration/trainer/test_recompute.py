@@ -13,16 +13,16 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.loss_stats import LossStats
 from areal_hpc.trainer.model import offload
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
 from tests.support.layout_worker import exported_gradients
 from tests.support.replay_worker import Scenario
 
-DENSE = Architecture("qwen2", 4, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
+DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
 SETTINGS = [
     {"recompute": "full"},

@@ -1,5 +1,6 @@
 """Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from areal_hpc.proxy.dialects.validation import (
     decode_json,
     encode_json_schema,
     first_given,
+    leave_out_hosted_tools,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -46,6 +48,11 @@ class _ToolResult(Struct, tag="tool_result"):
 
 class _Thinking(Struct, tag="thinking"):
     thinking: str
+
+
+_HOSTED_TOOL_PATTERN = re.compile(r"(web_search|web_fetch|code_execution|tool_search[a-z_]*)_\d+")
+"""Types of tools that Anthropic's servers run. Those that clients run themselves are not among
+them: computer, bash, text editor, memory."""
 
 
 class _InputMessage(Struct):
@@ -125,7 +132,7 @@ def build_model_call(
         hint = "let the agent connect to them and offer their tools"
         raise ProxyRequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*list_ignored_params(request)]
-    tools = _parse_tools(request.tools or [], ignored)
+    tools = _parse_tools(request.tools or [], model, ignored)
     choice = _parse_tool_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
     return ModelCall(
@@ -242,9 +249,17 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 # Tools, sampling --------------------------------------------------------------------------------
 
 
-def _parse_tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
+def _parse_tools(
+    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str]
+) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them. Hints in them are added to `ignored`.
+
+    Tools that Anthropic's servers would run are left out when there are others beside them.
+    """
+    unknown = ignored if model.ignores_unknown else None
     tools: list[_InputTool] = [
-        decode_json(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)
+        decode_json(one, _InputTool, f"tools[{i}]", unknown)
+        for i, one in leave_out_hosted_tools(raw, _HOSTED_TOOL_PATTERN, ignored)
     ]
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
@@ -277,7 +292,10 @@ def _build_thinking_variables(
     if model.reasoning_parser is None:
         ignored.append("thinking")
         return None
-    config: _ThinkingConfig = decode_json(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
+    unknown = ignored if model.ignores_unknown else None
+    config: _ThinkingConfig = decode_json(
+        msgspec.json.encode(asked), _ThinkingConfig, "thinking", unknown
+    )
     ignored += list_ignored_params(config, "thinking.")
     thinks = config.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}

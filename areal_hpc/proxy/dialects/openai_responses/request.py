@@ -29,6 +29,7 @@ from areal_hpc.proxy.dialects.validation import (
     decode_json,
     encode_json_schema,
     first_given,
+    leave_out_hosted_tools,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -49,10 +50,6 @@ _HOSTED_TOOL_PATTERN = re.compile(
 )
 """Types of such tools, dated or not. Those that name a client's own files, servers or containers
 are not among them: who asks for one needs it."""
-
-
-class _TypedObject(Struct):
-    type: str = ""
 
 
 class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
@@ -144,7 +141,7 @@ def build_model_call(
     """
     _validate_options(request)
     ignored = [*list_ignored_params(request)]
-    tools, origins = _parse_tools(request.tools or [], ignored)
+    tools, origins = _parse_tools(request.tools or [], model, ignored)
     asked_choice = request.tool_choice
     mode = asked_choice if isinstance(asked_choice, str) else None
     name = asked_choice.name if isinstance(asked_choice, _NamedToolChoice) else None
@@ -220,7 +217,7 @@ def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iter
 
 
 def _parse_tools(
-    raw: Sequence[msgspec.Raw], ignored: list[str]
+    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str]
 ) -> tuple[list[dict[str, Any]], ToolOrigins]:
     """The tools as chat templates expect them. Hints in them are added to `ignored`.
 
@@ -232,15 +229,10 @@ def _parse_tools(
     schemas: list[dict[str, Any]] = []
     origins: ToolOrigins = {}
     hints: set[str] = set()
-    kinds = [decode_json(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
-    hosted = [_HOSTED_TOOL_PATTERN.fullmatch(kind) for kind in kinds]
-    for i, one in enumerate(raw):
-        named = hosted[i]
-        if named is not None and not all(hosted):
-            hints.add(f"tools[{named[1]}]")
-            continue
+    unknown = ignored if model.ignores_unknown else None
+    for i, one in leave_out_hosted_tools(raw, _HOSTED_TOOL_PATTERN, ignored):
         tool: _ToolFunction | _ToolNamespace = decode_json(
-            one, _ToolFunction | _ToolNamespace, f"tools[{i}]"
+            one, _ToolFunction | _ToolNamespace, f"tools[{i}]", unknown
         )
         for function in [tool] if isinstance(tool, _ToolFunction) else tool.tools:
             hints.update(list_ignored_params(function, "tools[]."))
