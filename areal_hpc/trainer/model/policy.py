@@ -44,6 +44,8 @@ from areal_hpc.trainer.model.kernels.swiglu import swiglu
 from areal_hpc.trainer.model.token_dispatch import use_stable_dispatch
 
 TORCH_DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GRADIENT_BUCKET_ELEMENTS = 40_000_000
+"""Gradients, of whole parameters, that are reduced over ranks at a time: 160 MB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,9 +142,17 @@ def build_policy(
             parameter.allreduce = False
     replica = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            bucket_size=GRADIENT_BUCKET_ELEMENTS,
+        ),
         gpt,
     )
+    # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
+    # the backward pass is done with it.
+    config.no_sync_func = replica.no_sync
     return Policy(
         arch=arch,
         gpt=gpt,
