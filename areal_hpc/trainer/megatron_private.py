@@ -59,13 +59,12 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
         return logits
 
 
-def begin_copy_to_host(dispatcher: Any, counts_E: torch.Tensor) -> torch.Tensor:
-    """The rows of each expert as a mixture's dispatcher wants them later: on the host, by then.
+def begin_copy_of_split_sizes(dispatcher: Any) -> None:
+    """Begin to copy to the host what an exchange of a mixture's tokens must know there.
 
-    The dispatcher decides when to wait for this copy and for those of the exchange's sizes.
+    The dispatcher decides when to wait for it.
     """
-    copied: torch.Tensor = dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", counts_E)
-    return copied
+    dispatcher._maybe_dtoh_and_synchronize("before_permutation_1")
 
 
 def enable_norm_recompute() -> None:

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 
-from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.kernels.swiglu import weighted_swiglu
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -31,12 +31,13 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self, rows_RH: torch.Tensor, rows_per_expert_E: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Rows sorted by expert, with the weight of each, to the weighted outputs; no bias."""
-        counts_E = rows_per_expert_E.to(rows_RH.device, non_blocking=True)
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        product_RF = swiglu(self.linear_fc1(rows_RH, ends_E))
-        weighted_RF = (product_RF * weights_R[:, None]).to(rows_RH.dtype)
-        return self.linear_fc2(weighted_RF, ends_E), None
+        """Rows sorted by expert, with the weight of each, to the weighted outputs; no bias.
+
+        The numbers of rows are those of their device: the host need not know them.
+        """
+        ends_E = rows_per_expert_E.cumsum(0, dtype=torch.int32)
+        product_RF = weighted_swiglu(self.linear_fc1(rows_RH, ends_E), weights_R)
+        return self.linear_fc2(product_RF, ends_E), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -66,7 +67,8 @@ class _StackedLinear(torch.nn.Module):
         shape = (experts, outputs, inputs)
         weight = torch.empty(shape, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        # No two tensor-parallel ranks hold the same expert: each counts in the gradient's norm.
+        # Of what every tensor-parallel rank holds Megatron counts the gradient once. An expert's is
+        # cut over the ranks that hold it, by the optimizer: each rank's part counts in the norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from areal_hpc.trainer.megatron_private import begin_copy_to_host
+from areal_hpc.trainer.megatron_private import begin_copy_of_split_sizes
 from areal_hpc.trainer.model.kernels.expert_order import plan_expert_order
 
 
@@ -14,14 +14,14 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Brings tokens to the experts they visit and back, in an order that no run changes.
 
     Overrides what megatron/core/transformer/moe/token_dispatcher.py does before the exchange over
-    ranks and after it. A rank that holds all experts exchanges nothing: there the numbers of rows
-    stay on the device, where Megatron would copy them to the host in every layer.
+    ranks and after it. The numbers of rows stay on the device. A rank that holds all experts sends
+    no rows, so nothing of its layers must be known to the host.
     """
 
     @property
     def holds_all_experts(self) -> bool:
-        """No other rank has tokens for this one's experts, or experts for its tokens."""
-        return bool(self.ep_size == 1 and self.tp_size == 1)
+        """No other rank has tokens for this one's experts: tensor parallelism cuts none of them."""
+        return bool(self.ep_size == 1)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -31,7 +31,8 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if self.holds_all_experts:
             self.tokens_per_expert = routing_map.sum(0)
         else:
-            self.tokens_per_expert = begin_copy_to_host(self, self.preprocess(routing_map))
+            self.tokens_per_expert = self.preprocess(routing_map)
+            begin_copy_of_split_sizes(self)
         self.order = plan_expert_order(routing_map, self.config.moe_router_topk)
         tokens_TH = hidden_states.view(-1, self.hidden_shape[-1])
         return self.order.spread(tokens_TH), self.order.pick_weights(probs)

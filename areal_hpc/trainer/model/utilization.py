@@ -6,6 +6,7 @@ mask, hence half of the square. Recomputed activations are no work.
 """
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from areal_hpc.trainer.model.policy import Policy
 PASSES = 3
 """The backward pass is two forward passes of work."""
 PEAK_TFLOPS_BY_NAME = (
+    ("GB200", 2500.0),
     ("B200", 2250.0),
     ("GH200", 989.4),
     ("H200", 989.4),
@@ -32,8 +34,9 @@ PEAK_TFLOPS_BY_NAME = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 operations per second, in units of 1e12, by a part of the name that CUDA gives;
-the first that is found counts. From NVIDIA's data sheets, half of what they give with sparsity."""
+"""Dense bfloat16 operations per second, in units of 1e12, by words of the name that CUDA gives; the
+first whose words are all there counts. From NVIDIA's data sheets, half of what they give with
+sparsity."""
 
 
 def measure_training_speed(
@@ -54,8 +57,11 @@ def measure_training_speed(
 
 
 def find_peak_flops(device_name: str) -> float | None:
-    """Operations per second of a GPU in bfloat16; None if it is not known."""
-    known = (peak for name, peak in PEAK_TFLOPS_BY_NAME if name in device_name)
+    """Operations per second of a GPU in bfloat16; None if unknown, or for a part of a GPU."""
+    words = set(re.split(r"[\s-]+", device_name))
+    if "MIG" in words:
+        return None
+    known = (peak for name, peak in PEAK_TFLOPS_BY_NAME if words.issuperset(name.split()))
     tera = next(known, None)
     return None if tera is None else tera * 1e12
 

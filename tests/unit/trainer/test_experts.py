@@ -68,11 +68,12 @@ def test_bfloat16_rounds_as_the_loop_does() -> None:
     torch.testing.assert_close(found, loop(experts, rows_RH, counts, weights_R))
 
 
-def test_kernels_do_not_grow_with_the_experts() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_do_not_grow_with_the_experts(dtype: torch.dtype) -> None:
     names = {}
     for number in (2, 64):
-        experts, weights_R = build(number), torch.rand(64)
-        rows_RH, counts_E = torch.randn(64, HIDDEN), torch.full((number,), 64 // number)
+        experts, weights_R = build(number, dtype), torch.rand(64)
+        rows_RH, counts_E = torch.randn(64, HIDDEN).to(dtype), torch.full((number,), 64 // number)
         with torch.no_grad(), OperationLog() as log:
             experts(rows_RH, counts_E, weights_R)
         names[number] = log.computing
