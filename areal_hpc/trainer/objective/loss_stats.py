@@ -90,9 +90,10 @@ class ReducedStats:
 
 def _take_larger(held: Number, value: Number) -> Number:
     """The larger of two numbers; what is not a number stays to be seen."""
-    if isinstance(held, torch.Tensor) or isinstance(value, torch.Tensor):
-        place = held.device if isinstance(held, torch.Tensor) else None
-        one, two = (torch.as_tensor(n, dtype=torch.float64, device=place) for n in (held, value))
+    pair = (held, value)
+    device = next((one.device for one in pair if isinstance(one, torch.Tensor)), None)
+    if device is not None:
+        one, two = (torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair)
         return torch.maximum(one, two)
     return value if math.isnan(value) else max(held, value)
 
