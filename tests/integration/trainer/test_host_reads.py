@@ -75,6 +75,14 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
     assert 0 < reduced.sums["compared"] < reduced.sums["tokens"]
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        {},
+        {"objective": {"off_policy_correction": "mask", "off_policy_correction_level": "sequence"}},
+    ],
+    indirect=True,
+)
 @pytest.mark.on_ranks(1)
 def test_a_dense_network(scenario: Scenario, paths: RunPaths) -> None:
     check_reads(scenario, paths, DENSE)
