@@ -233,7 +233,7 @@ def learning(
     losses = []
     for _ in range(5):
         sums = trainee.step(rows, rate=1e-5).sums
-        losses.append(sums["loss"] / sums["tokens"])
+        losses.append(float(sums["loss"] / sums["tokens"]))
     (optimizer,) = trainee.optimizer.chained_optimizers
     main = optimizer.optimizer.param_groups[0]["params"][0]
     return {
