@@ -1,5 +1,6 @@
 """Grouped experts in a network: as Megatron's loop over experts, in numbers and in checkpoints."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -33,7 +34,9 @@ def build_loop(experts: Any) -> Any:
     submodules.activation_func = swiglu
     groups = ProcessGroupCollection.use_mpu_process_groups()
     number = len(experts.linear_fc1.weight)
-    loop = SequentialMLP(number, experts.config, submodules, groups)
+    config = copy.copy(experts.config)
+    config.no_sync_func = None  # it copies the rest deeply, and this one leads to process groups
+    loop = SequentialMLP(number, config, submodules, groups)
     with torch.no_grad():
         for place, expert in enumerate(loop.local_experts):
             expert.linear_fc1.weight.copy_(experts.linear_fc1.weight[place])

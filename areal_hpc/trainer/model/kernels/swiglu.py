@@ -50,7 +50,7 @@ class _SwiGLU(torch.autograd.Function):
         of_weights_R = None if weights_R is None else torch.empty_like(weights_R)
         for rows in iterate_row_chunks(gate_up):
             activated, of_product = F.silu(gate[rows]), gradient[rows]
-            if weights_R is not None:
+            if of_weights_R is not None:
                 product = (activated * up[rows]).to(weights_R.dtype)
                 torch.sum(product * of_product, -1, out=of_weights_R[rows])
                 of_product = (of_product * weights_R[rows, None]).to(gate.dtype)
