@@ -6,7 +6,8 @@
 - into SGLang: the same model, sent into a real replica that generates meanwhile: buckets, loading,
   checksums. `into_sglang_over_bare` counts what is on the way or being loaded; the table has all
   that the stall consists of, as the sender sees it, and what the clients saw. `unchecked` is the
-  same without checksums: on CPUs they are SHA-256, which takes longer than the way itself.
+  same without checksums: on CPUs they are SHA-256, which takes longer than the way itself. Both
+  ends take them at once when all is there, so they count in `verified_over_bare` alone.
 - disk: `weights.transport=disk`, into the same replica, from the first byte until it serves.
 
 Codec and bare transfers alternate; so do the transports. NCCL is used where there are two GPUs,
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
@@ -36,7 +36,7 @@ from areal_hpc.weights.buckets.bucket import (
     WaitSent,
     fill_and_send_buckets,
 )
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.transports.broadcast import sends_in_place
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
@@ -218,6 +218,7 @@ def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[s
     return {
         "into_sglang_over_bare": bare_s / moved_s(sent),
         "into_sglang_unchecked_over_bare": bare_s / moved_s(unchecked),
+        "verified_over_bare": bare_s / (moved_s(sent) + phase_ms(sent, "verify") / 1e3),
         "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
         "unchecked_stall_ms": 1e3 * statistics.median(one.silence_s for one in unchecked),
@@ -232,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="areal-hpc bench weights", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_bytes / 2**20)
+    parser.add_argument("--bucket-mib", type=float, help="null in recipes: by the device")
     parser.add_argument("--pairs", type=int, default=9, help="codec and bare transfers that count")
     parser.add_argument("--updates", type=int, default=5, help="by each transport; 0: no SGLang")
     parser.add_argument("--dir", type=Path, help="folder in the place of shared storage")
@@ -241,7 +242,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    bucket_bytes = int(arguments.bucket_mib * 2**20)
+    bucket_bytes = get_bucket_bytes(
+        int(arguments.bucket_mib * 2**20) if arguments.bucket_mib else None,
+        "cpu" if backend == "gloo" else "cuda",
+    )
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         run_dir = Path(folder)
         weights = make_weights(run_dir, arguments.gib)

@@ -92,7 +92,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 def _describe_steps(recipe: Recipe) -> Iterator[str]:
     """Lines: the steps of the allocation that this shell holds."""
     from areal_hpc.jobs.environment import get_interpreters
-    from areal_hpc.launch.held_allocation import describe_steps
+    from areal_hpc.launch.places.held_allocation import describe_steps
     from areal_hpc.slurm.allocation import read_allocation
 
     yield from describe_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
@@ -107,6 +107,7 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 def _describe_plan(recipe: Recipe) -> Iterator[str]:
     """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
+    from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
 
@@ -124,7 +125,7 @@ def _describe_plan(recipe: Recipe) -> Iterator[str]:
             yield from _describe_processes(job.processes)
         for line in _describe_gpu_assignment(stage, recipe):
             yield f"  {line}"
-    yield from ["", *build_memory_report(recipe)]
+    yield from ["", *build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
 def _count(number: int, thing: str) -> str:
@@ -139,13 +140,12 @@ def _describe_processes(processes: Sequence[ProcessSpec]) -> Iterator[str]:
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.jobs.gpus import find_visible_gpus
-    from areal_hpc.launch.gpu_assignment import assign_gpus, format_assignment
+    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
 
-    visible = find_visible_gpus(os.environ)
-    if not visible.ids:
-        return
     try:
+        visible = find_usable_gpus(recipe, os.environ)
+        if not visible.ids:
+            return
         for line in format_assignment(assign_gpus(stage, visible, recipe)):
             yield f"GPUs with areal-hpc run on this machine: {line}"
     except RecipeError as error:

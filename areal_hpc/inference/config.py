@@ -47,6 +47,8 @@ class InferenceJobConfig(ProcessConfig):
     """Added to the environment of SGLang."""
     seed: int = 0
     """The run's seed."""
+    updates_in_place: bool = False
+    """Weights change while generations keep their keys and values."""
 
 
 def build_command(
@@ -68,6 +70,7 @@ def build_command(
         index=index,
         ports=ports,
         random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
+        updates_in_place=job.updates_in_place,
         part=part,
     )
     return replace(

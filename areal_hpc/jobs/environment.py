@@ -11,6 +11,11 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.container import get_image_python
 
+GPU_VARIABLES = {
+    # GPUs have the numbers that nvidia-smi, Slurm and the launcher's assignment give them.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+"""Of every process that uses GPUs."""
 NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang's choice where nothing else is set, for both ends of a weight broadcast: with different
 ones each makes memory handles that the other cannot open (sglang/srt/entrypoints/engine.py)."""
@@ -20,6 +25,23 @@ TRAINER_GPU_VARIABLES = {
     # Packs differ in size. Not for SGLang, whose all-reduce hands memory to other processes.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
+
+UPDATE_GROUP_VARIABLES = {
+    # No thread of torch's watches the group. The one that does ends the process when a work fails
+    # or is late; with error handling off it still has the world's group dump and then end it.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+"""Set in the trainer once its own groups exist, for those of weight updates, which may fail: a
+receiver that dies must not take the trainer along. Read as a group is made
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; the order to dump is one for the process)."""
+FLIGHT_RECORDER_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name before torch 2.9
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""The last collectives of each trainer rank, written when one fails or is late. The rank names the
+file, in the run's logs (`trainer/process_groups.py`)."""
 
 
 def raise_file_limit() -> None:
@@ -77,9 +99,9 @@ def build_role_variables(
     of_trainer = (
         {"TORCHDYNAMO_DISABLE": "1"}
         if recipe.trainer.device == "cpu"
-        else NCCL_VARIABLES | TRAINER_GPU_VARIABLES
+        else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
     )
-    of_servers = {} if recipe.inference.device == "cpu" else NCCL_VARIABLES
+    of_servers = {} if recipe.inference.device == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
     of_roles: dict[str, dict[str, str]] = {
         "train": of_trainer,
         "serve": of_servers,

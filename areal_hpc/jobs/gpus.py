@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.cluster import WantedGpus
+
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES_DIR = Path("/dev")
+DRIVER_GPUS_DIR = Path("/proc/driver/nvidia/gpus")
+"""A folder for each GPU of the machine, named by its PCI address, as in `0000:1b:00.0`."""
+PCI_DEVICES_DIR = Path("/sys/bus/pci/devices")
 _NO_GPU_VALUES = ("", "-1", "NoDevFiles")
 """Names in the variable that hide themselves and all after them; Slurm writes the last."""
 
@@ -43,3 +49,55 @@ def parse_visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 def list_device_files(dev: Path = DEVICES_DIR) -> list[Path]:
     """NVIDIA's device files, one per GPU."""
     return sorted(dev.glob("nvidia[0-9]*"))
+
+
+def select_gpus(
+    visible: VisibleGpus, wanted: WantedGpus, numa_nodes: Mapping[str, int]
+) -> VisibleGpus:
+    """Those of the visible GPUs that a run may use, in the order in which it takes them. Pure.
+
+    GPUs of one NUMA node stand together where `numa_nodes` tells them: a replica or neighboring
+    ranks then cross no socket that they need not. GPUs that the recipe lists keep its order.
+
+    Raises:
+        RecipeError: One that the recipe names is not visible, or there are fewer than it wants.
+    """
+    if wanted == "none":
+        return VisibleGpus((), "cluster.gpus=none")
+    if isinstance(wanted, tuple):
+        names = tuple(map(str, wanted))
+        if hidden := [name for name in names if name not in visible.ids]:
+            raise RecipeError(
+                f"cluster.gpus names GPUs {', '.join(hidden)}; this machine shows "
+                f"{', '.join(visible.ids) or 'none'} ({visible.source})",
+                key="cluster.gpus",
+                hint="name some of those that it shows, or use cluster.gpus=auto",
+            )
+        return VisibleGpus(names, f"cluster.gpus=[{', '.join(names)}]")
+    ordered = tuple(sorted(visible.ids, key=lambda one: numa_nodes.get(one, -1)))
+    if wanted == "auto":
+        return VisibleGpus(ordered, visible.source)
+    if wanted > len(ordered):
+        raise RecipeError(
+            f"cluster.gpus={wanted}; this machine shows {len(ordered)} GPUs ({visible.source})",
+            key="cluster.gpus",
+            hint=f"use cluster.gpus={len(ordered) or 'none'}",
+        )
+    return VisibleGpus(ordered[:wanted], f"cluster.gpus={wanted} of {visible.source}")
+
+
+def read_numa_nodes(
+    dev: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
+) -> dict[str, int]:
+    """The NUMA node of each GPU, by its number in the order of PCI addresses; empty if unknown.
+
+    In a container that shows some of the machine's GPUs the numbers are others: unknown as well.
+    """
+    addresses = sorted(one.name for one in driver.glob("*"))
+    if len(addresses) != len(list_device_files(dev)):
+        return {}
+    try:
+        told = [int((pci / address.lower() / "numa_node").read_text()) for address in addresses]
+    except (OSError, ValueError):
+        return {}
+    return {str(number): node for number, node in enumerate(told)}

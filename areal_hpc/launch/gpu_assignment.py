@@ -1,19 +1,36 @@
-"""GPUs of this machine for the jobs of a stage, each task its own. Pure.
+"""GPUs of this machine for the jobs of a stage, each task its own.
 
 Under Slurm this is Slurm's to do.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.jobs.gpus import VisibleGpus
+from areal_hpc.jobs.gpus import VisibleGpus, find_visible_gpus, read_numa_nodes, select_gpus
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
 GpuAssignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
+
+
+def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
+    """GPUs of this machine that a run may use, in the order in which it takes them.
+
+    Raises:
+        RecipeError: `cluster.gpus` asks for what is not visible.
+    """
+    return select_gpus(find_visible_gpus(environ), recipe.cluster.gpus, read_numa_nodes())
+
+
+def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Problem]:
+    """What keeps this machine's GPUs from carrying a run."""
+    try:
+        return find_gpu_shortages(recipe, find_usable_gpus(recipe, environ))
+    except RecipeError as error:
+        return list(error.problems)
 
 
 def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> GpuAssignment:
@@ -68,7 +85,7 @@ def _describe_shortage(
     if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
     shown, least = len(visible.ids), len({job.is_task_a_node for job in stage.jobs})
-    lower = f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
+    lower = _suggest_fitting_shape(recipe, shown, with_cells=bool(stage.others))
     cannot = (
         f"at least {least} are needed: trainer ranks and SGLang share none; use trainer.device=cpu "
         "inference.device=cpu, or nodes with GPUs by areal-hpc submit"
@@ -80,3 +97,49 @@ def _describe_shortage(
         ", ".join(keys),
         lower if shown >= least else cannot,
     )
+
+
+def _suggest_fitting_shape(recipe: Recipe, shown: int, *, with_cells: bool) -> str:
+    """The setting nearest to the recipe's that fits: as many GPUs as can be, by few changes."""
+    parallel, inference = recipe.trainer.parallel, recipe.inference
+    elsewhere = "or use several nodes with areal-hpc submit"
+    per_copy = parallel.world_size // parallel.dp
+    evaluations = [True, False] if recipe.evaluation.separate_cell else [False]
+    best: tuple[int, int, list[str]] = (0, 0, [])
+    for dp, cells, replicas, apart in product(
+        _list_data_parallel_sizes(recipe),
+        range(inference.cells, 0, -1),
+        range(inference.replicas_per_cell, 0, -1),
+        evaluations,
+    ):
+        serving = (cells + apart) * replicas * inference.tp if with_cells else 0
+        changes = [
+            change
+            for change, is_needed in (
+                (f"trainer.parallel.dp={dp}", dp != parallel.dp),
+                (f"inference.cells={cells}", cells != inference.cells),
+                (
+                    f"inference.replicas_per_cell={replicas}",
+                    replicas != inference.replicas_per_cell,
+                ),
+                ("evaluation.separate_cell=false", apart != recipe.evaluation.separate_cell),
+            )
+            if is_needed
+        ]
+        used = dp * per_copy + serving
+        if used <= shown and (used, -len(changes)) > best[:2]:
+            best = (used, -len(changes), changes)
+    if best[2]:
+        return f"{' '.join(best[2])} takes {best[0]} GPUs, {elsewhere}"
+    return f"lower these keys to {shown} in all, {elsewhere}"
+
+
+def _list_data_parallel_sizes(recipe: Recipe) -> list[int]:
+    """Sizes up to the recipe's that divide its batch as that does, and hold its experts."""
+    parallel = recipe.trainer.parallel
+    ranks = parallel.tp * parallel.cp
+    return [
+        dp
+        for dp in range(parallel.dp, 0, -1)
+        if parallel.dp % dp == 0 and ranks * dp % parallel.ep == 0
+    ]

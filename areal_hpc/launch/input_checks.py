@@ -10,6 +10,7 @@ from areal_hpc.dataset.sources import list_source_files
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import check_model
 from areal_hpc.launch.checks.pythons import check_role_pythons
+from areal_hpc.launch.checks.server_options import check_server_options
 from areal_hpc.launch.checks.user_code import check_user_code
 from areal_hpc.recipe.recipe import Recipe
 
@@ -33,6 +34,7 @@ def check_inputs(
     ]
     problems += [
         *check_role_pythons(recipe, there),
+        *(check_server_options(recipe, there["serve"]) if "serve" in there else ()),
         *_check_run_directory(recipe.run_dir),
         *check_model(recipe),
     ]

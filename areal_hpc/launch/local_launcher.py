@@ -1,29 +1,21 @@
 """Foreground launcher: run a plan's jobs here, or where a `JobPlace` says; restart failed ones."""
 
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
 from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
-from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-from areal_hpc.launch import held_allocation, setup
-from areal_hpc.launch.gpu_assignment import (
-    GpuAssignment,
-    assign_gpus,
-    find_gpu_shortages,
-    format_assignment,
-)
-from areal_hpc.launch.held_allocation import AllocationEndError, HeldAllocation, build_launch_file
+from areal_hpc.launch import setup
+from areal_hpc.launch.places import held_allocation, this_machine
+from areal_hpc.launch.places.held_allocation import AllocationEndError, HeldAllocation
+from areal_hpc.launch.places.place import JobPlace
+from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -35,41 +27,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.slurm.allocation import Allocation
-from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
+from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
 LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `made_progress`."""
-
-
-class JobPlace(Protocol):
-    """Where the jobs of a foreground launcher run."""
-
-    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
-        """Decide what each job gets; the lines that say so.
-
-        Raises:
-            RecipeError: There is too little.
-        """
-
-    def submit_job(self, spec: JobSpec) -> JobHandle:
-        """Start a job of the stage."""
-
-    def check_time(self) -> None:
-        """Look, as often as jobs are looked at, whether they may go on here.
-
-        Raises:
-            ClusterError: They may not.
-        """
-
-    def check_after_failure(self) -> None:
-        """Look whether the place itself is at fault for the end of a job.
-
-        Raises:
-            ClusterError: It is.
-        """
 
 
 class ProgressReporter(Protocol):
@@ -108,7 +72,7 @@ def run(
         sys_path=sys_path,
         known_problems=[
             *(
-                find_gpu_shortages(recipe, find_visible_gpus(os.environ))
+                this_machine.find_shortages(recipe)
                 if allocation is None
                 else held_allocation.find_shortages(recipe, allocation)
             ),
@@ -195,35 +159,6 @@ def count_other_cells(job: str, jobs: Sequence[str]) -> int:
     """Number of `jobs` that could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
-
-
-class ThisMachine:
-    """The launcher's own machine, whose GPUs are shared out among jobs."""
-
-    def __init__(self, recipe: Recipe, ready: PreparedRun) -> None:
-        self._recipe = recipe
-        self._ready = ready
-        self._gpus: GpuAssignment = {}
-
-    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
-        """Give every task GPUs of its own."""
-        self._gpus = assign_gpus(stage, find_visible_gpus(os.environ), self._recipe)
-        return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
-
-    def submit_job(self, spec: JobSpec) -> JobHandle:
-        """Start a job of the stage."""
-        launch = msgspec.structs.replace(
-            build_launch_file(spec, self._recipe, self._ready),
-            launcher_lock=str(self._ready.paths.lock),
-            gpus=self._gpus[spec.name],
-        )
-        return submit_local(launch, run_task)
-
-    def check_time(self) -> None:
-        """There is no end of it."""
-
-    def check_after_failure(self) -> None:
-        """It is as it is."""
 
 
 @dataclass(slots=True)

@@ -87,6 +87,7 @@ def plan_run(
         sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         activations=recipe.trainer.activations,
+        offloads_optimizer=recipe.trainer.offload.optimizer,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
@@ -213,6 +214,7 @@ def _plan_cell(
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
+        updates_in_place=recipe.weights.pause_mode == "in_place",
     ).build_process_spec("inference", tasks="first", restarts=MAX_SERVICE_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(

@@ -25,7 +25,9 @@ from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.launch.host_memory import find_host_memory_problems, find_node_bytes
 from areal_hpc.launch.local_launcher import ProgressReporter
+from areal_hpc.launch.node_shares import complete_options
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
@@ -90,7 +92,12 @@ def submit(
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
     with lock_prepared_run(
-        recipe, say=say, fresh=fresh, sys_path=sys_path, joins_live_jobs=joins_live_jobs
+        recipe,
+        say=say,
+        fresh=fresh,
+        sys_path=sys_path,
+        known_problems=find_host_memory_problems(recipe, find_node_bytes(recipe)),
+        joins_live_jobs=joins_live_jobs,
     ) as ready:
         kept = _adopt_live_jobs(ready, say)
         to_release: list[str] = []
@@ -209,7 +216,8 @@ def _build_stage_requests(
     stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
     place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
-    requests = build_job_requests(stage.jobs, recipe.cluster.slurm, place)
+    slurm = complete_options(recipe, stage.jobs)
+    requests = build_job_requests(stage.jobs, slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
         yield request, build_launch_file(spec, stage, request, recipe, ready)
 
@@ -306,9 +314,8 @@ def build_requests(
     place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
     stages = [one for one in plan_run(recipe, paths) if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
-    requests = {
-        request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
-    }
+    slurm = complete_options(recipe, jobs)
+    requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
     if problems := _find_short_time_limits(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
     dependency = build_dependency(after)

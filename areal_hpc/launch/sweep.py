@@ -9,6 +9,7 @@ from pathlib import Path
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.launch.node_shares import complete_options
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.launch.slurm_launcher import (
@@ -148,12 +149,12 @@ def _submit_array(
     say: Callable[[str], None],
 ) -> tuple[list[SubmittedJob], JobRequest]:
     """Submit the same job of every run, held; the jobs, and the request for all of them."""
-    slurm = sweep.base.cluster.slurm
+    slurm = complete_options(sweep.base, specs[:1])
     request = build_job_requests(specs[:1], slurm, _build_array_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
-        alone += build_job_requests([spec], slurm, place)
+        alone += build_job_requests([spec], complete_options(run, [spec]), place)
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
     with record_refusal(request.job, *(one.paths for one in ready)):

@@ -23,6 +23,8 @@ RECENT_BYTES = 1 << 20
 
 NO_CELL_EVENT, CELL_FOUND_EVENT = "no_cell", "cell_found"
 """The trainer has waited for any cell for a while, and waits no more."""
+RANKS_HANG_EVENT = "ranks_hang"
+"""Ranks of the trainer have been at one place for long; `ranks` says which, where, how long."""
 SUBMISSION_REFUSED_EVENT = "submission_refused"
 """Slurm did not take a job."""
 

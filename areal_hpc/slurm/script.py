@@ -185,6 +185,9 @@ def _build_request(
     folder = JobPaths(place.jobs_dir / job.name).submitit_dir
     excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
+    if shape.gpus_per_node and shape.tasks_per_node > 1 and not _places_tasks(srun_args):
+        # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
+        srun_args.append("--distribution=block:block")
     if job.cells:  # else a cell whose supervisor is killed would be missed by nobody
         srun_args.append("--kill-on-bad-exit=1")
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
@@ -211,6 +214,11 @@ def _build_request(
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}
     return JobRequest(job.name, place.run_dir, shape, folder, contained.python, parameters)
+
+
+def _places_tasks(srun_args: Sequence[str]) -> bool:
+    """True if srun is told already how tasks lie on nodes and sockets."""
+    return any(argument.startswith("--distribution=") for argument in srun_args)
 
 
 def _build_additional_parameters(

@@ -15,13 +15,19 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, LostPeerError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.trainer.rank_progress import describe_ranks
 from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
 LOST_PEER_PATTERN = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|remote process exit"
+    "|ncclRemoteError|NCCL communicator was aborted"
 )
 """In the message of gloo, of a store or of NCCL on the ranks that outlive one of them."""
+HUNG_PEER_PATTERN = re.compile(
+    r"Timed out waiting \d+ms|[Cc]ollective operation timeout|Wait timeout after \d+ms"
+)
+"""In the message of gloo, of NCCL's watchdog or of a store on ranks that waited for one in vain."""
 FAILED_RANK_COUNT_KEY = "failures"
 """Counts failed ranks in the store that the world was opened with."""
 FAILURE_REPORTED_KEY = "reported"
@@ -132,8 +138,14 @@ def raise_if_peer_lost(error: Exception) -> None:
     """Say what an error means that the end of another rank brought about.
 
     Raises:
-        LostPeerError: It did.
+        LostPeerError: It did, or so did a rank that hangs.
     """
+    if isinstance(error, RuntimeError) and HUNG_PEER_PATTERN.search(str(error)):
+        raise LostPeerError(
+            f"a trainer rank hangs: {describe_ranks() or 'which one is unknown'} ({error})",
+            hint="read the stack in that rank's log; nccl_flight_record_rank_* in the logs have "
+            "the last collectives of each rank",
+        ) from error
     if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
         raise LostPeerError(
             f"another trainer rank disappeared: {error}",

@@ -9,6 +9,7 @@ from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.trainer import (
     ActivationConfig,
+    OffloadConfig,
     ParallelConfig,
     SftConfig,
     TrainerConfig,
@@ -95,7 +96,24 @@ class SftJobConfig(RankJobConfig):
     """Division of model and batch over ranks."""
     activations: ActivationConfig = ActivationConfig()
     """How activations wait for the backward pass."""
+    offloads_optimizer: bool = False
+    """Master weights and moments stay in host memory between steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations."""
+
+    def get_sizes(self) -> TrainerConfig:
+        """The trainer whose memory that of this stage is like."""
+        activations = self.activations
+        return TrainerConfig(
+            parallel=self.parallel,
+            dtype=self.dtype,
+            max_tokens_per_microbatch=self.sft.max_tokens_per_microbatch,
+            recompute=activations.recompute,
+            recompute_layers=activations.recompute_layers,
+            recompute_modules=activations.recompute_modules,
+            offload=OffloadConfig(
+                activations=activations.offload, optimizer=self.offloads_optimizer
+            ),
+        )

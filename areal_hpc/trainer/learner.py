@@ -38,7 +38,7 @@ from areal_hpc.trainer.batch.training_rows import (
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
-from areal_hpc.trainer.memory import read_peak_memory_bytes
+from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
@@ -51,6 +51,7 @@ from areal_hpc.trainer.objective.loss_metrics import (
 )
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
+from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.trainer.step import (
     LossStats,
     MicroBatch,
@@ -103,7 +104,9 @@ class Learner:
         self.checkpoints = CheckpointStore(
             paths.checkpoints_dir, config.keep_checkpoints, check_generation
         )
-        self._optimizer, checkpoint = self.checkpoints.load_latest(self.policy, config.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(
+            self.policy, config.optimizer, is_offloaded=config.offload.optimizer
+        )
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )
@@ -142,6 +145,7 @@ class Learner:
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
+        enter_place(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):
@@ -156,7 +160,8 @@ class Learner:
             ]
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            stats, norms = self._take_optimizer_steps(parts, rate)
+            with explain_out_of_memory(self.policy, config, "trainer"):
+                stats, norms = self._take_optimizer_steps(parts, rate)
         untrained += self._build_nonfinite_records(norms, manifest.step)
         self._advance_state(manifest, untrained)
         trained_tokens = metrics["tokens/trained"]

@@ -68,6 +68,11 @@ def enable_norm_recompute() -> None:
     parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+def list_master_weights(part: Any) -> list[torch.Tensor]:
+    """The float32 copies of 16-bit parameters that a distributed optimizer steps in their place."""
+    return [main for group in part.shard_fp32_from_float16_groups for main in group]
+
+
 def build_sharded_state(gpt: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     """Weights (`model`) and moments (`optimizer`) in the `fully_reshardable` form. A collective.
 

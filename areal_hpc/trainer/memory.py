@@ -1,8 +1,31 @@
-"""Memory that a trainer rank has held."""
+"""Memory of a trainer rank: the most it has held, and what to change when it runs out."""
 
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from megatron.core import parallel_state
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.trainer.model.families.architecture import Architecture
+from areal_hpc.trainer.model.memory_estimate import (
+    GIB,
+    RESERVE_BYTES,
+    TrainerMemory,
+    estimate_stage_memory,
+    find_fitting_change,
+)
+from areal_hpc.trainer.model.policy import Policy
+
+OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of CUDA and NCCL, of the CPU's allocator, of cuBLAS: not all raise `torch.OutOfMemoryError`."""
+OPTIMIZER_WORK = "the optimizer's step"
+MIN_SAVED_SHARE = 0.1
+"""A change is named only if it saves so much of what was estimated, which was too little."""
+MAX_QUOTED_CHARACTERS = 300
+"""Of the allocator's own message; PyTorch's goes on with general advice."""
 
 
 def read_peak_memory_bytes(device: torch.device) -> int:
@@ -10,3 +33,76 @@ def read_peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """An allocation failed, of a GPU's memory or of the host's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
+
+
+@contextmanager
+def note_work(describe_work: Callable[[], str]) -> Iterator[None]:
+    """Have an error of memory say what was being done, as a note for `explain_out_of_memory`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            error.add_note(describe_work())
+        raise
+
+
+@contextmanager
+def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -> Iterator[None]:
+    """Turn an error of memory into one for whoever writes the recipe's `section`.
+
+    Raises:
+        RecipeError: Memory ran out. What was done then, what is estimated for it, a key to turn.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        estimate = estimate_stage_memory(policy.arch, config, stage)
+        work = ", ".join(getattr(error, "__notes__", [])) or "a training step"
+        raise RecipeError(
+            f"memory ran out in {work}. This rank has held {_describe_use(policy.device)}; "
+            f"estimated are {_describe_estimate(estimate)} with micro-batches of "
+            f"{config.max_tokens_per_microbatch} tokens. "
+            f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
+            key=f"{section}.max_tokens_per_microbatch",
+            hint=_suggest_change(policy.arch, config, estimate, work, section),
+        ) from error
+
+
+def _describe_use(device: torch.device) -> str:
+    held = f"{read_peak_memory_bytes(device) / GIB:.1f} GiB at most"
+    if device.type != "cuda":
+        return held
+    free, whole = torch.cuda.mem_get_info(device)
+    return f"{held} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
+
+
+def _describe_estimate(estimate: TrainerMemory) -> str:
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits")
+    told = ", ".join(f"{name} {getattr(estimate, name) / GIB:.1f}" for name in parts)
+    return f"{estimate.total / GIB:.1f} GiB ({told})"
+
+
+def _suggest_change(
+    arch: Architecture, config: TrainerConfig, estimate: TrainerMemory, work: str, section: str
+) -> str:
+    """The cheapest change that would have saved enough."""
+    fewer = f"lower {section}.max_tokens_per_microbatch"
+    if work == OPTIMIZER_WORK:
+        if not config.offload.optimizer:
+            return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
+        return "raise trainer.parallel.tp, pp or dp"
+    saved = MIN_SAVED_SHARE * (estimate.total - RESERVE_BYTES)
+    change = find_fitting_change(arch, config, int(estimate.total - saved))
+    return f"{change}, estimated; or {fewer}" if change else f"{fewer}, or use more ranks"

@@ -11,6 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.optimizer_offload import lend_master_weights, offload_optimizer
 
 
 def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
@@ -25,8 +26,10 @@ def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> fl
     return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
+def build_optimizer(policy: Policy, config: AdamConfig, *, is_offloaded: bool = False) -> Any:
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
+
+    With `is_offloaded` its state is on the host between steps (`optimizer_offload.py`).
 
     Moments exist from the start because Megatron's loader reads their step count before it
     loads them (megatron/core/optimizer/distrib_optimizer.py, state_dict).
@@ -47,14 +50,17 @@ def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
         [policy.replica],
     )
     apply_optimizer_settings(optimizer, config)
+    place = torch.device("cpu") if is_offloaded else policy.device
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 part.optimizer.state[parameter] = {
                     "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
+                    "exp_avg": torch.zeros_like(parameter, device=place),
+                    "exp_avg_sq": torch.zeros_like(parameter, device=place),
                 }
+    if is_offloaded:
+        offload_optimizer(optimizer, policy.device)
     return optimizer
 
 
@@ -79,17 +85,18 @@ def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
     advantages are, or every token is clipped or masked: momentum and decay would move the weights
     all the same, by what earlier batches taught. A collective.
     """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
-    agreed = all_reduce_max(kind)
-    if agreed == _NORM_FINITE:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for part in optimizer.chained_optimizers:
-            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-        optimizer.step_with_ready_grads()
+    with lend_master_weights(optimizer):
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
+        agreed = all_reduce_max(kind)
+        if agreed == _NORM_FINITE:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for part in optimizer.chained_optimizers:
+                if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+                    clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+            optimizer.step_with_ready_grads()
     policy.replica.zero_grad_buffer()
     optimizer.zero_grad()
     return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm

@@ -17,19 +17,29 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.gpus import find_visible_gpus
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.topology import TaskPosition, get_advertised_host, get_task_position
+from areal_hpc.jobs.topology import (
+    TaskPosition,
+    get_advertised_host,
+    get_task_log_dir,
+    get_task_position,
+)
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import raise_if_peer_lost, report_first_failure
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
+from areal_hpc.trainer.torch_private import get_default_store
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
+FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Torch's newer and older name of where the record of the last collectives goes."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +61,7 @@ def run_rank(
     """
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
+    name_flight_records(get_task_log_dir(paths.logs_dir))
     try:
         device = init_process_groups(
             get_task_position(),
@@ -62,8 +73,10 @@ def run_rank(
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
+    _watch_ranks(paths)
     with report_first_failure():
         finished = train(job, paths, device, stop)
+    stop_watching_ranks()
     destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -111,6 +124,30 @@ def init_process_groups(
     # No layer draws random numbers (dropout is 0), yet Megatron wants its trackers seeded.
     model_parallel_cuda_manual_seed(1)
     return own
+
+
+def name_flight_records(log_dir: Path) -> None:
+    """Have torch write its record of NCCL's last collectives into the logs when one fails.
+
+    Torch adds the number of the rank. It looks at the names when it first writes.
+    """
+    for variable in FLIGHT_RECORD_VARIABLES:
+        os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
+
+
+def _watch_ranks(paths: RunPaths) -> None:
+    """See to it that a rank that hangs is named."""
+    if dist.get_world_size() == 1:
+        return
+    events = EventLog(paths.events, "trainer")
+    watch_ranks(
+        RankProgress(
+            get_default_store(),
+            dist.get_rank(),
+            dist.get_world_size(),
+            lambda line: events.record(RANKS_HANG_EVENT, ranks=line),
+        )
+    )
 
 
 def destroy_process_groups() -> None:

@@ -16,6 +16,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
+from areal_hpc.trainer.memory import explain_out_of_memory
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
@@ -67,7 +68,9 @@ class SftTrainer:
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
-        self._optimizer, checkpoint = self.checkpoints.load_latest(policy, job.sft.optimizer)
+        self._optimizer, checkpoint = self.checkpoints.load_latest(
+            policy, job.sft.optimizer, is_offloaded=job.offloads_optimizer
+        )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
                 checkpoint.state, seed=job.seed, parent=checkpoint.path.name
@@ -105,7 +108,8 @@ class SftTrainer:
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
+        with explain_out_of_memory(self._policy, self._job.get_sizes(), "sft"):
+            stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records(
             [norm],
             step,

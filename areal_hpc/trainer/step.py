@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,12 +23,14 @@ from areal_hpc.trainer.batch.packing import (
     build_pack,
     plan_packs,
 )
+from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.rank_progress import enter_place, note_detail
 from areal_hpc.wire.fault_points import fault_point
 
 
@@ -42,6 +45,13 @@ class MicroBatch:
     attention: AttentionPlan
     places: int
     """Tokens of the pass, padding included."""
+    row_lengths: Sequence[int]
+    """Tokens of each row over all context-parallel ranks, padding included."""
+
+    def __str__(self) -> str:
+        rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
+        longest = max(self.row_lengths, default=0)
+        return f"{rows}, {sum(self.row_lengths)} tokens, the longest row {longest}"
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +147,30 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
             pack, policy.split, policy.frequencies, policy.dtype, policy.arch.rope_scale
         ),
         places=len(pack.input_ids_T),
+        row_lengths=pack.lengths.tolist(),
     )
+
+
+class PassProgress:
+    """Where the passes over some micro-batches are, for an error that ends them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._begun = 0
+        self._batch: MicroBatch | None = None
+        self._is_forward = True
+
+    def begin_forward(self, batch: MicroBatch) -> None:
+        """The next micro-batch's forward pass begins."""
+        self._batch, self._begun, self._is_forward = batch, self._begun + 1, True
+
+    def end_forward(self) -> None:
+        """What follows is the next forward pass, or a backward pass."""
+        self._is_forward = False
+
+    def __str__(self) -> str:
+        one = f"the forward pass of micro-batch {self._begun} of {self._count} ({self._batch})"
+        return one if self._is_forward else f"a backward pass, after {one}"
 
 
 def run_forward_backward(
@@ -154,7 +187,7 @@ def run_forward_backward(
     of the whole batch. The statistics are complete only on the last pipeline stage; with
     `measures_entropy` their sum `entropy` is that of the tokens' distributions.
     """
-    stats = LossStats()
+    stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
@@ -174,18 +207,24 @@ def run_forward_backward(
         stats.add(seen)
         if entropy_N is not None:
             stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64).item()}))
+        progress.end_forward()
         return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         fault_point("train.before_forward")
+        note_detail(f"forward of micro-batch {next(numbers)}")
         batch = next(batches)
+        progress.begin_forward(batch)
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
+        if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
+            progress.end_forward()
         return output, partial(score, batch)
 
+    enter_place("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
     offloads = backward and policy.offloads_activations
     offload = ActivationOffload(policy.replica.parameters()) if offloads else nullcontext()
-    with torch.set_grad_enabled(backward), offload:
+    with note_work(progress.__str__), torch.set_grad_enabled(backward), offload:
         run(
             forward_step_func=forward,
             data_iterator=iter(batches),
@@ -213,6 +252,8 @@ def train_step(
         policy, batches, loss, backward=True, measures_entropy=measures_entropy
     )
     fault_point("optimizer.before_step")
-    norm = step_optimizer(policy, optimizer, rate)
+    enter_place("the optimizer's step")
+    with note_work(lambda: OPTIMIZER_WORK):
+        norm = step_optimizer(policy, optimizer, rate)
     fault_point("optimizer.after_step")
     return stats, norm

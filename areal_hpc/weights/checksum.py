@@ -7,28 +7,34 @@ replica the hash is the first eight bytes of SHA-256; on a GPU it is the tiled w
 `kernels/ops/memory/gpu_tensor_hash.py`. Comparing what the server holds, and not what it
 received, also catches a loader that puts right bytes in the wrong place.
 
-Experts of mixtures are not compared: their layout after loading depends on the kernel chosen.
+Experts of mixtures are stacked (`expert_hashes.py`). On a GPU their layout depends on the kernel
+that SGLang chose, so a kind of which every tensor differs is not compared there.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence, Set
+from importlib.util import find_spec
 
 import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import get_fused_name
 
+log = logging.getLogger(__name__)
+
 _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
 _MAX_NAMES_IN_ERROR = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 _WORD_MASK = (1 << 32) - 1
 _SEED = 0x243F6A88
-_HASH_HALF_CONSTANTS = (
+_HASH_HALF_CONSTANTS: tuple[tuple[int, int, int], tuple[int, int, int]] = (
     (_SEED, 0x27D4EB2D, 15),
     (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD_MASK, 0x165667B1, 13),
 )
 """(seed, factor, turn) of the high and the low 32 bits of the hash on a GPU."""
 _TILE_WORDS = 8192
+_TILE_BYTES = 4 * _TILE_WORDS
 
 Digests = dict[str, frozenset[str]]
 """For each of the server's tensors the acceptable hashes (several where KV heads are repeated)."""
@@ -60,28 +66,57 @@ def is_expert_parameter(name: str) -> bool:
     return ".experts." in name
 
 
-def require_matching_checksums(expected: Digests, reported: Mapping[str, str], who: str) -> None:
+def require_matching_checksums(
+    expected: Digests, reported: Mapping[str, str], who: str, *, replica_device: str = "cpu"
+) -> None:
     """Check one rank's report.
 
     Raises:
         WeightSyncError: A tensor differs, or only one side has it.
     """
-    server_names = {name for name in reported if not is_expert_parameter(name)}
-    missing = sorted(expected.keys() - server_names)
-    unsent = sorted(server_names - expected.keys())
-    different = sorted(
-        name for name in server_names & expected.keys() if reported[name] not in expected[name]
-    )
+    different = {
+        name for name in expected.keys() & reported.keys() if reported[name] not in expected[name]
+    }
+    elsewhere = _find_other_layouts(expected, reported, different, replica_device)
+    if elsewhere:
+        log.info(
+            "%s: not compared, as a kernel has them in a layout of its own: %s", who, elsewhere
+        )
+    server_names = {name for name in reported if _get_expert_kind(name) not in elsewhere}
+    sent_names = {name for name in expected if _get_expert_kind(name) not in elsewhere}
+    missing, unsent = sorted(sent_names - server_names), sorted(server_names - sent_names)
+    different = different & server_names
     if not (missing or unsent or different):
         return
+    shown = sorted(different)
     all_differ = len(different) == len(server_names)
     hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
         f"{who}: expected the sent weights, got {len(different)} different "
-        f"{different[:_MAX_NAMES_IN_ERROR]}, {len(missing)} unknown to the server "
+        f"{shown[:_MAX_NAMES_IN_ERROR]}, {len(missing)} unknown to the server "
         f"{missing[:_MAX_NAMES_IN_ERROR]}, {len(unsent)} never sent {unsent[:_MAX_NAMES_IN_ERROR]}",
         hint=hint if all_differ else "resend all weights",
     )
+
+
+def _find_other_layouts(
+    expected: Digests, reported: Mapping[str, str], different: Set[str], replica_device: str
+) -> frozenset[str]:
+    """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""
+    if replica_device == "cpu":
+        return frozenset()
+    agreeing = {
+        _get_expert_kind(name)
+        for name in expected.keys() & reported.keys()
+        if name not in different
+    }
+    kinds = {_get_expert_kind(name) for name in [*expected, *reported]}
+    return frozenset(kinds - agreeing - {""})
+
+
+def _get_expert_kind(name: str) -> str:
+    """`w13_weight` or the like, of a tensor with all experts of a layer; empty of any other."""
+    return name.partition(".experts.")[2]
 
 
 def _list_rank_piece_alternatives(
@@ -95,21 +130,21 @@ def _list_rank_piece_alternatives(
             multiple *= tp
         if padding := -rows % multiple:
             table = torch.nn.functional.pad(table, (0, 0, 0, padding))
-        return [[_slice_for_rank(table, 0, tp_rank, tp)]]
+        return [[slice_for_rank(table, 0, tp_rank, tp)]]
     if name.endswith((".o_proj.weight", ".down_proj.weight")):
-        return [[_slice_for_rank(parts[0][1], 1, tp_rank, tp)]]
+        return [[slice_for_rank(parts[0][1], 1, tp_rank, tp)]]
     ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
     tensors = [tensor for _, tensor in ordered]
     if ".gate_up_proj." in name:
-        return [[_slice_for_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
+        return [[slice_for_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
     if ".qkv_proj." in name:
         query, *key_value = tensors
         # With fewer KV heads than ranks, `copies` neighbors hold the same head.
         return [
             [
-                _slice_for_rank(query, 0, tp_rank, tp),
+                slice_for_rank(query, 0, tp_rank, tp),
                 *(
-                    _slice_for_rank(tensor, 0, tp_rank // copies, tp // copies)
+                    slice_for_rank(tensor, 0, tp_rank // copies, tp // copies)
                     for tensor in key_value
                 ),
             ]
@@ -119,7 +154,8 @@ def _list_rank_piece_alternatives(
     return [tensors]
 
 
-def _slice_for_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+def slice_for_rank(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """The part of a parameter that one of so many tensor-parallel ranks holds."""
     length = tensor.shape[dim] // ranks
     return tensor.narrow(dim, rank * length, length)
 
@@ -136,18 +172,66 @@ def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
 
 
 def compute_sglang_gpu_hash(flat: torch.Tensor) -> int:
-    """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat`, uint8, is.
+    """SGLang's hash of a tensor on a GPU, of `flat`, uint8, on whatever device it is."""
+    whole = SglangGpuHash(flat.numel())
+    whole.update(flat)
+    return whole.finish()
+
+
+class SglangGpuHash:
+    """SGLang's hash of a tensor on a GPU whose bytes come piece by piece.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;
     tiles are finished, joined to 64 bits and added up.
+
+    Args:
+        size_bytes: Of all pieces.
     """
-    if not flat.numel():
-        return 0
-    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
-    total = 0
-    chunk = _TILE_WORDS * 512  # bounds the 64-bit temporaries
-    for start in range(0, words.numel(), chunk):
-        total += _sum_tile_hashes(words[start : start + chunk], start, words.numel())
+
+    def __init__(self, size_bytes: int) -> None:
+        self._all_words = -(-size_bytes // 4)
+        self._words = 0
+        self._total = 0
+        self._rest: torch.Tensor | None = None
+        """The begin of a tile."""
+
+    def update(self, flat: torch.Tensor) -> None:
+        """Take the next bytes in, a vector of uint8."""
+        if self._rest is not None:
+            flat = torch.cat([self._rest, flat])
+        whole = flat.numel() // _TILE_BYTES * _TILE_BYTES
+        self._add(flat[:whole])
+        self._rest = flat[whole:].clone() if whole < flat.numel() else None
+
+    def finish(self) -> int:
+        """The hash of all."""
+        if self._rest is not None:
+            self._add(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
+        return _finish_hash(self._total)
+
+    def _add(self, flat: torch.Tensor) -> None:
+        words = flat.view(torch.int32)
+        if not words.numel():
+            return
+        if words.is_cuda and find_spec("triton") is not None:
+            from areal_hpc.weights.gpu_hash_kernel import sum_tile_hashes
+
+            high, low = sum_tile_hashes(
+                words, self._words, self._all_words, _TILE_WORDS, _HASH_HALF_CONSTANTS
+            )
+            self._total += (high << 32) + low
+        else:
+            chunk = _TILE_WORDS * 512  # bounds the 64-bit temporaries
+            for start in range(0, words.numel(), chunk):
+                part = words[start : start + chunk]
+                self._total += _sum_tile_hashes(part, self._words + start, self._all_words)
+        self._words += words.numel()
+
+
+def _finish_hash(total: int) -> int:
+    """64 bits of a sum of tile hashes."""
+    if not total:
+        return 0  # of no bytes
     mask = (1 << 64) - 1  # what follows is splitmix64's finalizer
     total &= mask
     total = ((total ^ (total >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -10,7 +10,7 @@ import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
 from areal_hpc.weights.transports.broadcast import BroadcastTransport
 from areal_hpc.weights.transports.disk import DiskTransport
@@ -58,7 +58,7 @@ class Publisher:
         *,
         evaluation_cell: bool = False,
     ) -> None:
-        self._bucket_bytes = config.bucket_bytes
+        self._bucket_bytes = get_bucket_bytes(config.bucket_bytes, device.type)
         self._discovery = ReplicaDiscovery(
             rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell
         )

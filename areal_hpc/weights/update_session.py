@@ -13,12 +13,13 @@ weights were begun to change and lets the others go on.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.checksum import Digests, require_matching_checksums
+from areal_hpc.weights.checksum import require_matching_checksums
+from areal_hpc.weights.digester import ExpectedDigests
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.wire.replicas import FenceRequest, ServeRequest
@@ -50,11 +51,14 @@ class UpdateSession:
         self._call_all(lambda member: member.post("pause_generation", mode))
 
     def verify(
-        self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
+        self,
+        version: WeightVersion,
+        expected: Future[ExpectedDigests] | None,
+        replica_device: str = "cpu",
     ) -> None:
         """Check that every member stamps `version` on tokens and holds what was sent.
 
-        `expected` has hashes by (tensor-parallel size, rank); None checks the version alone.
+        `expected` may come while members compute what they hold; None checks the version alone.
         """
 
         def check(member: ReplicaClient) -> None:
@@ -70,8 +74,13 @@ class UpdateSession:
                     f"{sorted(reported)}"
                 )
             for rank, checksums in reported.items():
-                digests = expected[member.key.tp, rank]
-                require_matching_checksums(digests, checksums, f"{member.key}, rank {rank}")
+                digests = expected.result()[member.key.tp, rank]
+                require_matching_checksums(
+                    digests,
+                    checksums,
+                    f"{member.key}, rank {rank}",
+                    replica_device=replica_device,
+                )
 
         self._call_all(check)
 

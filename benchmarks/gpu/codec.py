@@ -1,6 +1,6 @@
 """The bucket codec on a GPU against the copies it cannot do without.
 
-- pack: a model's parameters into buckets of 64 MiB, one after the other; its peer copies as many
+- pack: a model's parameters into buckets of 512 MiB, one after the other; its peer copies as many
   bytes once, device to device.
 - check: SGLang's word hash of every bucket, as the checksum of an update takes it; its peer sums
   the same bytes as 64-bit words, one pass of reading.
@@ -29,7 +29,7 @@ from benchmarks._pairs import (
 )
 from benchmarks.gpu.trainer import TINY, device_name, synchronize
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 512 << 20
 
 
 class Bench:

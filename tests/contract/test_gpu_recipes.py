@@ -145,9 +145,16 @@ def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_p
     assert "warning: a trainer rank of stage 0 takes" in said
     assert "at: trainer.parallel" in said
     said = plan("agentic_code_8b_32k", "trainer.recompute=none")
-    assert "try: trainer.recompute=selective takes 68.9 GiB" in said
+    assert "try: trainer.recompute=selective takes 70.4 GiB" in said
     said = plan("agentic_code_8b_32k", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
     assert "try: trainer.recompute=full trainer.parallel={tp: 2, pp: 1, cp: 1, dp: 4" in said
+    uneven = "trainer.parallel={tp: 8, pp: 3, cp: 2, dp: 1}"
+    said = plan(
+        "agentic_code_32b", uneven, "cluster.slurm.mem=64G", "cluster.slurm.gpus_per_node=8"
+    )
+    assert "64 layers on 3 stages: 21 + 22 + 21" in said
+    assert "warning: the trainer job needs 71.2 GiB of host memory a node (checkpoint" in said
+    assert "at: cluster.slurm.jobs.trainer.mem" in said
     said = plan("math_7b", cache=tmp_path)
     assert "job trainer: 32 tasks" in said
     assert "sizes from our table: the model is not in the cache" in said

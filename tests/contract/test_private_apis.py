@@ -1,8 +1,10 @@
 """Private APIs of dependencies: there on the pinned versions, and each used in one file."""
 
 import inspect
+import mmap
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -15,6 +17,7 @@ from submitit.local.local import LocalJob
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.inference.server import sglang_server
+from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, UPDATE_GROUP_VARIABLES
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
@@ -24,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES
 from tests.support.environments import CHECKOUT
 from tests.support.package_sources import sources
 
@@ -38,7 +42,7 @@ OWNERS = {
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict"),
         *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
         *("get_parameter_state_dp_zero", "gbuf_ranges", "model_param_group_index_map"),
-        "_postprocess",
+        *("_postprocess", "shard_fp32_from_float16_groups"),
     ],
     "trainer/model/cpu/megatron_cpu.py": [
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -80,6 +84,9 @@ SOURCES: list[tuple[object, list[str]]] = [
     (
         DistributedOptimizer,
         [
+            # Its master weights, in lists of one group each, and what it does with them in a step.
+            *("shard_fp32_from_float16_groups.append(", "shard_main_param.grad = "),
+            "shard_model_param.data.copy_(shard_main_param)",
             *("self.gbuf_ranges = []", "self.model_param_group_index_map"),
             *('["param_map"]', '["gbuf_local"]', '"param": torch.Tensor'),
             *('"exp_avg": torch.Tensor', '"exp_avg_sq": torch.Tensor'),
@@ -158,8 +165,50 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
         ("entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
         ("managers/scheduler.py", f'setproctitle.setproctitle(f"{TITLE}scheduler'),
         ("managers/detokenizer_manager.py", f'setproctitle("{TITLE}detokenizer'),
+        # With overlap off a step's tokens are taken down before the next call is heard, and so
+        # before `pause_generation`, which leaves them alone in place.
+        (
+            "managers/scheduler.py",
+            "                result = self.run_batch(batch)\n"
+            "                self.process_batch_result(batch, result)\n"
+            "            else:\n"
+            "                # When the server is idle",
+        ),
+        (
+            "managers/scheduler.py",
+            "        elif scheduler.enable_overlap:\n"
+            "            scheduler.event_loop_overlap()\n"
+            "        else:\n"
+            "            scheduler.event_loop_normal()\n",
+        ),
+        ("managers/scheduler.py", "not get_schedule().disable_overlap_schedule and not use_mlx()"),
         ("server_args.py", sglang_server._PORT_TAKEN_MESSAGES[1]),
     ],
 )
 def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) -> None:
     assert text in (SGLANG / "srt" / path).read_text()
+
+
+C10D_HEADERS = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+
+
+@pytest.mark.parametrize("name", [*UPDATE_GROUP_VARIABLES, *FLIGHT_RECORDER_VARIABLES])
+def test_torch_reads_the_variables_of_nccl_groups(name: str) -> None:
+    headers = [C10D_HEADERS / f"{stem}.hpp" for stem in ("ProcessGroupNCCL", "FlightRecorder")]
+    assert any(f'"{name}"' in header.read_text() for header in headers)
+
+
+def test_torch_has_one_order_to_dump_for_all_nccl_groups_of_a_process() -> None:
+    """Why error handling that is off does not keep an update group from ending the trainer."""
+    header = (C10D_HEADERS / "ProcessGroupNCCL.hpp").read_text()
+    assert "static std::atomic<bool> shouldDump_;" in header
+    assert "1: watchdog thread of any PG detects a collective timeout." in header
+
+
+def test_torch_takes_the_names_of_flight_records_from_us() -> None:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    with (
+        library.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as held,
+    ):
+        assert all(held.find(name.encode()) > 0 for name in FLIGHT_RECORD_VARIABLES)

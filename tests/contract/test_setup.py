@@ -239,6 +239,7 @@ def test_everything_imported_is_declared() -> None:
         "langchain": ["langchain"],
         "langchain_core": ["langchain"],  # which is made of it
         "langchain_openai": ["langchain-openai"],
+        "triton": ["torch"],  # which needs it beside CUDA
         "pydantic_core": ["pydantic"],  # a part of pydantic, which pins it exactly
     }
     allowed = declared("serve", "train", "agents", "camel", *FRAMEWORKS)

@@ -20,6 +20,8 @@ from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
+from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.optimizer_offload import offload_optimizer
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
@@ -192,6 +194,37 @@ def learning(
     }
 
 
+def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Steps on the same gradients with the optimizer's state here and on the host."""
+    model = make_hf_model(SMALL, device, dtype)
+    here, there = (Trainee(model, device, dtype, max_tokens=512) for _ in range(2))
+    offload_optimizer(there.optimizer, device, chunk_elements=1 << 16)
+    for seed in range(3):
+        for trainee in (here, there):
+            chance = torch.Generator(device).manual_seed(seed)
+            for parameter in trainee.policy.gpt.parameters():
+                parameter.main_grad.normal_(generator=chance)
+            step_optimizer(trainee.policy, trainee.optimizer, rate=1e-3)
+    expected, found = (
+        [
+            *trainee.policy.gpt.parameters(),
+            *(tensor for moments in adam.state.values() for tensor in moments.values()),
+            *(main for group in adam.param_groups for main in group["params"]),
+        ]
+        for trainee in (here, there)
+        for adam in [trainee.optimizer.chained_optimizers[0].optimizer]
+    )
+    state = [tensor for tensor in found if tensor.device.type == "cpu" and tensor.numel() > 1]
+    return {
+        "different": sum(
+            not torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, found, strict=True)
+        ),
+        "host_bytes": sum(tensor.numel() * tensor.element_size() for tensor in state),
+        "parameters": sum(parameter.numel() for parameter in here.policy.gpt.parameters()),
+        "is_pinned": device.type == "cpu" or all(tensor.is_pinned() for tensor in state),
+    }
+
+
 def codec(trainee: Trainee) -> dict[str, Any]:
     """Every weight through buckets on the device; hashes there and on the host."""
     specs = [
@@ -235,6 +268,7 @@ def findings(device: torch.device) -> dict[str, Any]:
             for name, dtype in dtypes.items()
         },
         "parity": {name: parity(device, dtype) for name, dtype in dtypes.items()},
+        "offload": {name: offloaded_steps(device, dtype) for name, dtype in dtypes.items()},
         "learning": (
             learning(device, torch.bfloat16, QWEN_HALF_BILLION, 400)
             if on_gpu

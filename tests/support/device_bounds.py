@@ -74,6 +74,14 @@ def steps_follow_the_advantages(found: Findings) -> None:
     assert learned["main_weight_dtype"] == learned["gradient_dtype"] == "torch.float32"
 
 
+def an_optimizer_on_the_host_steps_with_the_same_bits(found: Findings) -> None:
+    for dtype, state_bytes in (("float32", 8), ("bfloat16", 12)):
+        offload = found["offload"][dtype]
+        assert offload["different"] == 0, dtype
+        assert offload["host_bytes"] >= state_bytes * offload["parameters"], dtype
+        assert offload["is_pinned"], dtype
+
+
 def buckets_carry_every_bit(found: Findings) -> None:
     codec = found["learning"]["codec"]
     assert codec["buckets"] >= 1
@@ -96,5 +104,6 @@ CHECKS = (
     logprobs_are_those_of_a_log_softmax,
     the_trainer_agrees_with_transformers,
     steps_follow_the_advantages,
+    an_optimizer_on_the_host_steps_with_the_same_bits,
     buckets_carry_every_bit,
 )

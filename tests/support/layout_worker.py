@@ -103,13 +103,19 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
 class Case:
     """One family in one layout."""
 
-    def __init__(self, family: str, parallel: ParallelConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        family: str,
+        parallel: ParallelConfig,
+        folder: Path,
+        layers: int = SIZES["num_hidden_layers"],
+    ) -> None:
         self.family = family
         # The experts' groups exist for every family of a launch; dense ones do not use them.
         spread = {} if family.endswith("moe") else {"ep": 1}
         self.parallel = parallel.model_copy(update=spread)
         self.folder = folder / family
-        self.model = hf_model(family)
+        self.model = hf_model(family, layers)
         self.arch = parse_architecture(self.model.config.to_dict(), family)
         self.policy, self.optimizer = self.build()
         self.state = by_checkpoint_name(self.model.state_dict())
@@ -246,7 +252,7 @@ def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
     for family in scenario["families"]:
-        one = Case(family, parallel, paths.root)
+        one = Case(family, parallel, paths.root, scenario["layers"])
         found = one.compare()
         one.save()
         found |= one.save_and_resume()

@@ -265,11 +265,35 @@ MISTAKES = (
         ("model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'",),
     ),
     Mistake(
+        "quantized weights",
+        f"{OWN_MODEL}/quantized",
+        (
+            "says that the weights are quantized (fp8); they can be neither trained nor updated",
+            "at: model.path",
+        ),
+    ),
+    Mistake(
+        "a server that quantizes",
+        "inference.extra_args=[--quantization,fp8]",
+        (
+            "--quantization cannot be given: a server that quantizes holds other weights",
+            "at: inference.extra_args",
+        ),
+    ),
+    Mistake(
+        "an option that SGLang does not have",
+        "inference.extra_args=[--enable-metriks]",
+        (
+            "SGLang has no option --enable-metriks",
+            *("at: inference.extra_args", "did you mean --enable-metrics?"),
+        ),
+    ),
+    Mistake(
         "a layout that the model's sizes do not divide by, and no tokenizer",
         f"{OWN_MODEL} trainer.parallel.tp=4 trainer.parallel.pp=3 trainer.parallel.dp=2",
         (
             "num_key_value_heads 2 must be a multiple of tp 4",
-            "num_hidden_layers 2 must be a multiple of pp 3",
+            "each pipeline stage needs a layer: num_hidden_layers is 2, pp 3",
             *("has no tokenizer.json", "copy the tokenizer files"),
         ),
     ),

@@ -23,10 +23,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2 x CP2": {"tp": 2, "cp": 2},
     "DP2, EP2": {"dp": 2, "ep": 2},
     "TP2, EP2": {"tp": 2, "ep": 2},
+    "1, 3 layers": {"layers": 3},
+    "PP2, 3 layers": {"pp": 2, "layers": 3},
 }
 """Parallel sizes by the name the document gives them. EP spreads ranks that are there anyway."""
 
-RESUMES = (("TP2", "1"), ("1", "PP2"), ("DP2", "TP2"), ("DP2, EP2", "1"), ("1", "TP2, EP2"))
+RESUMES = (
+    *(("TP2", "1"), ("1", "PP2"), ("DP2", "TP2"), ("DP2, EP2", "1"), ("1", "TP2, EP2")),
+    ("PP2, 3 layers", "1, 3 layers"),
+)
 """Layouts that a checkpoint is written and read under."""
 
 LOGPROB_BOUND = 1e-5

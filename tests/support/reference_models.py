@@ -31,18 +31,19 @@ YARN_ROPE = {
 }
 
 
-def hf_model(family: str) -> Any:
+def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
     """The same random model on every rank and in every launch."""
+    sizes = SIZES | {"num_hidden_layers": layers}
     config = {
         "qwen3": lambda: transformers.Qwen3Config(
-            **SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE
+            **sizes, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE
         ),
-        "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, tie_word_embeddings=False),
         "llama": lambda: transformers.LlamaConfig(
-            **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+            **sizes, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
         ),
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            **SIZES,
+            **sizes,
             head_dim=16,
             tie_word_embeddings=False,
             num_experts=8,

@@ -60,7 +60,8 @@ def digests(policy: Policy, optimizer: Any) -> dict[str, str]:
             tensors = {"main": main.detach(), **part.optimizer.state[main]}
             found |= {f"{part_number}/{number}/{name}": t for name, t in tensors.items()}
     return {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        # As bytes: NumPy has no bfloat16.
+        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in found.items()
     }
 

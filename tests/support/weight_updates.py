@@ -33,6 +33,7 @@ def publishing(
     *,
     cells: int = 1,
     weights_dir: Path | None = None,
+    backend: str = "gloo",
     **weights: Any,
 ) -> Iterator[Publisher]:
     """A publisher to the cells whose control proxies are published in a folder."""
@@ -41,7 +42,7 @@ def publishing(
         rendezvous_dir,
         cells,
         admin_key,
-        "gloo",
+        backend,
         torch.device("cpu"),
         weights_dir or rendezvous_dir.parent / "weights",
     )

@@ -162,7 +162,7 @@ ACTOR_RULES = (
         _translate_warmup,
     ),
     renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
-    fixed_rule("actor.optimizer.offload", False, "the optimizer stays on its device"),
+    renamed_rule("actor.optimizer.offload", "trainer.offload.optimizer"),
     Rule("actor.weight_update_mode", "`weights.transport`", _translate_weight_transport),
     Rule(
         "actor.weight_chunked_mem_mb",

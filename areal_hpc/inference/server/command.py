@@ -80,9 +80,13 @@ def build_replica_command(
     index: int,
     ports: ServerPorts,
     random_seed: int,
+    updates_in_place: bool = False,
     part: NodeOptions | None = None,
 ) -> ServerCommand:
-    """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
+    """The command that serves `model_path` as replica `index` of its cell, or a part of it.
+
+    With `updates_in_place` weights change between two steps of generations under way.
+    """
     module = "cpu.sglang_cpu" if device == "cpu" else "server.sglang_main"
     launcher = f"areal_hpc.inference.{module}"
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
@@ -112,6 +116,10 @@ def build_replica_command(
         options["--base-gpu-id"] = index * config.tp
         options["--mem-fraction-static"] = config.mem_fraction_static
         options["--max-total-tokens"] = config.max_total_tokens
+        if updates_in_place:
+            # Else a step may be under way as SGLang takes the weights in: its token would be
+            # stamped with the new version, and computed with either.
+            options["--disable-overlap-schedule"] = True
     if part is not None:
         options |= {"--nnodes": part.nodes, "--node-rank": part.node}
         options["--dist-init-addr"] = part.meeting_point

@@ -68,6 +68,15 @@ def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Pro
     except ValueError as error:
         yield Problem(f"{where} is not JSON: {error}", key, "copy the model again")
         return
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "an unnamed method")
+        yield Problem(
+            f"{where} says that the weights are quantized ({method}); they can be neither trained "
+            "nor updated in SGLang",
+            key,
+            f"use the model's checkpoint in {recipe.trainer.dtype}",
+        )
+        return
     yield from _check_parallel_sizes(config, str(where), recipe)
     try:
         yield from _check_vocabulary(path, key)

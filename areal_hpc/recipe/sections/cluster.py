@@ -13,6 +13,11 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 
 PositiveInt = Annotated[int, Field(ge=1)]
 FLAG_PATTERN = r"^--[a-z][a-z0-9-]*(=.*)?$"
+WantedGpus = (
+    Literal["auto", "none"]
+    | PositiveInt
+    | Annotated[tuple[Annotated[int, Field(ge=0)] | str, ...], Field(min_length=1)]
+)
 Flags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
 
 
@@ -32,9 +37,11 @@ class JobOptions(BaseConfig):
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
-    """Memory a node, as Slurm writes it (`64G`); all of it (`0`) when null and `exclusive`."""
+    """Memory a node, as Slurm writes it (`64G`); when null all of it (`0`) if `exclusive`, and for
+    jobs with GPUs what follows from the model and the processes."""
     cpus_per_task: PositiveInt | None = None
-    """Processors of each task."""
+    """Processors of each task; when null, and unless `exclusive`, jobs with GPUs ask for 4 a
+    trainer rank, and for a cell 4 a GPU and 4 more."""
     gpus_per_node: PositiveInt | None = None
     """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
     tasks_per_node: PositiveInt | None = None
@@ -172,6 +179,9 @@ class ClusterConfig(BaseConfig):
     """Megatron-core's environment."""
     agents: RoleEnvironmentConfig = RoleEnvironmentConfig()
     """The proxy's and the agent's environment."""
+    gpus: WantedGpus = "auto"
+    """GPUs that `areal-hpc run` may use, of those in CUDA_VISIBLE_DEVICES if it is set: `auto`
+    (all), `none`, how many, or a list of names (`[4, 5]`). `areal-hpc submit` asks Slurm."""
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
     readable_by: Readers = "owner"
@@ -182,3 +192,10 @@ class ClusterConfig(BaseConfig):
     """Under Slurm: time alone after which a cell, or the trainer, gives its nodes back."""
     slurm: SlurmConfig = SlurmConfig()
     """Submission of jobs; `areal-hpc run` ignores it."""
+
+    @field_validator("gpus")
+    @classmethod
+    def _check_gpu_names(cls, gpus: WantedGpus) -> WantedGpus:
+        if isinstance(gpus, tuple) and len(set(map(str, gpus))) < len(gpus):
+            raise ValueError("it names a GPU twice")
+        return gpus

@@ -8,6 +8,10 @@ from areal_hpc.recipe.base import BaseConfig
 
 REFUSED_SGLANG_OPTIONS = ("--api-key", "--admin-api-key", "--tokenizer-worker-num")
 """SGLang's options for keys, and for several tokenizers, which ask for none (sglang 0.5.23)."""
+QUANTIZING_SGLANG_OPTIONS = (
+    *("--quantization", "--quantize-and-serve", "--modelopt-quant", "--rl-quant-profile"),
+)
+"""SGLang's options that have it hold other weights than it is sent (sglang 0.5.23)."""
 
 
 class InferenceConfig(BaseConfig):
@@ -50,11 +54,17 @@ class InferenceConfig(BaseConfig):
 
     @field_validator("extra_args")
     @classmethod
-    def _refuse_key_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
+    def _refuse_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
         for option in (one.partition("=")[0] for one in extra_args):
             if option in REFUSED_SGLANG_OPTIONS:
                 raise ValueError(
                     f"{option} cannot be given: every server has keys of its own; leave it out"
+                )
+            if option in QUANTIZING_SGLANG_OPTIONS:
+                raise ValueError(
+                    f"{option} cannot be given: a server that quantizes holds other weights than "
+                    "the trainer sends, so no update could be verified, and its log-probabilities "
+                    "are not the policy's; leave it out and serve in inference.dtype"
                 )
         return extra_args
 

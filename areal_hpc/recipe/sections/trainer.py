@@ -56,6 +56,8 @@ class OffloadConfig(BaseConfig):
 
     activations: bool = False
     """What the backward pass needs is copied to the host in the forward pass, and back."""
+    optimizer: bool = False
+    """Master weights and moments stay on the host and pass through the GPU at each step."""
 
 
 class AdamConfig(BaseConfig):

@@ -6,20 +6,23 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
+MAX_NCCL_GROUPS = 4
+"""Update groups over NCCL, unless the recipe says how large they are."""
+
 
 class WeightsConfig(BaseConfig):
     """From trainer ranks into SGLang."""
 
     transport: Literal["broadcast", "disk"] = "broadcast"
     """`broadcast`: NCCL (gloo on CPU); `disk`: through files in the run directory."""
-    bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 2**20
-    """Size of the buckets in which parameters travel, and of the files when they go by disk."""
-    replicas_per_group: Annotated[int, Field(ge=1)] = 1
-    """Replicas per update process group; one failing replica fails its group."""
+    bucket_bytes: Annotated[int, Field(ge=4096)] | None = None
+    """Size of buckets, and by disk of files; null: 512 MiB from GPUs, 64 MiB from CPUs."""
+    replicas_per_group: Annotated[int, Field(ge=1)] | None = None
+    """Replicas per update group, which fail together; null: 1 on CPUs, 4 groups or less on GPUs."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
-    # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
+    # of a group, one bucket (512 MiB take 17 s even at 250 Mbit/s) or, from disk, all of them, and
     # the checksums of all weights, which a CPU takes at more than 1 GB/s.
     update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of each step of an update: one bucket (with disk: all), or all checksums."""
@@ -28,7 +31,7 @@ class WeightsConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_groups_need_broadcast(self) -> Self:
-        if self.replicas_per_group > 1 and self.transport == "disk":
+        if (self.replicas_per_group or 1) > 1 and self.transport == "disk":
             raise ValueError(
                 "weights.replicas_per_group is for weights.transport=broadcast: from disk every "
                 "replica loads by itself"

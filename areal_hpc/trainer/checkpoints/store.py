@@ -49,6 +49,7 @@ from areal_hpc.trainer.collectives import (
 )
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.optimizer import apply_optimizer_settings, build_optimizer
+from areal_hpc.trainer.optimizer_offload import move_loaded_state_to_host
 from areal_hpc.wire.fault_points import fault_point
 
 POLL_S = 0.2
@@ -76,14 +77,17 @@ class CheckpointStore:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def load_latest(self, policy: Policy, config: AdamConfig) -> tuple[Any, Checkpoint | None]:
+    def load_latest(
+        self, policy: Policy, config: AdamConfig, *, is_offloaded: bool = False
+    ) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
-        The checkpoint may be of another layout, and of other settings than `config`, which hold.
+        The checkpoint may be of another layout, and of other settings than those given, which hold.
         """
-        optimizer = build_optimizer(policy, config)
+        optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
             megatron_format.load_sharded(policy, optimizer, checkpoint.path)
+            move_loaded_state_to_host(optimizer)
             apply_optimizer_settings(optimizer, config)
         return optimizer, checkpoint
 

@@ -52,6 +52,7 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.model.hf_weights import stream_hf
+from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -168,9 +169,11 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             being written has been finished first: what was trained is worth keeping.
     """
     while True:
+        enter_place("the next command")
         if any_true(stop.requested):
             stop.request()
         _poll_checkpoint(learner, coordinator, wait=False)
+        enter_place("rank 0's decision")
         command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, StopCommand):
             _poll_checkpoint(learner, coordinator, wait=True)
@@ -208,18 +211,21 @@ def _execute_command(
             if coordinator:
                 coordinator.on_trained(learner.version, row)
         case PublishWeightsCommand():
+            enter_place(f"sending of the weights {learner.version}")
             parameters = stream_hf(learner.policy)
             if coordinator:
                 coordinator.publish_weights(parameters)
             for _ in parameters:  # exporting is a collective: the others drain it
                 pass
         case SaveCheckpointCommand(row):
+            enter_place(f"checkpoint of step {learner.version.step}")
             _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
             learner.begin_checkpoint(row)
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModelCommand():
+            enter_place(f"export of step {learner.version.step}")
             began = time.perf_counter()
             learner.export_model()
             if coordinator:

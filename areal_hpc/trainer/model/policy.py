@@ -23,7 +23,11 @@ from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, Parall
 from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.megatron_private import ScoredTokenGPT, enable_norm_recompute
 from areal_hpc.trainer.model.attention import PackedCausalAttention
-from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    divide_layers,
+    find_layout_problems,
+)
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_NAME,
     ParamMap,
@@ -207,6 +211,7 @@ def build_transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **mixture,
+        **_build_stage_options(arch, parallel),
         **_build_recompute_options(arch, parallel, activations),
     )
 
@@ -222,7 +227,7 @@ def _build_recompute_options(
         feed_forward = "mlp" if arch.experts is None else "moe"
         modules = [feed_forward if one == "mlp" else one for one in activations.recompute_modules]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    layers = arch.layers // parallel.pp
+    layers = max(divide_layers(arch.layers, parallel.pp))
     recomputed = activations.count_recomputed_layers(layers)
     return {
         "recompute_granularity": "full",
@@ -230,6 +235,16 @@ def _build_recompute_options(
         "recompute_method": "uniform" if recomputed == layers else "block",
         "recompute_num_layers": 1 if recomputed == layers else recomputed,
     }
+
+
+def _build_stage_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Megatron's list of what each pipeline stage holds, where layers do not divide."""
+    if arch.layers % parallel.pp == 0:
+        return {}
+    stages = [["decoder"] * layers for layers in divide_layers(arch.layers, parallel.pp)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return {"pipeline_model_parallel_layout": stages}
 
 
 def _skip_weight_init(weights: torch.Tensor) -> torch.Tensor:

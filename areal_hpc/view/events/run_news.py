@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
+from areal_hpc.rundir.events import RANKS_HANG_EVENT
 from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
 from areal_hpc.view.tables import format_duration
 
@@ -80,6 +81,11 @@ def _tell_of_dead_server(event: dict[str, Any]) -> Iterator[str]:
         yield f"         read {event['log']}"
 
 
+def _tell_of_hanging_ranks(event: dict[str, Any]) -> Iterator[str]:
+    yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
+    yield "         read the stacks at the end of those ranks' logs in logs/latest"
+
+
 def _tell_of_ended_process(event: dict[str, Any]) -> Iterator[str]:
     if event.get("exit_code") in PERMANENT_EXIT_CODES:
         return  # the command ends with that error, in better words
@@ -105,6 +111,7 @@ _TELL_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "event_loop_blocked": _tell_of_blocked_loop,
     "episode_slow": _tell_of_slow_episode,
     "replica_died": _tell_of_dead_server,
+    RANKS_HANG_EVENT: _tell_of_hanging_ranks,
     "process_exited": _tell_of_ended_process,
 }
 _ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

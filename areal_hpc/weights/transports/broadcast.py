@@ -11,7 +11,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import WeightsConfig
+from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS, WeightsConfig
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
     PackingBuffers,
@@ -20,7 +20,7 @@ from areal_hpc.weights.buckets.bucket import (
 )
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup, unwatch_update_groups
 from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
@@ -183,9 +183,11 @@ class BroadcastTransport(Transport[BroadcastSession]):
     ) -> None:
         super().__init__(config, admin_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
+        if backend != "gloo":
+            unwatch_update_groups()
         self._open_bucket = (
             OpenBucket
-            if sends_in_place(backend, config.replicas_per_group)
+            if sends_in_place(backend, config.replicas_per_group or 1)
             else PackingBuffers(device).open_bucket
         )
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
@@ -219,7 +221,10 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self, update: UpdateInProgress[BroadcastSession], order: UpdateRequest
     ) -> None:
         """Take the groups that still stand and form the others."""
-        groups = partition_replicas(order.replicas, self._config.replicas_per_group, self._suspects)
+        size = self._config.replicas_per_group or choose_group_size(
+            self._backend, len(order.replicas)
+        )
+        groups = partition_replicas(order.replicas, size, self._suspects)
         places = {key.cell_and_index for key in order.replicas}
         self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._sessions]:
@@ -270,6 +275,15 @@ def sends_in_place(backend: str, replicas_per_group: int) -> bool:
     way at once. Alone with a sender that dies, it is restarted anyway.
     """
     return backend == "gloo" and replicas_per_group == 1
+
+
+def choose_group_size(backend: str, replicas: int) -> int:
+    """Replicas in a group where the recipe does not say. Pure.
+
+    The sender's link carries the weights once for each group, which is what limits NCCL; within a
+    group receivers pass them on. Over gloo a group may hang for one of its members.
+    """
+    return 1 if backend == "gloo" else max(1, -(-replicas // MAX_NCCL_GROUPS))
 
 
 def partition_replicas(

@@ -5,8 +5,14 @@ prefix of the group's name, and torch's own group constructor without a default 
 same steps are taken here, because both ends must derive the same store keys. Other than
 SGLang, every wait here ends: an operation that does not finish in time, or that has become
 pointless because a receiver refused, is given up and the group is void.
+
+Over NCCL the constructor joins nobody: the first broadcast makes the communicator, in a call that
+lasts until every member has made the same call. So broadcasts begin in a thread of their own. And
+torch must not watch these groups: see `UPDATE_GROUP_VARIABLES`.
 """
 
+import logging
+import os
 import socket
 import threading
 import time
@@ -20,13 +26,33 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.jobs.environment import UPDATE_GROUP_VARIABLES
+from areal_hpc.weights.transports.completion import CompletionPoller, follow_gloo, raise_failure
 
 ResultT = TypeVar("ResultT")
 
+logger = logging.getLogger(__name__)
+
 _REFUSAL_POLL_S = 0.02
 """Period of the question to members whether they refuse."""
-_NCCL_POLL_S = 0.0002
-"""Period of the questions to NCCL."""
+_POLLER = CompletionPoller()
+
+
+def unwatch_update_groups() -> None:
+    """Have torch leave the NCCL groups of this process that are made from now on to us.
+
+    It reads these variables as it makes a group. Those of the trainer's world exist by now, and
+    stay watched.
+    """
+    os.environ.update(UPDATE_GROUP_VARIABLES)
+
+
+def get_group_timeout_s(backend: str, timeout_s: float) -> float:
+    """Torch's own deadline of a group's operations; `timeout_s` is ours.
+
+    NCCL's is never to come before ours. Gloo's ends what was given up, which nothing else does.
+    """
+    return timeout_s if backend == "gloo" else 4 * timeout_s + 60
 
 
 class UpdateProcessGroup:
@@ -50,25 +76,31 @@ class UpdateProcessGroup:
             master_listen_fd=self._listener.detach(),
         )
         self._group: dist.ProcessGroup | None = None
+        self._follow = follow_gloo if backend == "gloo" else _POLLER.follow
 
     def join(self, refused: Callable[[], bool]) -> None:
-        """Wait until every rank is there.
+        """Wait until every rank is there; over NCCL, until this one is.
 
         Raises:
             WeightSyncError: Not all came in time, or `refused` said that a member will not come.
         """
-        # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
+        trouble, give_up_at = "the process group did not form", time.monotonic() + self._timeout_s
+        if self.backend == "gloo":
+            # Its constructor waits for the members in C++, where no exit of the process finds it.
+            self._wait_until(self._are_members_there, refused, trouble, give_up_at)
         forming = _start_daemon_thread(self._construct_group)
-        self._wait_until(
-            lambda wait_s: not wait([forming], wait_s).not_done,
-            refused,
-            "the process group did not form",
-            _REFUSAL_POLL_S,
-        )
+        self._await_future(forming, refused, trouble, give_up_at)
         try:
             self._group = forming.result()
         except RuntimeError as error:
             raise WeightSyncError(f"group {self.name} did not form: {error}") from error
+
+    def _are_members_there(self, wait_s: float) -> bool:
+        """Whether all have told where they listen, each under a key of the store."""
+        if self._store.num_keys() >= self.world_size - 1:
+            return True
+        time.sleep(wait_s)
+        return False
 
     def _construct_group(self) -> dist.ProcessGroup:
         group, _ = c10d._new_process_group_helper(
@@ -78,7 +110,7 @@ class UpdateProcessGroup:
             c10d.Backend(self.backend),
             c10d.PrefixStore(self.name, self._store),
             group_name=c10d.GroupName(self.name),
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=get_group_timeout_s(self.backend, self._timeout_s)),
         )
         assert isinstance(group, dist.ProcessGroup)
         # torch's broadcast translates ranks through this table.
@@ -92,35 +124,52 @@ class UpdateProcessGroup:
             WeightSyncError: The send failed, or a member did not take it in time or at all.
         """
         assert self._group is not None, "join first"
-        try:
-            works = [
-                dist.broadcast(message, src=0, group=self._group, async_op=True)
-                for message in messages
+        group, trouble = self._group, "the broadcast did not complete"
+        give_up_at = time.monotonic() + self._timeout_s
+
+        def begin() -> list[dist.Work]:
+            return [
+                dist.broadcast(message, src=0, group=group, async_op=True) for message in messages
             ]
-            # Gloo tells when a message has left; NCCL only that it is queued, and must be asked.
-            trouble = "the broadcast did not complete"
-            left = [_wrap_work_in_future(work) for work in works]
-            self._wait_until(
-                lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _REFUSAL_POLL_S
-            )
-            self._wait_until(
-                lambda wait_s: _poll_completion(works, wait_s), refused, trouble, _NCCL_POLL_S
-            )
+
+        try:
+            begun = _start_daemon_thread(begin)
+            self._await_future(begun, refused, trouble, give_up_at)
+            works = begun.result()
+            over = self._follow(works)
+            self._await_future(over, refused, trouble, give_up_at)
+            over.result()
             for work in works:
+                if self.backend != "gloo":
+                    raise_failure(work)
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error
+
+    def _await_future(
+        self,
+        future: Future[ResultT],
+        refused: Callable[[], bool],
+        trouble: str,
+        give_up_at: float,
+    ) -> None:
+        try:
+            self._wait_until(
+                lambda wait_s: not wait([future], wait_s).not_done, refused, trouble, give_up_at
+            )
+        except WeightSyncError:
+            future.cancel()  # nobody will ask for it any more
+            raise
 
     def _wait_until(
         self,
         done: Callable[[float], bool],
         refused: Callable[[], bool],
         trouble: str,
-        look_s: float,
+        give_up_at: float,
     ) -> None:
         """Wait until `done`, which may itself wait for as long as it is told, is true."""
-        give_up_at = time.monotonic() + self._timeout_s
-        while not done(look_s):
+        while not done(_REFUSAL_POLL_S):
             if refused():
                 raise WeightSyncError(f"{trouble}: a member reported failure (group {self.name})")
             if time.monotonic() >= give_up_at:
@@ -137,32 +186,21 @@ class UpdateProcessGroup:
     def abandon(self) -> None:
         """Leave without waiting; members that wait for bytes get an error instead.
 
-        Gloo takes until the deadline of an operation under way to let go of it, so it is left
-        to a thread.
+        Gloo takes until the deadline of an operation under way to let go of it, and NCCL until a
+        communicator that is being made is complete or broken: so it is left to a thread.
         """
         group, self._group = self._group, None
         if group is None:
             return
 
         def destroy() -> None:
-            group.abort()
+            try:
+                group.abort()
+            except RuntimeError as error:
+                logger.info("group %s could not be aborted: %s", self.name, error)
             dist.destroy_process_group(group)
 
         _start_daemon_thread(destroy)
-
-
-def _wrap_work_in_future(work: dist.Work) -> Future[None]:
-    """Is done when torch says that the operation is, well or not."""
-    future: Future[None] = Future()
-    work.get_future().add_done_callback(lambda _: future.set_result(None))
-    return future
-
-
-def _poll_completion(works: Sequence[dist.Work], wait_s: float) -> bool:
-    if all(work.is_completed() for work in works):
-        return True
-    time.sleep(wait_s)
-    return False
 
 
 def _start_daemon_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
@@ -171,9 +209,13 @@ def _start_daemon_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
 
     def run() -> None:
         try:
-            future.set_result(work())
-        except BaseException as error:  # boundary: carried to the thread that waits
-            future.set_exception(error)
+            result = work()
+        except BaseException as error:  # boundary: carried to the thread that waits, if it does
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
 
     threading.Thread(target=run, name="update-group", daemon=True).start()
     return future

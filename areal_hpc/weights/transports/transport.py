@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -13,7 +13,7 @@ from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.digester import BucketDigester, ExpectedDigests
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_deadline_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
@@ -68,21 +68,15 @@ class Transport(ABC, Generic[SessionT]):
         update: UpdateInProgress[SessionT] = UpdateInProgress(
             self._pool, get_update_step_deadline_s(self._config.update_timeout_s)
         )
-        compares = self._config.verify_checksum
-        tp_sizes = {key.tp for key in order.replicas} if compares else set()
-        expected: dict[tuple[int, int], Digests] = {
-            (tp, rank): {} for tp in tp_sizes for rank in range(tp)
-        }
-
-        def watch(full: OpenBucket) -> None:
-            for (tp, rank), digests in expected.items():
-                digests.update(compute_rank_digests(full.tensors, rank, tp, self._replica_device))
-
+        digester = (
+            BucketDigester(order.buckets, {key.tp for key in order.replicas}, self._replica_device)
+            if self._config.verify_checksum
+            else None
+        )
         try:
-            self._transfer(update, order, timer, watch)
-            digests = expected if compares else None
+            self._transfer(update, order, timer, digester.add if digester else lambda full: None)
             with timer.time_phase("verify"):
-                update.run_step("verify", lambda session: session.verify(order.version, digests))
+                self._verify(update, order.version, digester)
             with timer.time_phase("flush"):
                 update.run_step("flush", lambda session: session.flush_caches())
             with timer.time_phase("resume"):
@@ -98,6 +92,26 @@ class Transport(ABC, Generic[SessionT]):
             size_bytes=sum(bucket.size_bytes for bucket in order.buckets),
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )
+
+    def _verify(
+        self,
+        update: UpdateInProgress[SessionT],
+        version: WeightVersion,
+        digester: BucketDigester | None,
+    ) -> None:
+        """Have every replica tell what it holds, while this process finds out what it sent."""
+        expected: Future[ExpectedDigests] | None = Future() if digester else None
+        settle = update.start_step(
+            "verify",
+            lambda session: session.verify(version, expected, self._replica_device),
+        )
+        if digester is not None and expected is not None:
+            try:
+                expected.set_result(digester.finish())
+            except BaseException as error:  # boundary: raised again, and told to those who wait
+                expected.set_exception(error)
+                raise
+        settle()
 
     @abstractmethod
     def _transfer(

@@ -28,6 +28,13 @@ def given(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(build_tiny_config(TinyModelConfig())))
     (folder / "model.safetensors").touch()
     (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    quantized = write_model_dir(folder / "quantized")
+    (quantized / "config.json").write_text(
+        json.dumps(
+            {**build_tiny_config(TinyModelConfig()), "quantization_config": {"quant_method": "fp8"}}
+        )
+    )
+    (quantized / "model.safetensors").touch()
     foreign = write_model_dir(folder / "foreign_tokenizer")
     config = {**build_tiny_config(TinyModelConfig()), "vocab_size": 320}
     (foreign / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))

@@ -109,6 +109,21 @@ def test_any_checkpoint_resumes_on_one_rank(findings: dict[str, Findings], famil
         assert gaps["loss_gap"] <= RESUME_BOUND, layout
 
 
+def test_layers_that_the_stages_do_not_divide(ranks: RankServer, tmp_path: Path) -> None:
+    whole, uneven = tmp_path / "whole", tmp_path / "uneven"
+    families = ("llama", "qwen3_moe")  # a tied embedding, on the first and the last stage; experts
+    held = launch(ranks, uneven, LAYOUTS["PP2, 3 layers"], families)
+    resumed = launch(ranks, whole, LAYOUTS["1, 3 layers"], families, [uneven])
+    for family in families:
+        found = held[family]
+        assert found["logprob_gap"] <= LOGPROB_BOUND
+        assert found["gradient_gap"] <= GRADIENT_BOUND
+        assert found["norm_gap"] <= NORM_BOUND
+        assert found["export_is_exact"]
+        assert (found["missing"], found["resume_is_bitwise"]) == ([], True)
+        assert max(resumed[family]["resumed_from"]["uneven"].values()) <= RESUME_BOUND
+
+
 @every_family
 def test_a_saved_model_gives_transformers_the_same_logits(root: Path, family: str) -> None:
     original = hf_model(family)

@@ -9,7 +9,6 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.launch import memory
 from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL,
     ActivationConfig,
@@ -18,6 +17,7 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.model import memory_estimate as memory
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.step import LossStats, make_micro_batches, run_forward_backward

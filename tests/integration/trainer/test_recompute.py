@@ -21,7 +21,7 @@ from areal_hpc.trainer.step import LossStats, make_micro_batches, run_forward_ba
 from tests.support.layout_worker import exported_gradients
 from tests.support.replay_worker import Scenario
 
-DENSE = Architecture("qwen2", 4, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
+DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
 SETTINGS = [
     {"recompute": "full"},

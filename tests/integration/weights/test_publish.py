@@ -21,6 +21,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.checksum import compute_rank_digests
+from areal_hpc.weights.digester import ExpectedDigests
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
@@ -250,8 +251,10 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
         session.pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()
+        sent: Future[ExpectedDigests] = Future()
+        sent.set_result(expected)
         with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
-            session.verify(version, expected)
+            session.verify(version, sent)
         session.abandon_and_fence()
         assert cell.replica().state == "ready", "nobody vouches for these weights"
         update(cell, publisher, 1, model)

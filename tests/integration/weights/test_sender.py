@@ -58,6 +58,26 @@ time.sleep(60)
 """
 
 
+REFUSED = """
+import builtins, time
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+
+class Slow:
+    def __del__(self):
+        time.sleep(3)  # the interpreter ends meanwhile, and so does torch's own wait
+
+group = UpdateProcessGroup("refused", "127.0.0.1", 2, "gloo", 1.5)
+try:
+    group.join(lambda: True)
+except WeightSyncError:
+    print("refused")
+group.abandon()
+builtins.slow = Slow()
+"""
+"""Torch's constructor, waiting in C++, would end this process when its wait is over."""
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "is_refused", "message"),
     [(0.3, False, "did not form"), (100, True, "a member reported failure")],
@@ -91,6 +111,13 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
         group.abandon()
         assert time.monotonic() - began < SOON_S
         peer.kill()
+
+
+def test_a_process_ends_well_while_a_group_that_was_refused_is_being_given_up() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", REFUSED], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "refused\n"), ended.stderr
 
 
 @pytest.fixture

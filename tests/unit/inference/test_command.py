@@ -15,7 +15,12 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
 def command(
-    config: InferenceConfig, device: Device, index: int = 0, part: NodeOptions | None = None
+    config: InferenceConfig,
+    device: Device,
+    index: int = 0,
+    part: NodeOptions | None = None,
+    *,
+    updates_in_place: bool = False,
 ) -> ServerCommand:
     return build_replica_command(
         config,
@@ -25,6 +30,7 @@ def command(
         index=index,
         ports=ServerPorts(31001, 31002),
         random_seed=7,
+        updates_in_place=updates_in_place,
         part=part,
     )
 
@@ -69,6 +75,21 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     )
     assert " ".join(found.argv) == expected
     assert found.environment == {"HF_HUB_OFFLINE": "1"}
+
+
+def test_a_gpu_finishes_each_step_before_weights_change_in_place() -> None:
+    plain, in_place = (
+        command(InferenceConfig(), "cuda", updates_in_place=wanted).argv for wanted in (False, True)
+    )
+    assert {*in_place} - {*plain} == {"--disable-overlap-schedule"}
+    on_cpu = command(InferenceConfig(), "cpu", updates_in_place=True).argv
+    assert on_cpu.count("--disable-overlap-schedule") == 1
+
+
+@pytest.mark.parametrize("option", ["--quantization", "--modelopt-quant=fp8"])
+def test_a_server_that_quantizes_is_refused_with_the_reason(option: str) -> None:
+    with pytest.raises(ValidationError, match="no update could be verified"):
+        InferenceConfig(extra_args=(option, "fp8"))
 
 
 def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:

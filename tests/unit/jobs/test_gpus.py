@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.gpus import VISIBLE_DEVICES_VARIABLE, find_visible_gpus
+from areal_hpc.errors import RecipeError
+from areal_hpc.jobs.gpus import (
+    VISIBLE_DEVICES_VARIABLE,
+    VisibleGpus,
+    find_visible_gpus,
+    read_numa_nodes,
+    select_gpus,
+)
 from areal_hpc.jobs.task_processes import build_visible_gpus_variable
+from areal_hpc.recipe.sections.cluster import WantedGpus
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 
@@ -45,3 +53,40 @@ def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slur
     assert build_visible_gpus_variable(ledger, launch, 1) == {VISIBLE_DEVICES_VARIABLE: ""}
     by_slurm = LaunchFile(job, "jobs", "logs", "events", {})
     assert build_visible_gpus_variable(trainer, by_slurm, 1) == {}
+
+
+def test_gpus_of_a_numa_node_stand_together_and_a_list_keeps_its_order() -> None:
+    visible = VisibleGpus(("0", "1", "2", "3"), "here")
+    nodes = {"0": 1, "1": 0, "2": 1, "3": 0}
+    assert select_gpus(visible, "auto", nodes).ids == ("1", "3", "0", "2")
+    assert select_gpus(visible, 3, nodes).ids == ("1", "3", "0")
+    assert select_gpus(visible, (2, "1"), nodes).ids == ("2", "1")
+    assert select_gpus(visible, "none", nodes).ids == ()
+    assert select_gpus(visible, "auto", {}).ids == visible.ids
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (5, "cluster.gpus=5; this machine shows 4 GPUs"),
+        ((1, 7, "GPU-a"), "cluster.gpus names GPUs 7, GPU-a; this machine shows 0, 1, 2, 3"),
+    ],
+)
+def test_gpus_that_are_not_visible_are_refused(wanted: WantedGpus, said: str) -> None:
+    with pytest.raises(RecipeError, match=r"at: cluster\.gpus") as refusal:
+        select_gpus(VisibleGpus(("0", "1", "2", "3"), "here"), wanted, {})
+    assert said in str(refusal.value)
+
+
+def test_numa_nodes_are_those_of_the_pci_addresses(tmp_path: Path) -> None:
+    dev, driver, pci = tmp_path / "dev", tmp_path / "driver", tmp_path / "pci"
+    dev.mkdir()
+    for number, (address, node) in enumerate([("0000:9A:00.0", "1"), ("0000:1b:00.0", "0")]):
+        (dev / f"nvidia{number}").touch()
+        (driver / address).mkdir(parents=True)
+        (pci / address.lower()).mkdir(parents=True)
+        (pci / address.lower() / "numa_node").write_text(node + "\n")
+    assert read_numa_nodes(dev, driver, pci) == {"0": 0, "1": 1}
+    (dev / "nvidia1").unlink()  # a container that shows one of them
+    assert read_numa_nodes(dev, driver, pci) == {}
+    assert read_numa_nodes(tmp_path, tmp_path / "none", pci) == {}

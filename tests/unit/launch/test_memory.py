@@ -11,7 +11,12 @@ import pytest
 from areal_hpc.launch import memory
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model.families.architecture import Architecture, parse_architecture
+from areal_hpc.trainer.model import memory_estimate
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    divide_layers,
+    parse_architecture,
+)
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     FINAL_NORM_NAME,
@@ -38,7 +43,7 @@ def architecture(name: str) -> Architecture:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
-    assert memory.count_model_parameters(architecture(name)) == COUNTS[name]
+    assert memory_estimate.count_model_parameters(architecture(name)) == COUNTS[name]
 
 
 weight_map_of = functools.cache(build_weight_map)
@@ -47,10 +52,11 @@ weight_map_of = functools.cache(build_weight_map)
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
     """By the table of names: what one rank of a stage holds, experts apart."""
     counts = {False: 0, True: 0}
-    layers, rows = arch.layers // split.pp, weight_map_of(arch)
+    layers, rows = divide_layers(arch.layers, split.pp), weight_map_of(arch)
+    first = sum(layers[:stage])
     for row in rows:
         if row.layer is not None:
-            held = row.layer // layers == stage
+            held = first <= row.layer < first + layers[stage]
         else:
             held = {EMBEDDING_NAME: stage == 0}.get(row.megatron, stage == split.pp - 1)
         if held and (row.expert or 0) < (arch.experts.count // split.ep if arch.experts else 1):
@@ -63,14 +69,16 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
     return counts[False], counts[True]
 
 
-@pytest.mark.parametrize("split", [{}, {"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2, "ep": 2}])
+@pytest.mark.parametrize(
+    "split", [{}, {"tp": 2}, {"pp": 4}, {"pp": 5}, {"tp": 2, "pp": 2, "ep": 2}]
+)
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[str, int]) -> None:
     arch = architecture(name)
     ep = split.get("ep", 1) if arch.experts else 1
     parallel = ParallelConfig(**{**split, "ep": ep})
     for stage in range(parallel.pp):
-        assert memory.count_stage_parameters(arch, parallel, stage) == held_by(
+        assert memory_estimate.count_stage_parameters(arch, parallel, stage) == held_by(
             arch, parallel, stage
         )
 
@@ -82,14 +90,16 @@ def trainer(**split: Any) -> TrainerConfig:
 def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32() -> None:
     arch, count = architecture("Qwen3-0.6B"), COUNTS["Qwen3-0.6B"]
     for dtype, size in (("bfloat16", 18), ("float32", 16)):
-        held = memory.estimate_trainer_memory(arch, TrainerConfig.model_validate({"dtype": dtype}))
+        held = memory_estimate.estimate_trainer_memory(
+            arch, TrainerConfig.model_validate({"dtype": dtype})
+        )
         assert held.parameters + held.gradients + held.optimizer == size * count
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
-    alone = memory.estimate_trainer_memory(arch, trainer())
-    shared = memory.estimate_trainer_memory(arch, trainer(dp=4, cp=2))
+    alone = memory_estimate.estimate_trainer_memory(arch, trainer())
+    shared = memory_estimate.estimate_trainer_memory(arch, trainer(dp=4, cp=2))
     assert (shared.optimizer, shared.gradients) == (alone.optimizer // 8, alone.gradients)
 
 
@@ -97,16 +107,18 @@ def test_activations_of_a_layer_by_hand() -> None:
     arch = architecture("Qwen3-0.6B")
     # norms 4 x 1024, projected 4096, rotated 3072, attended 2048, MLP 3 x 3072
     a_token = 4 * 1024 + 4096 + 3072 + 2048 + 3 * 3072
-    assert memory.count_layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
-    assert memory.count_layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
+    assert memory_estimate.count_layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
+    assert memory_estimate.count_layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
     # of context-parallel ranks each also keeps the keys and values that it attends to
-    count = memory.count_layer_activations(arch, ParallelConfig(cp=2), 100)
+    count = memory_estimate.count_layer_activations(arch, ParallelConfig(cp=2), 100)
     assert count == 50 * a_token + 2048 * 125
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
     arch = architecture("Qwen3-32B")
-    plain, deep = (memory.estimate_trainer_memory(arch, trainer(pp=pp, tp=8)) for pp in (1, 4))
+    plain, deep = (
+        memory_estimate.estimate_trainer_memory(arch, trainer(pp=pp, tp=8)) for pp in (1, 4)
+    )
     assert deep.stage == 0
     assert deep.activations == plain.activations
     assert deep.logits == 0
@@ -123,7 +135,7 @@ def test_serving_by_hand() -> None:
     on_eight = memory.estimate_serving_memory(arch, InferenceConfig(tp=8), None)
     assert on_eight.kv_per_token == 57_344 // 4
     # without a number the cache takes what mem_fraction_static leaves
-    gpu = 80 * memory.GIB
+    gpu = 80 * memory_estimate.GIB
     held = memory.estimate_serving_memory(arch, InferenceConfig(), gpu)
     assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
     assert memory.estimate_serving_memory(arch, InferenceConfig(), None).kv_tokens is None
@@ -140,9 +152,57 @@ def test_serving_by_hand() -> None:
     ],
 )
 def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[str]) -> None:
-    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory.GIB
+    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory_estimate.GIB
     config = InferenceConfig.model_validate(inference)
-    held = memory.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
+    held = memory_estimate.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
     serving = memory.estimate_serving_memory(arch, config, gpu)
     problems = memory.find_memory_problems(held, serving, config, gpu)
     assert [problem.key for problem in problems] == keys
+
+
+def test_layers_that_do_not_divide_are_spread_over_the_middle_stages() -> None:
+    assert divide_layers(94, 4) == (23, 24, 24, 23)
+    assert divide_layers(7, 4) == (2, 2, 2, 1)
+    assert divide_layers(5, 2) == (3, 2)
+    assert divide_layers(36, 4) == (9, 9, 9, 9)
+    for layers in range(1, 40):
+        for stages in range(1, layers + 1):
+            parts = divide_layers(layers, stages)
+            assert (sum(parts), len(parts)) == (layers, stages)
+            assert parts[-1] == min(parts) >= max(parts) - 1
+
+
+def test_an_offloaded_optimizer_is_on_the_host_but_for_one_chunk() -> None:
+    arch = architecture("Qwen3-32B")
+    layout = {"tp": 8, "dp": 2}
+    config = {"parallel": layout, "offload": {"optimizer": True}}
+    there = memory_estimate.estimate_trainer_memory(arch, trainer(**layout))
+    held = memory_estimate.estimate_trainer_memory(arch, TrainerConfig.model_validate(config))
+    assert (there.host_optimizer, held.host_optimizer) == (0, there.optimizer)
+    assert held.optimizer == 12 * memory_estimate.STEP_CHUNK_ELEMENTS < there.optimizer / 10
+
+
+def test_every_group_of_several_ranks_has_a_communicator() -> None:
+    arch = architecture("Qwen3-32B")  # the head is a matrix of its own
+
+    def count(**split: int) -> int:
+        return memory_estimate.count_trainer_communicators(arch, ParallelConfig(**split))
+
+    assert count() == 0
+    assert count(dp=2) == 2  # the group of gradients, all ranks
+    assert count(tp=2, pp=2, cp=2) == 5
+    arch = architecture("Qwen3-30B-A3B")
+    assert count(dp=8, ep=8) == 3  # and tokens to experts, which no two ranks share
+    alone = memory_estimate.estimate_trainer_memory(arch, trainer())
+    sending = memory_estimate.estimate_trainer_memory(arch, trainer(), update_groups=3)
+    added = sending.communicators - alone.communicators
+    assert added == 3 * memory_estimate.COMMUNICATOR_BYTES == sending.total - alone.total
+
+
+def test_the_change_that_fits_may_be_the_offload_of_the_optimizer() -> None:
+    arch = architecture("Qwen2.5-Math-7B-Instruct")
+    config = TrainerConfig(max_tokens_per_microbatch=256)
+    state = memory_estimate.estimate_trainer_memory(arch, config)
+    gpu = state.total - state.optimizer + 2 * memory_estimate.GIB
+    change = memory_estimate.find_fitting_change(arch, config, gpu)
+    assert change.startswith("trainer.recompute=full trainer.offload.optimizer=true takes ")

@@ -113,6 +113,15 @@ def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() 
     assert "module load cuda" in lines[:-1]
 
 
+def test_tasks_lie_beside_their_gpus_unless_the_site_places_them() -> None:
+    ranks = job(tasks=4, gpus=1)
+    assert " --distribution=block:block " in script(ranks, gpus_per_node=4)[-1]
+    placed = script(ranks, gpus_per_node=4, srun_flags=["--distribution=cyclic"])[-1]
+    assert placed.count("--distribution=") == 1
+    assert "--distribution" not in script(job(gpus=4), gpus_per_node=4)[-1]
+    assert "--distribution" not in script(job(tasks=4))[-1]
+
+
 def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
     request = build_job_requests([job()], SlurmConfig(), PLACE)[0].with_dependency("afterok:17")
     lines = render_script(request).splitlines()

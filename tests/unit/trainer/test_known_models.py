@@ -2,9 +2,9 @@
 
 import pytest
 
-from areal_hpc.launch.memory import count_model_parameters
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.known_models import find_known_config, read_known_configs
+from areal_hpc.trainer.model.memory_estimate import count_model_parameters
 
 PUBLISHED_PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,

@@ -4,8 +4,11 @@ from hypothesis import strategies as st
 
 from areal_hpc.weights.buckets.plan import (
     BYTES_BY_DTYPE,
+    CPU_BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
     BucketPlan,
     TensorSpec,
+    get_bucket_bytes,
     get_fused_name,
     plan_buckets,
 )
@@ -90,3 +93,9 @@ def test_a_name_that_comes_twice_is_an_error() -> None:
 )
 def test_fused_names_are_the_servers(name: str, fused: str) -> None:
     assert get_fused_name(name) == fused
+
+
+def test_buckets_suit_the_device_that_sends_them_unless_the_recipe_says() -> None:
+    assert get_bucket_bytes(None, "cpu") == CPU_BUCKET_BYTES == 64 * 2**20
+    assert get_bucket_bytes(None, "cuda") == GPU_BUCKET_BYTES == 512 * 2**20
+    assert get_bucket_bytes(4096, "cuda") == get_bucket_bytes(4096, "cpu") == 4096

@@ -8,7 +8,7 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.transports.broadcast import partition_replicas
+from areal_hpc.weights.transports.broadcast import choose_group_size, partition_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import publishing
 
@@ -55,3 +55,13 @@ def test_a_replica_that_failed_is_updated_alone_so_that_it_fails_nobody_else() -
     keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "", 0.0) for at in range(5)]
     groups = partition_replicas([*reversed(keys)], 2, {("cell-1", 0), ("cell-9", 0)})
     assert groups == [(keys[0], keys[2]), (keys[3], keys[4]), (keys[1],)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "replicas", "size"),
+    [("gloo", 32, 1), ("nccl", 1, 1), ("nccl", 4, 1), ("nccl", 5, 2), ("nccl", 32, 8)],
+)
+def test_gpus_form_few_groups_and_cpus_one_for_each_replica(
+    backend: str, replicas: int, size: int
+) -> None:
+    assert choose_group_size(backend, replicas) == size

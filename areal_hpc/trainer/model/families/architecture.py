@@ -177,10 +177,27 @@ def _parse_experts(config: Mapping[str, Any], where: str) -> MoeConfig:
     )
 
 
+def divide_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage.
+
+    Where they do not divide, some stages have one more than others: those in the middle first, from
+    the back, as the first stage has the embedding and holds the most micro-batches; never the last,
+    which has the head.
+    """
+    each, more = divmod(layers, stages)
+    return tuple(each + (0 < stages - 1 - stage <= more) for stage in range(stages))
+
+
 def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
     """Sizes of the network that do not divide by the parallel sizes."""
+    if arch.layers < parallel.pp:
+        yield Problem(
+            f"each pipeline stage needs a layer: num_hidden_layers is {arch.layers}, "
+            f"pp {parallel.pp}",
+            "trainer.parallel.pp",
+            f"use at most {arch.layers}",
+        )
     cuts = [
-        ("num_hidden_layers", arch.layers, "pp", parallel.pp),
         ("num_attention_heads", arch.heads, "tp", parallel.tp),
         ("num_key_value_heads", arch.kv_heads, "tp", parallel.tp),
     ]

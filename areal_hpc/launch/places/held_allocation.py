@@ -13,6 +13,7 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutErr
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmClock, read_checkpoint_duration_s
+from areal_hpc.launch.places.place import build_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.recipe.recipe import Recipe
@@ -22,9 +23,8 @@ from areal_hpc.rundir.allocation_note import (
     StepNote,
     write_allocation_note,
 )
-from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, JobSpec, LaunchFile, StepLaunchInfo
+from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, JobSpec, StepLaunchInfo
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.container import build_container_command
@@ -37,22 +37,6 @@ NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from t
 
 class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
-
-
-def build_launch_file(spec: JobSpec, recipe: Recipe, ready: PreparedRun) -> LaunchFile:
-    """What a foreground launcher tells the supervisors of any job."""
-    cluster, paths = recipe.cluster, ready.paths
-    return LaunchFile(
-        job=spec,
-        job_dir=str(paths.job(spec.name).root),
-        log_dir=str(paths.log_dir(ready.attempt)),
-        events=str(paths.events),
-        pythons=ready.pythons,
-        variables=build_role_variables(recipe),
-        recipe=str(paths.recipe),
-        umask=UMASKS[cluster.readable_by],
-        stop_grace_s=cluster.stop_grace_s,
-    )
 
 
 def place_stage(

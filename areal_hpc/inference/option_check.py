@@ -1,0 +1,44 @@
+"""SGLang's own reading of command lines: JSON lists of words in, what it says of each out.
+
+Runs in SGLang's environment, and needs no GPU.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any, NoReturn
+
+import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
+
+# isort: split
+from sglang.srt.server_args import ServerArgs
+
+
+class _TellingParser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def read_command_lines(lines: list[list[str]]) -> dict[str, Any]:
+    """The options that SGLang knows; of each line the words that it does not, and its complaint."""
+    parser = _TellingParser(prog="sglang", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    known = sorted(option for action in parser._actions for option in action.option_strings)
+    readings = []
+    for words in lines:
+        try:
+            readings.append({"unknown": parser.parse_known_args(words)[1], "complaint": ""})
+        except ValueError as error:
+            readings.append({"unknown": [], "complaint": str(error)})
+    return {"known": known, "readings": readings}
+
+
+def main() -> None:
+    """From standard input to standard output."""
+    sys.stdout.write(json.dumps(read_command_lines(json.load(sys.stdin))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

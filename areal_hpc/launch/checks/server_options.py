@@ -1,0 +1,88 @@
+"""Check of `inference.extra_args` by SGLang's own parser, where SGLang is installed."""
+
+import difflib
+import logging
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import Problem
+from areal_hpc.recipe.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+KEY = "inference.extra_args"
+OPTION_CHECK_MODULE = "areal_hpc.inference.option_check"
+PARSER_TIMEOUT_S = 60.0
+"""SGLang takes 4 to 11 s to import, more from cold storage."""
+
+
+class CommandReading(msgspec.Struct):
+    """What SGLang makes of one command line."""
+
+    unknown: list[str]
+    """Words that it does not know, values of unknown options too."""
+    complaint: str
+    """Why it cannot be read at all."""
+
+
+class OptionReport(msgspec.Struct):
+    """What SGLang says of command lines."""
+
+    known: list[str]
+    """All its options."""
+    readings: list[CommandReading]
+
+
+def ask_sglang(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
+    """Its reading of command lines; None if SGLang cannot be imported on this machine."""
+    checkout = str(Path(__file__).resolve().parents[3])
+    try:
+        said = subprocess.run(
+            [python, "-m", OPTION_CHECK_MODULE],
+            input=msgspec.json.encode(lines),
+            capture_output=True,
+            timeout=PARSER_TIMEOUT_S,
+            env={**os.environ, "PYTHONPATH": checkout, "SGLANG_USE_CPU_ENGINE": "1"},
+            check=True,
+        )
+        return msgspec.json.decode(said.stdout.splitlines()[-1], type=OptionReport)
+    except (subprocess.SubprocessError, OSError, IndexError, msgspec.DecodeError) as error:
+        log.info("SGLang was not asked about its options: %s", error)
+        return None
+
+
+def check_server_options(recipe: Recipe, python: str) -> Iterator[Problem]:
+    """Problems of the recipe's further options for SGLang; takes seconds if there are any."""
+    arguments = recipe.inference.extra_args
+    if not arguments:
+        return
+    report = ask_sglang(python, [["--model-path", "model", *arguments]])
+    if report is not None:
+        yield from find_option_problems(arguments, report.readings[0], report.known)
+
+
+def find_option_problems(
+    arguments: Sequence[str], reading: CommandReading, known: Sequence[str]
+) -> Iterator[Problem]:
+    """What is wrong with options, as SGLang read them. Pure."""
+    if reading.complaint:
+        yield Problem(
+            f"SGLang cannot read {' '.join(arguments)!r}: {reading.complaint}",
+            KEY,
+            "write an option and its value as two entries of the list",
+        )
+    options = [word.partition("=")[0] for word in reading.unknown if word.startswith("-")]
+    for option in options:
+        near = difflib.get_close_matches(option, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        yield Problem(f"SGLang has no option {option}", KEY, hint)
+    if reading.unknown and not options:
+        yield Problem(
+            f"SGLang expects an option, got {reading.unknown[0]!r}",
+            KEY,
+            "write an option and its value as two entries of the list",
+        )

@@ -1,0 +1,116 @@
+"""Processors and memory that jobs with GPUs ask of their nodes where the site says nothing. Pure.
+
+Slurm gives a task one processor unless asked for more, and a job as much memory as its site's
+default for those: on one core nine processes of a cell and its kernels' launches crawl, and the
+trainer's first checkpoint is killed. What follows from the plan is counted here; the constants are
+assumptions, generous, for nobody knows what agents take.
+"""
+
+from collections.abc import Sequence
+
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
+from areal_hpc.slurm.script import compute_resources
+from areal_hpc.trainer.model.memory_estimate import (
+    GIB,
+    count_model_parameters,
+    estimate_trainer_memory,
+)
+
+CPUS_PER_RANK = 4
+"""A trainer rank's Python, autograd's thread, NCCL's, and the writer of its checkpoint."""
+CPUS_PER_SERVER_GPU = 4
+"""A scheduler that spins, tokenizer and detokenizer of a replica, and what compiles kernels."""
+CPUS_PER_CELL_NODE = 4
+"""Proxy, control proxy, driver, and one for the agents."""
+GPU_PROCESS_BYTES = 8 * GIB
+"""A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
+JOB_NODE_BYTES = 8 * GIB
+"""Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
+CHECKPOINT_BYTES_PER_PARAMETER = 26
+"""Gathered on the first data-parallel rank (12), and copied with the weights (14)."""
+_CPU_FLAGS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
+_MEMORY_FLAGS = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
+
+
+def complete_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
+    """The recipe's options for Slurm, with `cpus_per_task` and `mem` of every job with GPUs.
+
+    Jobs that get whole nodes get them with all that is in them.
+
+    Raises:
+        RecipeError: The memory of a job cannot be known, or jobs do not fit the nodes.
+    """
+    slurm = recipe.cluster.slurm
+    problems: list[Problem] = []
+    completed: dict[str, JobOptions] = {}
+    for job in jobs:
+        kind = _get_kind(job.name)
+        if kind in completed or not job.gpus_per_task:
+            continue
+        options = slurm.get_options(job.name)
+        try:
+            derived = _derive_options(recipe, job, kind, options)
+        except RecipeError as error:
+            problems += [one for one in error.problems if one not in problems]
+            continue
+        completed[kind] = getattr(slurm.jobs, kind).model_copy(update=derived)
+    if problems:
+        raise RecipeError.from_problems(problems)
+    return slurm.model_copy(update={"jobs": slurm.jobs.model_copy(update=completed)})
+
+
+def _get_kind(job: str) -> str:
+    if is_cell_job(job):
+        return EVALUATION_CELL if job == EVALUATION_CELL else "cell"
+    return job
+
+
+def _derive_options(
+    recipe: Recipe, job: JobSpec, kind: str, options: JobOptions
+) -> dict[str, int | str]:
+    if options.exclusive:
+        return {}
+    derived: dict[str, int | str] = {}
+    if options.cpus_per_task is None and not _has_flag(options, _CPU_FLAGS):
+        derived["cpus_per_task"] = (
+            job.gpus_per_task * CPUS_PER_SERVER_GPU + CPUS_PER_CELL_NODE
+            if job.is_task_a_node
+            else CPUS_PER_RANK
+        )
+    if options.mem is None and not _has_flag(options, _MEMORY_FLAGS):
+        tasks_per_node = compute_resources(job, options).tasks_per_node
+        size = tasks_per_node * job.gpus_per_task * GPU_PROCESS_BYTES + JOB_NODE_BYTES
+        if not job.is_task_a_node:
+            size += _count_state_bytes(recipe, tasks_per_node, kind)
+        derived["mem"] = f"{-(-size // GIB)}G"
+    return derived
+
+
+def _count_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
+    """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
+    parallel = recipe.trainer.parallel
+    try:
+        arch, _ = find_architecture(recipe.model)
+    except RecipeError as error:
+        raise RecipeError(
+            f"the memory that the {kind} job needs on a node is not known: "
+            f"{error.problems[0].message}",
+            key=f"cluster.slurm.jobs.{kind}.mem",
+            hint="set it (as in 200G), or cluster.slurm.exclusive=true, or give the model's "
+            "config.json a place where it can be read",
+        ) from error
+    parts = parallel.tp * parallel.pp
+    each = CHECKPOINT_BYTES_PER_PARAMETER * count_model_parameters(arch) // parts
+    memory = estimate_trainer_memory(arch, recipe.trainer)
+    offloaded = memory.host_activations + memory.host_optimizer
+    return min(tasks_per_node, parts) * each + tasks_per_node * offloaded
+
+
+def _has_flag(options: JobOptions, names: Sequence[str]) -> bool:
+    flags = (flag.partition("=")[0] for flag in options.sbatch_flags or ())
+    return any(flag in names for flag in flags)

@@ -1,0 +1,269 @@
+"""Estimate of the memory that a trainer rank takes, on its GPU and on its node. Pure, no torch.
+
+Counted are the things whose size follows from shapes; CUDA's context, kernels' workspace and
+fragmentation are covered by `RESERVE_BYTES`, which is an assumption. Sources:
+
+- optimizer state sharded over data-parallel ranks: Megatron-core's distributed optimizer (6 + 12/d
+  bytes a parameter in bfloat16; docs/source/api-guide/dist_optimizer.md of Megatron-LM);
+- activations: what each operation keeps for its backward pass, counted as in Korthikanti et al.,
+  "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for the
+  operations of this package: no dropout, FlashAttention, a gated MLP that keeps its input,
+  sequence parallelism whenever tp > 1; what is recomputed is kept of one layer at a time.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from areal_hpc.recipe.sections.trainer import (
+    ParallelConfig,
+    RecomputableModule,
+    TrainerConfig,
+)
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    divide_layers,
+    find_layout_problems,
+)
+
+GIB = 2**30
+RESERVE_BYTES = 2 * GIB
+"""CUDA's context, workspace of matrix products. An assumption, not measured."""
+COMMUNICATOR_BYTES = 24 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+"""What NCCL keeps on a GPU for one communicator: 24 channels of a ring, each with the buffers of
+three protocols (src/init.cc of NCCL). The number of channels is an
+assumption: NCCL takes fewer over slow links, and trees come on top."""
+STEP_CHUNK_ELEMENTS = 1 << 24
+"""Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
+(`trainer/optimizer_offload.py`): a part of 64 MiB of each master weight and moment."""
+BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
+RECOMPUTE_MODES = ("none", "selective", "full")
+"""From the one that keeps most to the one that keeps least."""
+PARALLEL_NAMES = ("tp", "pp", "cp", "dp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on the fullest GPU of the trainer, and the pipeline stage it belongs to."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    communicators: int = 0
+    """Buffers of NCCL's communicators within the trainer; those to replicas come on top."""
+    host_activations: int = 0
+    """Bytes of host memory that offloaded activations of this GPU take."""
+    host_optimizer: int = 0
+    """Bytes of host memory that master weights and moments of this GPU take."""
+
+    @property
+    def total(self) -> int:
+        """With the reserve."""
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.communicators + RESERVE_BYTES
+
+
+def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
+    """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    qkv = (queries + 2 * keys) // tp
+    count = 2 * arch.hidden + qkv * arch.hidden + queries // tp * arch.hidden
+    count += qkv if arch.qkv_bias else 0
+    count += 2 * arch.head_dim if arch.qk_norm else 0
+    if arch.experts is not None:
+        return count + arch.experts.count * arch.hidden  # the router, whole on every rank
+    return count + 3 * arch.ffn // tp * arch.hidden
+
+
+def count_layer_expert_parameters(arch: Architecture, ep: int) -> int:
+    """Parameters of one layer's experts on one expert-parallel rank; experts are not cut."""
+    if arch.experts is None:
+        return 0
+    return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
+
+
+def count_embedding_parameters(arch: Architecture, tp: int) -> int:
+    """Parameters of the embedding, or of the head, on one tensor-parallel rank."""
+    return -(-arch.vocab // tp) * arch.hidden
+
+
+def count_stage_parameters(
+    arch: Architecture, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
+    layers, last = divide_layers(arch.layers, parallel.pp)[stage], parallel.pp - 1
+    dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
+    if stage == 0:
+        dense += count_embedding_parameters(arch, parallel.tp)
+    if stage == last:
+        dense += arch.hidden
+        if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
+            dense += count_embedding_parameters(arch, parallel.tp)
+    return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
+
+
+def count_model_parameters(arch: Architecture) -> int:
+    """Parameters of the whole network."""
+    return sum(count_stage_parameters(arch, ParallelConfig(), 0))
+
+
+def estimate_trainer_memory(
+    arch: Architecture, config: TrainerConfig, update_groups: int = 0
+) -> TrainerMemory:
+    """Memory of the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups."""
+    stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
+    first = stages[0]
+    sending = first.communicators + update_groups * COMMUNICATOR_BYTES
+    stages[0] = replace(first, communicators=sending)
+    return max(stages, key=lambda one: one.total)
+
+
+def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
+    """Memory of a GPU of one pipeline stage during a step."""
+    parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
+    dense, experts = count_stage_parameters(arch, parallel, stage)
+    # Moments in float32; in bfloat16 also a float32 copy of the parameters.
+    state = 8 if config.dtype == "float32" else 12
+    sharers = parallel.dp * parallel.cp
+    expert_sharers = parallel.tp * sharers // parallel.ep
+    optimizer = state * dense // sharers + state * experts // expert_sharers
+    host_optimizer = optimizer if config.offload.optimizer else 0
+    tokens = config.max_tokens_per_microbatch
+    # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
+    begun = parallel.pp - stage
+    layers = divide_layers(arch.layers, parallel.pp)[stage]
+    kept = count_stage_activations(arch, config, layers, tokens) * element * begun
+    # The backward pass has one layer's at a time, however they were kept meanwhile.
+    whole = count_layer_activations(arch, parallel, tokens) * element
+    is_thrifty = config.recompute != "none" or config.offload.activations
+    host = kept if config.offload.activations else 0
+    logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
+    return TrainerMemory(
+        stage=stage,
+        parameters=(dense + experts) * element,
+        gradients=(dense + experts) * 4,
+        optimizer=min(optimizer, state * STEP_CHUNK_ELEMENTS) if host_optimizer else optimizer,
+        activations=kept - host + whole * is_thrifty,
+        logits=logits if stage == parallel.pp - 1 else 0,
+        communicators=count_trainer_communicators(arch, parallel) * COMMUNICATOR_BYTES,
+        host_activations=host,
+        host_optimizer=host_optimizer,
+    )
+
+
+def count_trainer_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
+    """NCCL communicators of a trainer rank with the others: of the groups that reduce or send.
+
+    They are made in the first collective of a group; those of a single rank keep no buffers.
+    """
+    sizes = [
+        parallel.tp,
+        parallel.pp,
+        parallel.cp,
+        parallel.dp * parallel.cp,  # gradients and parameters of the distributed optimizer
+        parallel.world_size,  # the gradient's norm
+    ]
+    if arch.experts is not None:
+        # Tokens to experts; the gradients of experts.
+        sizes += [parallel.ep, parallel.tp * parallel.cp * parallel.dp // parallel.ep]
+    if arch.tied:
+        sizes.append(parallel.pp)  # the embedding, on the first and the last stage
+    return sum(size > 1 for size in sizes)
+
+
+def count_stage_activations(
+    arch: Architecture, config: TrainerConfig, layers: int, tokens: int
+) -> int:
+    """Numbers that the `layers` of a stage keep of a micro-batch between forward and backward."""
+    activations = config.activations
+    recomputed = activations.count_recomputed_layers(layers)
+    inputs = recomputed * _count_places(config.parallel, tokens, arch.hidden)
+    modules = activations.recompute_modules if activations.recompute == "selective" else ()
+    each = count_layer_activations(arch, config.parallel, tokens, modules)
+    return inputs + (layers - recomputed) * each
+
+
+def _count_places(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
+    """Numbers of one rank, where each token of a micro-batch has `numbers` over all ranks."""
+    return tokens // parallel.cp * numbers // parallel.tp
+
+
+def count_layer_activations(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    tokens: int,
+    recomputed: Collection[RecomputableModule] = (),
+) -> int:
+    """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
+
+    The inputs and outputs of both norms; query, key and value as projected and as rotated; what
+    was attended; the MLP's gate, up and product. Routing to experts is taken as even. `tokens` are
+    those of all context-parallel ranks. Of `recomputed` norms the outputs are not kept,
+    of an MLP nothing within.
+    """
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    kept = 2 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
+    if "layernorm" not in recomputed:
+        kept += 2 * arch.hidden
+    if "mlp" in recomputed:
+        pass
+    elif arch.experts is None:
+        kept += 3 * arch.ffn
+    else:  # sent tokens, gate, up and product, and what comes back to be weighed
+        kept += arch.experts.per_token * (2 * arch.hidden + 3 * arch.experts.ffn)
+    numbers = _count_places(parallel, tokens, kept)
+    if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
+        numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp
+    return numbers
+
+
+def find_fitting_change(
+    arch: Architecture, config: TrainerConfig, gpu_bytes: int, update_groups: int = 0
+) -> str:
+    """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
+
+    Recomputation costs a third of a forward and backward pass at most, and is tried first; then
+    other layouts of the same ranks, with the least communication first.
+    """
+    for overrides, changed in _list_thriftier_configs(arch, config):
+        total = estimate_trainer_memory(arch, changed, update_groups).total
+        if total <= gpu_bytes:
+            return f"{overrides} takes {total / GIB:.1f} GiB"
+    return ""
+
+
+def _list_thriftier_configs(
+    arch: Architecture, config: TrainerConfig
+) -> Iterator[tuple[str, TrainerConfig]]:
+    full = config
+    for mode in ("selective", "full"):
+        if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
+            full = config.model_copy(update={"recompute": mode})
+            yield f"trainer.recompute={mode}", full
+    recompute = "" if full is config else "trainer.recompute=full "
+    now = config.parallel
+    sizes = [1, 2, 4, 8, 16, 32]
+    layouts = [
+        now.model_copy(
+            update={"tp": tp, "cp": cp, "pp": pp, "dp": now.world_size // (tp * cp * pp)}
+        )
+        for pp, cp, tp in itertools.product(sizes, sizes, sizes[:4])
+        if tp >= now.tp and cp >= now.cp and pp >= now.pp and now.world_size % (tp * cp * pp) == 0
+    ]
+    for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
+        if parallel != now and not [*find_layout_problems(arch, parallel)]:
+            named = ", ".join(f"{name}: {getattr(parallel, name)}" for name in PARALLEL_NAMES)
+            changed = full.model_copy(update={"parallel": parallel})
+            yield f"{recompute}trainer.parallel={{{named}}}", changed
+    offload = config.offload
+    for key in ("optimizer", "activations"):
+        if not getattr(offload, key):
+            offload = offload.model_copy(update={key: True})
+            keys = [
+                name for name, chosen in offload if chosen and not getattr(config.offload, name)
+            ]
+            told = " ".join(f"trainer.offload.{name}=true" for name in keys)
+            yield f"{recompute}{told}", full.model_copy(update={"offload": offload})

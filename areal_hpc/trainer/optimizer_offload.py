@@ -1,0 +1,180 @@
+"""Master weights and moments of AdamW in host memory, on the GPU only while a step changes them.
+
+The arithmetic stays where it is without offload, and so do its bits: chunk after chunk is copied
+to the GPU, stepped by the same operations, and copied back. Between steps the state consists of
+ordinary tensors of the host, which checkpoints read and write as they would those of a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.adamw import AdamW, adamw
+
+from areal_hpc.trainer.megatron_private import list_master_weights
+from areal_hpc.trainer.model.memory_estimate import STEP_CHUNK_ELEMENTS
+
+MASTER_NAME = "master"
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class HostAdamW(AdamW):
+    """AdamW over parts of parameters, its state on the host.
+
+    With float32 parameters there are no master weights: the parameters themselves are stepped, and
+    only moments are offloaded.
+    """
+
+    device: torch.device
+    """Where gradients are, and steps are computed."""
+    chunk_elements: int
+    _host: dict[torch.Tensor, dict[str, torch.Tensor]]
+    """By parameter: the places of its master weights, if it has some, and moments."""
+
+    @classmethod
+    def take_over(
+        cls, adam: AdamW, masters: Sequence[torch.Tensor], device: torch.device, chunk_elements: int
+    ) -> None:
+        """Make an optimizer one of this class, and move its state to the host."""
+        # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
+        adam.__class__ = cls
+        assert isinstance(adam, cls)
+        adam.device, adam.chunk_elements, adam._host = device, chunk_elements, {}
+        with_masters = set(masters)
+        everything = [one for group in adam.param_groups for one in group["params"]]
+        names = {
+            one: (*((MASTER_NAME,) if one in with_masters else ()), *MOMENT_NAMES)
+            for one in everything
+        }
+        places = _allocate(sum(len(names[one]) * one.numel() for one in everything), device)
+        for one in everything:
+            parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
+            places = places[parts.numel() :]
+            adam._host[one] = dict(zip(names[one], parts.unbind(), strict=True))
+        adam.move_to_host()
+
+    def move_to_host(self) -> None:
+        """Put the state into its places on the host: at first, and after it was loaded."""
+        for parameter, places in self._host.items():
+            moments = self.state[parameter]
+            for name in MOMENT_NAMES:
+                if moments[name] is not places[name]:
+                    moments[name] = places[name].copy_(moments[name])
+            if MASTER_NAME in places:
+                parameter.data = places[MASTER_NAME].copy_(parameter.data)
+
+    def lend(self) -> None:
+        """Let master weights claim to be where gradients are, which a gradient's parameter must.
+
+        What stands for one meanwhile has its shape and the memory of one number.
+        """
+        for parameter, places in self._host.items():
+            if MASTER_NAME in places:
+                parameter.data = torch.zeros((), device=self.device).expand(parameter.shape)
+
+    def take_back(self) -> None:
+        """Undo `lend`, and forget the gradients."""
+        for parameter, places in self._host.items():
+            parameter.grad = None
+            if MASTER_NAME in places:
+                parameter.data = places[MASTER_NAME]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step, chunk after chunk. The master weights are taken back."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._step_parameter(parameter, group)
+        self.take_back()
+        if self.device.type == "cuda":  # whoever reads the host's tensors waits for no stream
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        gradients = parameter.grad.view(-1).split(self.chunk_elements)
+        places = {name: place.view(-1) for name, place in self._host[parameter].items()}
+        # Without master weights it is on the GPU itself, and its chunks are stepped in place.
+        weights = places.get(MASTER_NAME, parameter.detach().view(-1)).split(self.chunk_elements)
+        moments = [places[name].split(self.chunk_elements) for name in MOMENT_NAMES]
+        count = self.state[parameter]["step"]
+        for gradient, weight, *moment in zip(gradients, weights, *moments, strict=True):
+            hosts = [weight, *moment] if MASTER_NAME in places else moment
+            lent = [torch.empty_like(gradient).copy_(host, non_blocking=True) for host in hosts]
+            stepped = lent if MASTER_NAME in places else [weight, *lent]
+            _apply_adamw(stepped, gradient, count.clone(), group)
+            for host, own in zip(hosts, lent, strict=True):
+                host.copy_(own, non_blocking=True)
+        count += 1
+
+
+def offload_optimizer(
+    optimizer: Any, device: torch.device, chunk_elements: int = STEP_CHUNK_ELEMENTS
+) -> None:
+    """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
+    for part in optimizer.chained_optimizers:
+        HostAdamW.take_over(part.optimizer, list_master_weights(part), device, chunk_elements)
+
+
+def move_loaded_state_to_host(optimizer: Any) -> None:
+    """After a checkpoint was loaded: torch makes new tensors of what it is given."""
+    for adam in _list_offloaded(optimizer):
+        adam.move_to_host()
+
+
+@contextmanager
+def lend_master_weights(optimizer: Any) -> Iterator[None]:
+    """The time in which gradients are handed to master weights, measured, clipped and applied."""
+    offloaded = _list_offloaded(optimizer)
+    for adam in offloaded:
+        adam.lend()
+    try:
+        yield
+    finally:
+        for adam in offloaded:
+            adam.take_back()
+
+
+def _list_offloaded(optimizer: Any) -> list[HostAdamW]:
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    return [adam for adam in parts if isinstance(adam, HostAdamW)]
+
+
+def _apply_adamw(
+    stepped: Sequence[torch.Tensor], gradient: torch.Tensor, count: Any, group: dict[str, Any]
+) -> None:
+    """The step of AdamW, as `AdamW.step` would take it, on a weight and its two moments."""
+    weight, mean, square = stepped
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [count],
+        foreach=group["foreach"],
+        capturable=group["capturable"],
+        differentiable=group["differentiable"],
+        fused=group["fused"],
+        amsgrad=group["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _allocate(elements: int, device: torch.device) -> torch.Tensor:
+    """Float32 numbers of the host, pinned if they go to a GPU.
+
+    Registered instead of allocated as pinned: PyTorch's allocator of pinned memory rounds up to a
+    power of two, up to twice of what is asked for.
+    """
+    host = torch.empty(elements, dtype=torch.float32)
+    if device.type == "cuda" and elements:
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(cuda.cudaHostRegister(host.data_ptr(), elements * 4, 0)))
+    return host

@@ -1,0 +1,188 @@
+"""What each trainer rank is doing, so that one that hangs is named: which, where, for how long.
+
+A rank that hangs shows as a collective that no rank comes out of, and after half an hour as torch's
+timeout, on every rank but the one to blame. So each rank notes where it is, a thread puts that into
+the store of the world now and then, and rank 0's thread looks who stands still.
+"""
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+HANG_S = 300.0
+"""Ranks that are at one place for so long are named."""
+_LOOK_S = 5.0
+_active: "RankProgress | None" = None
+
+
+class PlaceReport(msgspec.Struct, frozen=True):
+    """Where a rank is."""
+
+    entered: int
+    """Places that it has been at. All ranks come to the same ones, in the same order."""
+    place: str
+    detail: str = ""
+    """Within the place; ranks may differ."""
+
+
+class RankStanding(msgspec.Struct, frozen=True):
+    """A rank as rank 0 sees it."""
+
+    rank: int
+    report: PlaceReport
+    still_s: float
+    """Seconds since rank 0 saw it move."""
+
+
+def describe_standings(standings: Sequence[RankStanding]) -> str:
+    """One line that names first the ranks that are behind all others. Pure."""
+    by_place = sorted(standings, key=lambda one: (one.report.entered, one.report.detail, one.rank))
+    parts = []
+    for report, members in groupby(by_place, lambda one: one.report):
+        held = list(members)
+        ranks = _format_ranks([one.rank for one in held])
+        where = f"{report.place}, {report.detail}" if report.detail else report.place
+        parts.append(f"{ranks} at {where} for {min(one.still_s for one in held):.0f} s")
+    is_someone_behind = len({one.report.entered for one in standings}) > 1
+    return ("behind all others: " if is_someone_behind else "") + "; ".join(parts)
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+class RankProgress:
+    """One rank's notes, and on rank 0 the watch over all ranks.
+
+    Args:
+        store: Of the world; its clients may be used from any thread.
+        rank: This one.
+        ranks: How many there are.
+        on_hang: Told once of each time that ranks hang, on rank 0.
+        hang_s: How long a rank may be at one place.
+        look_s: Time between two looks.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        on_hang: Callable[[str], None] = lambda line: None,
+        *,
+        hang_s: float = HANG_S,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._on_hang, self._hang_s, self._look_s = on_hang, hang_s, look_s
+        self._own = PlaceReport(0, "the start")
+        self._seen: dict[int, tuple[PlaceReport, float]] = {}
+        self._hanging: Mapping[int, PlaceReport] = {}
+        self._dumped: PlaceReport | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-progress", daemon=True)
+
+    def start(self) -> None:
+        """Begin to publish, and on rank 0 to watch."""
+        self._thread.start()
+
+    def enter(self, place: str) -> None:
+        """This rank has come to a place that all ranks come to."""
+        self._own = PlaceReport(self._own.entered + 1, place)
+
+    def note(self, detail: str) -> None:
+        """Where in the place it is."""
+        self._own = PlaceReport(self._own.entered, self._own.place, detail)
+
+    def describe(self) -> str:
+        """Where all ranks were at the last look; on others than rank 0, where this one is."""
+        return describe_standings(self._get_standings(time.monotonic()))
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._is_over.set()
+        self._thread.join(2 * self._look_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.wait(self._look_s):
+                self.look(time.monotonic())
+        except RuntimeError as error:  # the store is gone, and the trainer with it
+            logger.info("ranks are not watched any more: %s", error)
+
+    def look(self, now: float) -> None:
+        """Publish where this rank is, and see where the others are."""
+        self._store.set(_build_key(self._rank), msgspec.json.encode(self._own).decode())
+        for rank in range(self._ranks) if self._rank == 0 else [self._rank]:
+            if not self._store.check([_build_key(rank)]):
+                continue
+            report = msgspec.json.decode(self._store.get(_build_key(rank)), type=PlaceReport)
+            if rank not in self._seen or self._seen[rank][0] != report:
+                self._seen[rank] = (report, now)
+        still = [one for one in self._get_standings(now) if one.still_s >= self._hang_s]
+        hanging = {one.rank: one.report for one in still}
+        if self._rank in hanging and hanging[self._rank] != self._dumped:
+            self._dumped = hanging[self._rank]
+            faulthandler.dump_traceback()  # where in the code, in this rank's own log
+        if self._rank == 0 and still and hanging != self._hanging:
+            line = self.describe()
+            logger.warning("the trainer stands still: %s", line)
+            self._on_hang(line)
+        self._hanging = hanging
+
+    def _get_standings(self, now: float) -> list[RankStanding]:
+        return [
+            RankStanding(rank, report, now - since) for rank, (report, since) in self._seen.items()
+        ] or [RankStanding(self._rank, self._own, 0.0)]
+
+
+def _build_key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+def watch_ranks(progress: RankProgress) -> None:
+    """Have `enter_place` and `note_detail` of this process go to it."""
+    global _active
+    _active = progress
+    progress.start()
+
+
+def stop_watching_ranks() -> None:
+    """Before the store goes."""
+    global _active
+    if _active is not None:
+        _active.close()
+        _active = None
+
+
+def enter_place(place: str) -> None:
+    """Note that this rank has come to a place that all ranks come to."""
+    if _active is not None:
+        _active.enter(place)
+
+
+def note_detail(detail: str) -> None:
+    """Note where in its place this rank is."""
+    if _active is not None:
+        _active.note(detail)
+
+
+def describe_ranks() -> str:
+    """Where ranks are, as far as this one knows; empty if nobody watches."""
+    return _active.describe() if _active is not None else ""

@@ -1,0 +1,186 @@
+"""Updates over a group that fails as NCCL's: whoever is lost, the trainer lives, others are served.
+
+The group is `tests/support/nccl_like.py`; `tests/acceptance/test_update_under_fire.py` has real
+replicas over gloo.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.jobs.environment import UPDATE_GROUP_VARIABLES
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.transports import process_group
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_group_timeout_s
+from areal_hpc.wire.weight_version import WeightVersion
+from tests.support import nccl_like
+from tests.support.nccl_like_cells import Fault, NcclLikeCell
+from tests.support.waiting import wait_for
+from tests.support.weight_updates import publish, publishing, raise_if_failed
+
+WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
+BUCKET_BYTES = 4096
+"""Of one of them."""
+CELLS, VICTIM = 2, 1
+HANG_TIMEOUT_S = 1.5
+PATIENT_S = 100.0
+SOON_S = 30.0
+"""No deadline of a patient sender is as short."""
+PARTIES = {
+    "server": Fault("breaks", "dies"),
+    "scheduler": Fault("refuses", "dies"),
+    "scheduler, unnoticed": Fault("none", "dies"),
+    "scheduler, which hangs": Fault("none", "hangs"),
+    "relay": Fault("breaks", "hangs"),
+}
+PHASES = {
+    "join": ("init_weights_update_group", 1),
+    "paused": ("pause_generation", 1),
+    "begin": ("begin_weight_update", 1),
+    "communicator": ("update_weights_from_distributed", 1),
+    "broadcast": ("update_weights_from_distributed", 2),
+    "end": ("end_weight_update", 1),
+    "verify": ("model_info", 1),
+    "resume": ("continue_generation", 1),
+}
+"""The call that is under way as the party is lost."""
+UNNOTICED_IN = ("communicator", "broadcast")
+"""Elsewhere a death of which nobody tells is the same as a hang."""
+CASES = [
+    # Only who is not heard of is waited for until a deadline.
+    (HANG_TIMEOUT_S if fault.answer == "none" else PATIENT_S, party, phase)
+    for (party, fault), phase in itertools.product(PARTIES.items(), PHASES)
+    if fault != ("none", "dies") or phase in UNNOTICED_IN
+]
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch as it comes, until a publisher asks for something else; nobody ends the process."""
+    for name in UPDATE_GROUP_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    nccl_like.register()
+    yield
+    nccl_like.end_all()
+    assert nccl_like.ENDED == []
+
+
+@pytest.fixture
+def cells(tmp_path: Path) -> Iterator[list[NcclLikeCell]]:
+    made = [NcclLikeCell(f"cell-{index}", tmp_path) for index in range(CELLS)]
+    yield made
+    nccl_like.end_all()
+    for cell in made:
+        cell.close()
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Publisher]:
+    with publishing(
+        tmp_path,
+        cells=CELLS,
+        backend=nccl_like.BACKEND,
+        replicas_per_group=1,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=getattr(request, "param", PATIENT_S),
+        verify_checksum=False,
+    ) as publisher:
+        yield publisher
+
+
+def assert_all_served(cells: list[NcclLikeCell], version: WeightVersion) -> None:
+    content = [tensor.numpy().tobytes() for tensor in WEIGHTS.values()]
+    assert [(cell.served, cell.received) for cell in cells] == [(str(version), content)] * CELLS
+
+
+def test_every_replica_gets_every_bucket(cells: list[NcclLikeCell], publisher: Publisher) -> None:
+    for step in range(2):
+        raise_if_failed(publish(publisher, WeightVersion(1, step), WEIGHTS, CELLS))
+        assert_all_served(cells, WeightVersion(1, step))
+
+
+@pytest.mark.parametrize(("publisher", "party", "phase"), CASES, indirect=["publisher"])
+def test_a_party_that_is_lost_costs_its_own_group_alone(
+    cells: list[NcclLikeCell], publisher: Publisher, party: str, phase: str
+) -> None:
+    cells[VICTIM].fault = (*PHASES[phase], PARTIES[party])
+    version, began = WeightVersion(1, 0), time.monotonic()
+    report = publish(publisher, version, WEIGHTS, CELLS)
+    assert time.monotonic() - began < SOON_S, "another deadline was waited for"
+    assert [key.cell for key in report.ok] == ["cell-0"]
+    assert [key.cell for key in report.failed] == ["cell-1"]
+    assert (cells[0].served, cells[VICTIM].served) == (str(version), "")
+    cells[VICTIM].restart()
+    wait_for(lambda: len(publisher.discover_outdated(version)) == 1)
+    raise_if_failed(publish(publisher, version, WEIGHTS))
+    assert_all_served(cells, version)
+
+
+def test_a_group_of_two_fails_together_and_is_served_apart(
+    cells: list[NcclLikeCell], tmp_path: Path
+) -> None:
+    version = WeightVersion(1, 0)
+    with publishing(
+        tmp_path,
+        cells=CELLS,
+        backend=nccl_like.BACKEND,
+        replicas_per_group=2,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=PATIENT_S,
+        verify_checksum=False,
+    ) as sender:
+        cells[VICTIM].fault = (*PHASES["broadcast"], PARTIES["scheduler"])
+        began = time.monotonic()
+        report = publish(sender, version, WEIGHTS, CELLS)
+        assert time.monotonic() - began < SOON_S
+        assert (report.ok, len(report.failed)) == ((), CELLS)
+        report = publish(sender, version, WEIGHTS, CELLS)
+        assert [key.cell for key in report.ok] == ["cell-0"], "its fellow is still lost"
+        cells[VICTIM].restart()
+        wait_for(lambda: len(sender.discover_outdated(version)) == 1)
+        raise_if_failed(publish(sender, version, WEIGHTS))
+        assert_all_served(cells, version)
+
+
+def take_part(member: nccl_like.NcclLikeGroup, dies: bool) -> None:
+    member.make_communicator()
+    if dies:
+        member.die()
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Else this file would prove nothing."""
+    for variables in ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, UPDATE_GROUP_VARIABLES):
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            sender = UpdateProcessGroup(
+                f"{fault}{len(variables)}", "127.0.0.1", 2, nccl_like.BACKEND, 0.2
+            )
+            monkeypatch.setattr(process_group, "get_group_timeout_s", lambda *_: 0.1)
+            sender.join(lambda: False)
+        member = nccl_like.join_as_member("127.0.0.1", sender.port, sender.name, 1, 2)
+        receiving = threading.Thread(target=take_part, args=(member, fault == "dies"))
+        receiving.start()
+        with pytest.raises(WeightSyncError, match=r"network error|did not complete"):
+            sender.broadcast([torch.zeros(4)], lambda: False)
+        if variables is not UPDATE_GROUP_VARIABLES:
+            wait_for(lambda: nccl_like.ENDED, every_s=0.01)
+            nccl_like.ENDED.clear()
+        receiving.join()
+        sender.abandon()
+
+
+def test_torchs_deadline_of_an_nccl_group_comes_after_ours() -> None:
+    for timeout_s in (0.5, 120.0, 3600.0):
+        assert get_group_timeout_s("nccl", timeout_s) > 2 * timeout_s

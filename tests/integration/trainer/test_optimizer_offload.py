@@ -1,0 +1,59 @@
+"""An optimizer in host memory: runs end with the same bits, and resume one from the other."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.rundir.paths import RunPaths
+from tests.integration.trainer.conftest import STEPS
+from tests.support.rank_server import RankServer, TaskExit
+
+OFFLOADED = {"offload": {"optimizer": True}}
+
+
+def train(
+    ranks: RankServer, paths: RunPaths, settings: dict[str, Any], faults: str = ""
+) -> TaskExit:
+    count = 2 if "parallel" in settings else 1
+    everything = {"total_steps": STEPS, "minibatches": 2, **settings}
+    return ranks.run(paths, "replay", count, trainer=everything, faults=faults)
+
+
+def copy(recorded: Path, tmp_path: Path, name: str) -> RunPaths:
+    return RunPaths(shutil.copytree(recorded, tmp_path / name))
+
+
+def digests_of(outcome: TaskExit) -> list[dict[str, str]]:
+    assert set(outcome.codes) == {0}, outcome.log
+    return [report["digests"] for report in outcome.reports]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parallel": {"dp": 2}}, {"parallel": {"tp": 2}}],
+    ids=str,
+)
+def test_a_run_ends_with_the_same_bits(
+    ranks: RankServer, recorded: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    expected = digests_of(train(ranks, copy(recorded, tmp_path, "plain"), settings))
+    assert any("main" in name for name in expected[0])
+    found = train(ranks, copy(recorded, tmp_path, "offloaded"), settings | OFFLOADED)
+    assert digests_of(found) == expected
+
+
+def test_checkpoints_are_interchangeable(ranks: RankServer, recorded: Path, tmp_path: Path) -> None:
+    plain = {"dtype": "bfloat16"}
+    expected = digests_of(train(ranks, copy(recorded, tmp_path, "whole"), plain))
+    for name, first, then in (
+        ("to", plain, plain | OFFLOADED),
+        ("from", plain | OFFLOADED, plain),
+        ("again", plain | OFFLOADED, plain | OFFLOADED),
+    ):
+        paths = copy(recorded, tmp_path, name)
+        assert train(ranks, paths, first, faults="train.before_step@5=kill").codes == [-9]
+        resumed = train(ranks, paths, then)
+        assert digests_of(resumed) == expected, name
+        assert resumed.reports[0]["began_at"] > 0

@@ -1,0 +1,140 @@
+"""Memory that runs out in a training step: the error says where, how much was meant, what to do."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import OffloadConfig, TrainerConfig
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.config import SftJobConfig
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.memory import is_out_of_memory
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import sft_config
+from tests.support.replay_worker import Scenario, config_of, make_learner, take_step
+
+TOO_MUCH_BYTES = 1 << 60
+BATCH = r"micro-batch (\d+) of (\d+) \((\d+) rows?, (\d+) tokens, the longest row (\d+)\)"
+
+
+def allocate_too_much(*_: object) -> None:
+    """What the CPU's allocator refuses, in its own words."""
+    torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8)
+
+
+def raise_as_cuda_does(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+
+def fail_step(
+    scenario: Scenario, paths: RunPaths, prepare: Callable[[Learner], object]
+) -> tuple[str, str, str]:
+    """Message, key and hint of the error of a step."""
+    learner = make_learner(scenario, paths)
+    prepare(learner)
+    with pytest.raises(RecipeError) as caught:
+        take_step(learner, paths, 1)
+    (problem,) = caught.value.problems
+    return problem.message, problem.key, problem.hint
+
+
+@pytest.mark.on_ranks(1)
+def test_a_forward_pass_is_named(scenario: Scenario, paths: RunPaths) -> None:
+    for fail, quoted in (
+        (allocate_too_much, f"you tried to allocate {TOO_MUCH_BYTES} bytes"),
+        (raise_as_cuda_does, "CUDA out of memory. Tried to allocate 2.50 GiB."),
+    ):
+
+        def prepare(learner: Learner, fail: Callable[..., None] = fail) -> None:
+            learner.policy.gpt.decoder.layers[1].register_forward_pre_hook(fail)
+
+        message, key, hint = fail_step(scenario, paths, prepare)
+        found = re.search(f"memory ran out in the forward pass of {BATCH}", message)
+        assert found is not None, message
+        number, count, rows, tokens, longest = map(int, found.groups())
+        assert number == 1 < count
+        assert 0 < longest <= tokens <= config_of(scenario).max_tokens_per_microbatch
+        assert math.ceil(tokens / longest) <= rows
+        assert re.search(r"has held [\d.]+ GiB at most; estimated are [\d.]+ GiB \(param", message)
+        assert quoted in message
+        assert key == "trainer.max_tokens_per_microbatch"
+        assert re.match(r"trainer\.recompute=\w+ takes [\d.]+ GiB, estimated; or lower", hint), hint
+
+
+@pytest.mark.on_ranks(1)
+def test_a_backward_pass_is_named(scenario: Scenario, paths: RunPaths) -> None:
+    def prepare(learner: Learner) -> None:
+        weight = learner.policy.gpt.decoder.layers[0].mlp.linear_fc2.weight
+        weight.register_hook(allocate_too_much)
+
+    message, _, _ = fail_step(scenario, paths, prepare)
+    text = f"memory ran out in a backward pass, after the forward pass of {BATCH}"
+    assert re.search(text, message), message
+
+
+@pytest.mark.on_ranks(1)
+def test_the_step_of_the_optimizer_is_named(scenario: Scenario, paths: RunPaths) -> None:
+    def prepare(learner: Learner) -> None:
+        (part,) = learner._optimizer.chained_optimizers
+        part.optimizer.register_step_pre_hook(allocate_too_much)
+
+    message, _, hint = fail_step(scenario, paths, prepare)
+    assert "memory ran out in the optimizer's step. " in message
+    assert hint.startswith("trainer.offload.optimizer=true")
+
+
+@pytest.mark.on_ranks(1)
+def test_other_errors_stay_what_they_are(scenario: Scenario, paths: RunPaths) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    learner = make_learner(scenario, paths)
+    learner.policy.gpt.decoder.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        take_step(learner, paths, 1)
+    assert not is_out_of_memory(caught.value)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def run_out_on_rank_1(scenario: Scenario, paths: RunPaths) -> None:
+    learner = make_learner(scenario, paths)
+    if torch.distributed.get_rank() == 1:
+        learner.policy.gpt.decoder.layers[0].register_forward_pre_hook(allocate_too_much)
+    take_step(learner, paths, 1)
+
+
+def test_the_rank_that_ran_out_reports_and_the_run_is_not_started_again(
+    ranks: RankServer, paths: RunPaths
+) -> None:
+    settings: dict[str, Any] = {"total_steps": 1, "parallel": {"pp": 2}}
+    outcome = ranks.call(run_out_on_rank_1, paths, 2, trainer=settings)
+    assert outcome.codes[1] == RecipeError.exit_code, outcome.log
+    assert outcome.codes[0] not in (0, RecipeError.exit_code)
+    assert outcome.reports[1]["kind"] == "RecipeError"
+    assert "the forward pass of micro-batch 1 of" in outcome.reports[1]["error"]
+
+
+def test_the_sft_stage_is_as_large_as_a_trainer_of_its_keys(paths: RunPaths) -> None:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "activations": {"recompute": "full", "recompute_layers": 1, "offload": True},
+        "offloads_optimizer": True,
+    }
+    config = sft_config(paths.root, {"one": "two"}, total_steps=1)
+    job = SftJobConfig.model_validate({**config, **settings})
+    trainer = TrainerConfig(
+        dtype="float32",
+        max_tokens_per_microbatch=job.sft.max_tokens_per_microbatch,
+        recompute="full",
+        recompute_layers=1,
+        offload=OffloadConfig(activations=True, optimizer=True),
+    )
+    assert job.get_sizes() == trainer

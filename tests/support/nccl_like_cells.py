@@ -1,0 +1,153 @@
+"""Cells without a model whose replicas receive over an NCCL-like group, and die as they are told.
+
+Each speaks the wire of `areal_hpc.wire.replicas`. A fault has two halves: what the sender hears
+over HTTP, and what becomes of the receiver's end of the group.
+"""
+
+import http.server
+import json
+import math
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+from tests.support.nccl_like import NcclLikeGroup, join_as_member
+
+ITEM_BYTES = {"float32": 4}
+SILENT_AT_MOST_S = 60.0
+
+
+class Fault(NamedTuple):
+    """How a party is lost."""
+
+    answer: Literal["breaks", "refuses", "none"]
+    """The connection breaks, SGLang is reported gone, or nobody says anything."""
+    receiver: Literal["dies", "hangs"]
+
+
+class NcclLikeCell:
+    """A cell with one replica."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.incarnation = 0
+        self.received: list[bytes] = []
+        self._over = threading.Event()
+        self._directory = directory
+        self.start()
+
+    def start(self) -> None:
+        """As after a restart: without weights, in no group."""
+        self.incarnation += 1
+        self.version = self.served = ""
+        self.fault: tuple[str, int, Fault] | None = None
+        self._lost: Fault | None = None
+        self._calls: Counter[str] = Counter()
+        self._group: NcclLikeGroup | None = None
+        self._at_work = threading.Lock()
+        cell = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                self.answer(200, ReplicaList(cell.name, [cell.view()]))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                route = self.path.rpartition("/")[2]
+                lost = cell.meet_fault(route)
+                if lost is None:
+                    with suppress(RuntimeError):  # the test is over
+                        self.answer(*cell.call(route, body))
+                elif lost.answer == "refuses":
+                    self.answer(502, {"error": "SGLang is not reachable"})
+                else:
+                    if lost.answer == "none":
+                        cell.wait_in_silence()
+                    self.close_connection = True
+
+            def answer(self, status: int, body: object) -> None:
+                content = msgspec.json.encode(body)
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def handle(self) -> None:
+                with suppress(ConnectionError):  # of a caller that has given up
+                    super().handle()
+
+            def log_message(self, *args: object) -> None:
+                """Nothing on standard error."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        rendezvous.publish_endpoint(self._directory, f"control-{self.name}", url)
+
+    def view(self) -> ReplicaView:
+        state: ReplicaState = "serving" if self.served else "ready"
+        return ReplicaView(0, self.incarnation, state, "http://127.0.0.1:1", self.served)
+
+    def meet_fault(self, route: str) -> Fault | None:
+        """How this replica is lost, from the call on for which its fault was set."""
+        self._calls[route] += 1
+        if self.fault is not None and self.fault[:2] == (route, self._calls[route]):
+            self._lost = self.fault[2]
+            if self._lost.receiver == "dies" and self._group is not None:
+                self._group.die()
+        return self._lost
+
+    def wait_in_silence(self) -> None:
+        self._over.wait(SILENT_AT_MOST_S)
+
+    def call(self, route: str, body: Any) -> tuple[int, object]:
+        """Status and answer of one control call."""
+        match route:
+            case "fence":
+                self.served = ""
+            case "serve":
+                self.served = body["version"]
+            case "init_weights_update_group":
+                self._group = join_as_member(
+                    body["master_address"], body["master_port"], body["group_name"],
+                    body["rank_offset"], body["world_size"],
+                )  # fmt: skip
+            case "begin_weight_update":
+                self.received = []
+            case "update_weights_from_distributed":
+                self._receive(body)
+            case "model_info":
+                return 200, {"weight_version": self.version}
+        return 200, self.view() if route in ("fence", "serve") else {}
+
+    def _receive(self, body: Any) -> None:
+        assert body["load_format"] == "flattened_bucket"
+        assert self._group is not None
+        with self._at_work:
+            size_bytes = sum(
+                math.prod(shape) * ITEM_BYTES[dtype]
+                for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+            )
+            self.received.append(self._group.receive(size_bytes))
+            self.version = body["weight_version"] or self.version
+
+    def restart(self) -> None:
+        """As its job would restart it."""
+        self.close()
+        self._over = threading.Event()
+        self.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()

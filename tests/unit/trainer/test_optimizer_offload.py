@@ -1,0 +1,101 @@
+"""Steps of an optimizer whose state is on the host, chunk after chunk, against torch's own."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.optimizer_offload import (
+    MOMENT_NAMES,
+    HostAdamW,
+    lend_master_weights,
+    offload_optimizer,
+)
+
+SIZES = (1000, 7, 4096)
+CHUNK = 256
+"""Elements: of the first parameter three whole ones and a rest, of the second less than one."""
+
+
+class Optimizer:
+    """AdamW over float32 parameters as Megatron's distributed optimizer holds them."""
+
+    def __init__(self, *, has_masters: bool, is_offloaded: bool) -> None:
+        chance = torch.Generator().manual_seed(5)
+        self.parameters = [torch.randn(size, generator=chance) for size in SIZES]
+        self.adam = torch.optim.AdamW(self.parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        for parameter in self.parameters:
+            self.adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{name: torch.zeros_like(parameter) for name in MOMENT_NAMES},
+            }
+        masters = [self.parameters] if has_masters else [[]]
+        part = SimpleNamespace(optimizer=self.adam, shard_fp32_from_float16_groups=masters)
+        self.megatron: Any = SimpleNamespace(chained_optimizers=[part])
+        if is_offloaded:
+            offload_optimizer(self.megatron, torch.device("cpu"), CHUNK)
+
+    def step(self, seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        with lend_master_weights(self.megatron):
+            for parameter in self.parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=chance)
+            self.adam.step()
+
+    @property
+    def content(self) -> list[torch.Tensor]:
+        moments = [self.adam.state[parameter] for parameter in self.parameters]
+        return [
+            *self.parameters,
+            *(one[name] for one in moments for name in ("step", *MOMENT_NAMES)),
+        ]
+
+
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_steps_have_the_same_bits(has_masters: bool) -> None:
+    plain = Optimizer(has_masters=has_masters, is_offloaded=False)
+    offloaded = Optimizer(has_masters=has_masters, is_offloaded=True)
+    assert isinstance(offloaded.adam, HostAdamW)
+    for seed in range(4):
+        plain.step(seed)
+        offloaded.step(seed)
+        for expected, found in zip(plain.content, offloaded.content, strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> None:
+    offloaded = Optimizer(has_masters=True, is_offloaded=True)
+    before = [tensor.clone() for tensor in offloaded.content]
+    with lend_master_weights(offloaded.megatron):
+        for parameter, size in zip(offloaded.parameters, SIZES, strict=True):
+            assert parameter.shape == (size,)
+            assert parameter.untyped_storage().nbytes() == 4
+            parameter.grad = torch.ones(size)
+    assert all(parameter.grad is None for parameter in offloaded.parameters)
+    for expected, found in zip(before, offloaded.content, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_state_that_was_loaded_goes_to_its_places() -> None:
+    """Torch replaces the state of an optimizer that loads; pinned memory is used again."""
+    source = Optimizer(has_masters=True, is_offloaded=False)
+    source.step(1)
+    offloaded = Optimizer(has_masters=True, is_offloaded=True)
+    first = offloaded.parameters[0]
+    place = offloaded.adam.state[first]["exp_avg"]
+    offloaded.adam.load_state_dict(copy.deepcopy(source.adam.state_dict()))
+    for parameter, loaded in zip(offloaded.parameters, source.parameters, strict=True):
+        parameter.data.copy_(loaded)
+    assert offloaded.adam.state[first]["exp_avg"] is not place
+    assert isinstance(offloaded.adam, HostAdamW)
+    offloaded.adam.move_to_host()
+    assert offloaded.adam.state[first]["exp_avg"] is place
+    source.step(2)
+    offloaded.step(2)
+    for expected, found in zip(source.content, offloaded.content, strict=True):
+        assert torch.equal(expected, found)

@@ -1,0 +1,144 @@
+"""Which rank hangs, where, for how long."""
+
+import faulthandler
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from areal_hpc.errors import LostPeerError
+from areal_hpc.trainer import rank_progress
+from areal_hpc.trainer.collectives import raise_if_peer_lost
+from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, name_flight_records
+from areal_hpc.trainer.rank_progress import (
+    PlaceReport,
+    RankProgress,
+    RankStanding,
+    describe_standings,
+)
+
+FORWARD = PlaceReport(7, "forward and backward passes", "forward of micro-batch 2")
+OPTIMIZER = PlaceReport(8, "the optimizer's step")
+
+
+@pytest.fixture
+def dumps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    dumps: list[str] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda: dumps.append("stacks"))
+    return dumps
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ranks(told: list[str]) -> list[RankProgress]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return [RankProgress(store, rank, 3, told.append, hang_s=60) for rank in range(3)]
+
+
+def look(ranks: list[RankProgress], now: float) -> None:
+    for one in reversed(ranks):  # rank 0 sees what the others wrote
+        one.look(now)
+
+
+def test_the_rank_that_is_behind_is_named_first() -> None:
+    standings = [
+        RankStanding(0, OPTIMIZER, 300.0),
+        RankStanding(1, OPTIMIZER, 301.0),
+        RankStanding(2, FORWARD, 310.0),
+        RankStanding(3, OPTIMIZER, 300.0),
+    ]
+    assert describe_standings(standings) == (
+        "behind all others: rank 2 at forward and backward passes, forward of micro-batch 2 for "
+        "310 s; ranks 0-1, 3 at the optimizer's step for 300 s"
+    )
+
+
+def test_no_rank_is_blamed_where_all_are_at_one_place() -> None:
+    standings = [RankStanding(rank, OPTIMIZER, 300.0) for rank in range(4)]
+    assert describe_standings(standings) == "ranks 0-3 at the optimizer's step for 300 s"
+
+
+def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
+    ranks: list[RankProgress],
+    told: list[str],
+    dumps: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for one in ranks:
+        one.enter("forward passes")
+    look(ranks, 0.0)
+    for one in ranks[:2]:
+        one.enter("the optimizer's step")
+    look(ranks, 10.0)
+    look(ranks, 59.0)
+    assert (told, dumps) == ([], [])
+    for now in (61.0, 75.0, 90.0, 600.0):
+        look(ranks, now)
+    assert told[-1].startswith("behind all others: rank 2 at forward passes for ")
+    assert "ranks 0-1 at the optimizer's step for " in told[-1]
+    assert len(told) == 2, "rank 2, then those that wait for it"
+    assert len(dumps) == 3, "a stack in each rank's log"
+    assert "the trainer stands still: behind all others: rank 2" in caplog.text
+
+
+def test_ranks_that_move_are_not_told_of(
+    ranks: list[RankProgress], told: list[str], dumps: list[str]
+) -> None:
+    for now in range(0, 600, 50):
+        for one in ranks:
+            one.note(f"forward of micro-batch {now}")
+        look(ranks, float(now))
+    assert (told, dumps) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[unbound_buffer.cc:129] Timed out waiting 1800000ms for recv operation to complete",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 1800017",
+    ],
+)
+def test_a_collective_that_is_late_says_who_hangs(
+    message: str, ranks: list[RankProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in ranks:
+        one.enter("forward passes")
+    ranks[0].enter("the optimizer's step")
+    look(ranks, 0.0)
+    monkeypatch.setattr(rank_progress, "_active", ranks[0])
+    with pytest.raises(LostPeerError, match=r"hangs: behind all others: ranks 1-2 at forward"):
+        raise_if_peer_lost(RuntimeError(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.30.7",
+        "ncclRemoteError: A call failed possibly due to a network error",
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: ...",
+        "Connection closed by peer [127.0.0.1]:1234",
+    ],
+)
+def test_words_of_a_lost_peer_are_known(message: str) -> None:
+    with pytest.raises(LostPeerError, match="another trainer rank disappeared"):
+        raise_if_peer_lost(RuntimeError(message))
+    raise_if_peer_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_records_of_collectives_go_to_the_logs_unless_somebody_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer, older = FLIGHT_RECORD_VARIABLES
+    monkeypatch.setenv(newer, "/elsewhere/record_")
+    monkeypatch.setenv(older, "")  # put back afterwards
+    monkeypatch.delenv(older)
+    name_flight_records(tmp_path)
+    assert os.environ[newer] == "/elsewhere/record_"
+    assert os.environ[older] == str(tmp_path / "nccl_flight_record_rank_")
