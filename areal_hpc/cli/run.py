@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,9 +81,10 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        print("\n".join(_describe_plan(recipe)))
+        lines: Iterable[str] = _describe_plan(recipe, on_this_machine=not arguments.in_allocation)
         if arguments.in_allocation:
-            print("\n".join(["", *_describe_steps(recipe)]))
+            lines = chain(lines, [""], _describe_steps(recipe))
+        print("\n".join(lines))
         print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
         return 0
     result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
@@ -105,7 +107,7 @@ def _print_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_plan(recipe: Recipe) -> Iterator[str]:
+def _describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
     """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
     from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
@@ -123,8 +125,8 @@ def _describe_plan(recipe: Recipe) -> Iterator[str]:
                 yield f"    {cell.name}: {_count(job.tasks_per_cell, 'task')}"
                 yield from _describe_processes(cell.processes)
             yield from _describe_processes(job.processes)
-        for line in _describe_gpu_assignment(stage, recipe):
-            yield f"  {line}"
+        if on_this_machine:
+            yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
     yield from ["", *build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 

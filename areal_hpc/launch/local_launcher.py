@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -204,11 +204,15 @@ class LocalLauncher:
                 self._jobs.append(_Job(spec, handle, self._read_last_step(), time.monotonic()))
             self._watch_jobs(stage)
         finally:
-            grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
-            grace_s += max(
-                read_checkpoint_duration_s(self._paths.job(one.name)) for one in stage.jobs
-            )
-            stop_jobs([job.handle for job in self._jobs], grace_s)
+            stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
+
+    def _decide_stop_grace_s(self, stage: JobStage) -> float:
+        """What supervisors give their processes, which on other nodes includes time for a save."""
+        grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
+        with suppress(OSError):  # jobs are stopped even while the storage is away
+            jobs = (self._paths.job(one.name) for one in stage.jobs)
+            grace_s += max(map(read_checkpoint_duration_s, jobs))
+        return grace_s
 
     def _submit_job(self, spec: JobSpec) -> JobHandle:
         handle = self._place.submit_job(spec)
@@ -226,8 +230,8 @@ class LocalLauncher:
         while not is_over:
             if self._stop.is_set():
                 raise RunInterruptedError
-            self._place.check_time()
             with storage.tolerate():
+                self._place.check_time()
                 is_over = self._check_jobs(stage)
             time.sleep(POLL_S)
 

@@ -1,8 +1,10 @@
 """Allocation that the launcher runs in, as the place of its jobs: each is a step on nodes of it."""
 
+import contextlib
 import shlex
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,10 +15,12 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutErr
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmClock, read_checkpoint_duration_s
+from areal_hpc.launch.host_memory import MIB, find_host_memory_problems
 from areal_hpc.launch.places.place import build_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import WantedGpus
 from areal_hpc.rundir.allocation_note import (
     HEARTBEAT_PERIOD_S,
     AllocationNote,
@@ -25,6 +29,7 @@ from areal_hpc.rundir.allocation_note import (
 )
 from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, JobSpec, StepLaunchInfo
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.container import build_container_command
@@ -32,11 +37,33 @@ from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
 from areal_hpc.slurm.submit import JobHandle, write_launch
 
+BEATS_PER_LOOK = 6
+"""Heartbeats between two questions to Slurm about the allocation's end."""
 NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
 
 
 class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
+
+
+def limit_gpus(allocation: Allocation, wanted: WantedGpus) -> Allocation:
+    """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
+
+    Raises:
+        RecipeError: It names some.
+    """
+    if wanted == "auto":
+        return allocation
+    if isinstance(wanted, tuple):
+        raise RecipeError(
+            f"cluster.gpus=[{', '.join(map(str, wanted))}] names GPUs; in an allocation Slurm "
+            "chooses those of each step",
+            key="cluster.gpus",
+            hint=f"use cluster.gpus={len(wanted)}, that many of each node, or cluster.gpus=auto",
+        )
+    most = 0 if wanted == "none" else wanted
+    nodes = tuple(replace(node, gpus=min(node.gpus, most)) for node in allocation.nodes)
+    return replace(allocation, nodes=nodes)
 
 
 def place_stage(
@@ -47,19 +74,35 @@ def place_stage(
     Raises:
         RecipeError: The allocation is too small.
     """
-    is_cpu = recipe.trainer.device == "auto" and not allocation.gpus
-    return place_steps(stage.jobs, allocation, is_cpu=is_cpu)
+    usable = limit_gpus(allocation, recipe.cluster.gpus)
+    is_cpu = recipe.trainer.device == "auto" and not usable.gpus
+    return place_steps(stage.jobs, usable, is_cpu=is_cpu)
 
 
 def find_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
-    """Errors that `place_stage` would raise for the stages of a run."""
+    """What keeps an allocation from carrying the stages of a run, each thing once."""
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:
-            place_stage(stage, recipe, allocation)
+            placed = place_stage(stage, recipe, allocation)
         except RecipeError as error:
             problems += error.problems
-    return problems
+        else:
+            problems += _find_memory_shortages(recipe, placed, allocation)
+    return list(dict.fromkeys(problems))
+
+
+def _find_memory_shortages(
+    recipe: Recipe, placed: Mapping[str, StepPlacement], allocation: Allocation
+) -> list[Problem]:
+    kinds = {"trainer": "trainer", "cell": format_cell_name(0)}
+    steps = {kind: placed[job] for kind, job in kinds.items() if job in placed}
+    if not steps:  # SFT's ranks need what the trainer's do
+        return []
+    node_bytes = {kind: step.memory_mib * MIB for kind, step in steps.items() if step.memory_mib}
+    found = find_host_memory_problems(recipe, node_bytes, steps["trainer"].tasks_per_node)
+    source = f"; that is the step's part of allocation {allocation.job_id}"
+    return [replace(one, message=one.message + source) for one in found]
 
 
 def format_placement(step: StepPlacement) -> str:
@@ -123,6 +166,8 @@ class HeldAllocation:
         self._ready = ready
         self._allocation = allocation
         self._clock = SlurmClock()
+        self._ends_at = allocation.ends_at
+        self._is_preempted = False
         self._placed: dict[str, StepPlacement] = {}
         self._running: dict[str, StepNote] = {}
         self._beat = 0
@@ -146,10 +191,16 @@ class HeldAllocation:
 
     def _beat_often(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
-            try:
+            with contextlib.suppress(OSError):  # the storage is away, for the steps as well
                 self._write_beat()
-            except OSError:  # the storage is away, for the steps as well
-                continue
+            if self._beat % BEATS_PER_LOOK == 0:
+                self._look_at_end()
+
+    def _look_at_end(self) -> None:
+        """Ask Slurm again: time limits are changed, and a preemption is announced."""
+        with contextlib.suppress(ClusterError):  # what was known before holds
+            facts = scontrol.show_job(self._allocation.job_id)
+            self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
 
     def _write_beat(self) -> None:
         self._beat += 1
@@ -187,6 +238,8 @@ class HeldAllocation:
         launch = msgspec.structs.replace(
             launch,
             step=step,
+            # Of a step without any Slurm says nothing: its processes would see the node's.
+            gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
             variables=build_role_variables(self._recipe, network.build_variables()),
         )
         write_launch(launch)
@@ -200,14 +253,18 @@ class HeldAllocation:
         """Stop while there is time for a save before the allocation ends.
 
         Raises:
-            AllocationEndError: There is just enough.
+            AllocationEndError: There is just enough, or somebody else gets the nodes.
         """
-        if self._allocation.ends_at is None:
+        if self._is_preempted:
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} is preempted", hint=NEW_ALLOCATION_HINT
+            )
+        if self._ends_at is None:
             return
         jobs = map(self._ready.paths.job, self._placed)
         lead_s = self._recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
         lead_s += max(map(read_checkpoint_duration_s, jobs), default=0.0)
-        if self._clock.now() >= self._allocation.ends_at - lead_s:
+        if self._clock.now() >= self._ends_at - lead_s:
             raise AllocationEndError(
                 f"allocation {self._allocation.job_id} is close to its time limit",
                 hint=NEW_ALLOCATION_HINT,
@@ -220,10 +277,11 @@ class HeldAllocation:
             AllocationEndError: It is not.
         """
         try:
-            state = scontrol.show_job(self._allocation.job_id).state
+            facts = scontrol.show_job(self._allocation.job_id)
         except SlurmTimeoutError:
             return  # steps go on without slurmctld
-        if state != scontrol.RUNNING_STATE:
+        if facts.state != scontrol.RUNNING_STATE or facts.is_preempted:
+            state = "it is preempted" if facts.is_preempted else facts.state
             raise AllocationEndError(
                 f"allocation {self._allocation.job_id} was ended (Slurm says {state})",
                 hint=NEW_ALLOCATION_HINT,
