@@ -145,7 +145,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
-    elif steps := describe_steps(paths):
+    if steps := describe_steps(paths):
         lines += ["", *steps]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
         lines += ["", format_summary(paths)]

@@ -282,7 +282,7 @@ class LocalLauncher:
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
         if not task_exits:
-            what, key = "without an exit status", self._paths.job(handle.name).submitit_dir
+            what, key = "without an exit status", handle.output_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code
         return JobFailedError(f"job {handle.name} ended {what}", key=str(key), hint=hint, code=code)

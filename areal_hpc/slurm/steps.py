@@ -62,6 +62,11 @@ class StepJobHandle:
         """The allocation's number, and the name of the step in it."""
         return f"{self._allocation} {self._step_name}"
 
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+        return self._launch.paths.steps_dir
+
     def is_done(self) -> bool:
         """True once no task of the step runs any more."""
         return self._srun.poll() is not None

@@ -52,6 +52,10 @@ class JobHandle(Protocol):
     def job_id(self) -> str:
         """Identifier of this start, for the event log."""
 
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+
     def is_done(self) -> bool:
         """True once no task of the job runs any more."""
 
@@ -82,6 +86,11 @@ class LocalJobHandle:
     def job_id(self) -> str:
         """The executor's id of the job."""
         return str(self._job.job_id)
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+        return self._launch.paths.submitit_dir
 
     def is_done(self) -> bool:
         """True once no task of the job runs any more."""

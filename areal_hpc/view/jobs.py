@@ -191,9 +191,9 @@ def get_run_state(run: RunJobs) -> str:
         return "finished"
     if paths.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
+    if not alive and (note := find_live_allocation(paths)) is not None:
+        return f"running in allocation {note.job_id}"
     if run.is_local:
-        if (note := find_live_allocation(paths)) is not None:
-            return f"running in allocation {note.job_id}"
         return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_for
 
 SALLOC = ("salloc", "--partition=priority", "--ntasks-per-node=1", "--cpus-per-task=4")
 TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
-ONE_NODE = ("--nodes=1", "--mem=8000M", "--gpus-per-node=2")
+ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
 RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
 NO_END = 5000
 """Steps that no test waits for."""
