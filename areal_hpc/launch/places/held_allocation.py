@@ -37,7 +37,7 @@ from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
 from areal_hpc.slurm.submit import JobHandle, write_launch
 
-BEATS_PER_LOOK = 6
+BEATS_PER_LOOK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
 NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
 
