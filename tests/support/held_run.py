@@ -124,7 +124,7 @@ class HeldRun:
         return str(supervisor.environ()["CUDA_VISIBLE_DEVICES"])
 
     def shorten_time_limit(self) -> None:
-        """End the allocation soon: later than the launcher may look for it, and then stop in time."""
+        """End the allocation as soon as the launcher is sure to see it in time."""
         ends_at = datetime.now() + timedelta(seconds=LOOK_PERIOD_S + LEAD_S)
         update = ("scontrol", "update", f"JobId={self.read_note().job_id}")
         self.cluster.slurm(*update, f"EndTime={ends_at:%Y-%m-%dT%H:%M:%S}")
