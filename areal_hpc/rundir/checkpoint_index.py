@@ -1,7 +1,9 @@
 """Index of a checkpoint: which part of which tensor is where in which rank's file. No torch.
 
-Each rank has written one file of plain numbers, row by row, and beside it the digests of that file.
-A checkpoint without an index is of format 1: Megatron's, written by versions before.
+Each rank writes one file. It has the numbers that the rank's optimizer steps, column after column:
+master weights, both moments, weights. In every column they are in the same order. Behind the
+columns stand the CRC-32s of their bytes, block by block. A checkpoint without an index is of
+format 1, Megatron's.
 """
 
 import math
@@ -15,24 +17,30 @@ from areal_hpc.errors import ShardError
 
 FORMAT = 2
 INDEX_FILE = "index.json"
+BLOCK_BYTES = 1024**2
+"""Who needs a part of a file reads whole blocks, which are compared with their digests."""
+DIGEST_BYTES = 4
 
-TensorType = Literal["float32", "bfloat16"]
+Column = Literal["master", "exp_avg", "exp_avg_sq", "weight"]
+NumberType = Literal["float32", "bfloat16"]
+TYPE_BYTES: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A block of a tensor in the file of a rank, its numbers one after another."""
+    """A block of a tensor, its numbers one after another in each column of a rank's file."""
 
     rank: int
-    offset_bytes: int
+    first: int
+    """Which of the rank's numbers is the first of the block."""
     offsets: tuple[int, ...]
     """Where in the tensor the block begins, axis by axis."""
     sizes: tuple[int, ...]
+    """Its length in each axis: 1 in all but the last two."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A whole tensor, of all layers and experts."""
+    """A Megatron parameter of all layers and experts."""
 
-    type: TensorType
     shape: tuple[int, ...]
     pieces: list[Piece]
 
@@ -40,7 +48,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
 class RankIndex(msgspec.Struct, frozen=True):
     """What one rank's file holds."""
 
-    size_bytes: int
+    count: int
+    """Numbers in each column."""
     tensors: dict[str, StoredTensor]
 
 
@@ -50,29 +59,42 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     optimizer_steps: int
     """Steps that AdamW has counted, the same for every parameter."""
-    file_bytes: list[int]
-    """Size of each rank's file."""
+    columns: dict[Column, NumberType]
+    """Columns of every file, in their order. Of float32 weights there are no master weights."""
+    counts: list[int]
+    """Numbers in each column of a rank's file, rank by rank."""
     tensors: dict[str, StoredTensor]
 
+    def compute_data_bytes(self, rank: int) -> int:
+        """Size of a rank's columns."""
+        return compute_data_bytes(self.columns, self.counts[rank])
 
-class FileDigests(msgspec.Struct, frozen=True):
-    """Digests of a rank's file, block by block: who needs a part of it can check that part."""
+    def compute_offset_bytes(self, rank: int, column: Column, first: int) -> int:
+        """Where in a rank's file one of its numbers is."""
+        names = list(self.columns)
+        before = {name: self.columns[name] for name in names[: names.index(column)]}
+        start = compute_data_bytes(before, self.counts[rank])
+        return start + first * TYPE_BYTES[self.columns[column]]
 
-    block_bytes: int
-    crc32s: list[int]
+
+def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
+    """Size of columns of `count` numbers each."""
+    return count * sum(TYPE_BYTES[type_] for type_ in columns.values())
+
+
+def count_blocks(data_bytes: int) -> int:
+    """Blocks of a file, each with a digest; the last one may be shorter."""
+    return -(-data_bytes // BLOCK_BYTES)
 
 
 def get_rank_file(directory: Path, rank: int) -> Path:
-    """The numbers that one rank has written."""
+    """The numbers that one rank has written, and their digests."""
     return directory / f"rank_{rank:05d}.bin"
 
 
-def get_digests_file(rank_file: Path) -> Path:
-    """Beside a rank's file: its digests."""
-    return rank_file.with_suffix(".digests.json")
-
-
-def merge_rank_indices(parts: Sequence[RankIndex], optimizer_steps: int) -> CheckpointIndex:
+def merge_rank_indices(
+    parts: Sequence[RankIndex], columns: dict[Column, NumberType], optimizer_steps: int
+) -> CheckpointIndex:
     """The index of a checkpoint from those of its ranks, in their order.
 
     Tensors that the ranks do not hold whole, or hold twice, are a defect of ours.
@@ -80,15 +102,16 @@ def merge_rank_indices(parts: Sequence[RankIndex], optimizer_steps: int) -> Chec
     tensors: dict[str, StoredTensor] = {}
     for part in parts:
         for name, held in part.tensors.items():
-            known = tensors.setdefault(name, msgspec.structs.replace(held, pieces=[]))
-            assert (known.type, known.shape) == (held.type, held.shape), name
+            known = tensors.setdefault(name, StoredTensor(held.shape, []))
+            assert known.shape == held.shape, name
             known.pieces.extend(held.pieces)
     for name, one in tensors.items():
-        held_count = sum(math.prod(piece.sizes) for piece in one.pieces)
-        assert held_count == math.prod(one.shape), f"{name}: {held_count} numbers of {one.shape}"
+        count = sum(math.prod(piece.sizes) for piece in one.pieces)
+        assert count == math.prod(one.shape), f"{name}: {count} numbers of {one.shape}"
     return CheckpointIndex(
         optimizer_steps=optimizer_steps,
-        file_bytes=[part.size_bytes for part in parts],
+        columns=columns,
+        counts=[part.count for part in parts],
         tensors=tensors,
     )
 
@@ -99,7 +122,7 @@ def write_index(directory: Path, index: CheckpointIndex) -> None:
 
 
 def has_index(directory: Path) -> bool:
-    """True for a checkpoint that its ranks have written each a part of."""
+    """True for a checkpoint of which each rank has written a part."""
     return (directory / INDEX_FILE).exists()
 
 
@@ -111,8 +134,8 @@ def read_index(directory: Path) -> CheckpointIndex:
         ShardError: It is damaged, or of a later format.
     """
     file = directory / INDEX_FILE
+    content = file.read_bytes()
     try:
-        content = file.read_bytes()
         found = msgspec.json.decode(content, type=_AnyFormat).format
         if found == FORMAT:
             return msgspec.json.decode(content, type=CheckpointIndex)
@@ -127,20 +150,6 @@ def read_index(directory: Path) -> CheckpointIndex:
 
 class _AnyFormat(msgspec.Struct):
     format: int
-
-
-def read_digests(rank_file: Path) -> FileDigests:
-    """The digests of a rank's file.
-
-    Raises:
-        FileNotFoundError: There are none.
-        ShardError: They are damaged.
-    """
-    file = get_digests_file(rank_file)
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=FileDigests)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise build_damage_error(file, error) from error
 
 
 def build_damage_error(file: Path, reason: object) -> ShardError:

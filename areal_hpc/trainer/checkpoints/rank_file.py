@@ -1,52 +1,56 @@
-"""One rank's file of a checkpoint: its digests as they are taken, and parts of it as they are read."""
+"""One rank's file of a checkpoint, whose parts are as they were written, or an error."""
 
-import mmap
 import os
 import zlib
 from pathlib import Path
 
-from areal_hpc.rundir.checkpoint_index import FileDigests, build_damage_error, read_digests
+import numpy as np
 
-BLOCK_BYTES = 4 * 1024**2
-"""Numbers are read by whole blocks, each with a digest: what is asked for is a little less."""
-
-
-def digest_blocks(content: bytes | mmap.mmap, block_bytes: int = BLOCK_BYTES) -> FileDigests:
-    """The digests of what a rank's file is to hold."""
-    with memoryview(content) as view:
-        starts = range(0, view.nbytes, block_bytes)
-        return FileDigests(
-            block_bytes, [zlib.crc32(view[start : start + block_bytes]) for start in starts]
-        )
+from areal_hpc.rundir.checkpoint_index import (
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    build_damage_error,
+    count_blocks,
+)
 
 
 class RankFileReader:
-    """A rank's file of a complete checkpoint. What comes out of it is as it was written.
+    """A rank's file of a complete checkpoint.
 
     Raises:
-        FileNotFoundError: It is not there, or its digests are not.
+        FileNotFoundError: It is not there.
         ShardError: It does not have the size that the index says.
     """
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    def __init__(self, path: Path, data_bytes: int) -> None:
         self._path = path
-        self._digests = read_digests(path)
-        self._size_bytes = size_bytes
+        self._data_bytes = data_bytes
         self._kept_at = 0
         self._kept = bytearray()
         self._file = os.open(path, os.O_RDONLY)
-        found = os.fstat(self._file).st_size
-        expected = -(-size_bytes // self._digests.block_bytes)
-        if found != size_bytes or len(self._digests.crc32s) != expected:
+        try:
+            self._check_size()
+            digests = bytearray(count_blocks(data_bytes) * DIGEST_BYTES)
+            self._read_bytes(memoryview(digests), data_bytes)
+        except BaseException:
             os.close(self._file)
-            raise build_damage_error(path, f"it has {found} bytes, the index says {size_bytes}")
+            raise
+        self._digests = np.frombuffer(digests, "<u4")
+
+    def _check_size(self) -> None:
+        found = os.fstat(self._file).st_size
+        expected = self._data_bytes + count_blocks(self._data_bytes) * DIGEST_BYTES
+        if found != expected:
+            raise build_damage_error(
+                self._path, f"the file has {found} bytes, by the index it has {expected}"
+            )
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
 
-    def read(self, offset_bytes: int, count_bytes: int) -> memoryview:
-        """Some bytes of the file, whose blocks are compared with their digests.
+    def read(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Some bytes of the columns, whose blocks are compared with their digests.
 
         The last block is kept: what is asked for next often begins in it.
 
@@ -54,32 +58,35 @@ class RankFileReader:
             OSError: The storage refused.
             ShardError: They are damaged.
         """
-        size, stop = self._digests.block_bytes, offset_bytes + count_bytes
-        if self._kept_at <= offset_bytes and stop <= self._kept_at + len(self._kept):
-            return memoryview(self._kept)[offset_bytes - self._kept_at : stop - self._kept_at]
-        first = offset_bytes // size * size
-        blocks = bytearray(min(-(-stop // size) * size, self._size_bytes) - first)
+        stop = offset_bytes + size_bytes
+        first = offset_bytes // BLOCK_BYTES * BLOCK_BYTES
+        blocks = bytearray(min(count_blocks(stop) * BLOCK_BYTES, self._data_bytes) - first)
         known = len(self._kept) if first == self._kept_at else 0
-        blocks[:known] = self._kept[:known]
+        if known >= len(blocks):
+            return memoryview(self._kept)[offset_bytes - first : stop - first]
+        blocks[:known] = self._kept
         self._read_blocks(memoryview(blocks)[known:], first + known)
-        last = (first + len(blocks) - 1) // size * size
-        self._kept, self._kept_at = blocks[last - first :], last
+        self._kept_at = (stop - 1) // BLOCK_BYTES * BLOCK_BYTES
+        self._kept = blocks[self._kept_at - first :]
         return memoryview(blocks)[offset_bytes - first : stop - first]
 
     def _read_blocks(self, target: memoryview, offset_bytes: int) -> None:
+        self._read_bytes(target, offset_bytes)
+        for start in range(0, len(target), BLOCK_BYTES):
+            block = target[start : start + BLOCK_BYTES]
+            found = zlib.crc32(block)
+            expected = int(self._digests[(offset_bytes + start) // BLOCK_BYTES])
+            if found != expected:
+                raise build_damage_error(
+                    self._path,
+                    f"the {len(block)} bytes from byte {offset_bytes + start} on have the digest "
+                    f"crc32:{found:08x}, they were written with crc32:{expected:08x}",
+                )
+
+    def _read_bytes(self, target: memoryview, offset_bytes: int) -> None:
         done = 0
         while done < len(target):
             taken = os.preadv(self._file, [target[done:]], offset_bytes + done)
             if taken == 0:
                 raise build_damage_error(self._path, f"it ends at byte {offset_bytes + done}")
             done += taken
-        size = self._digests.block_bytes
-        for start in range(0, len(target), size):
-            number = (offset_bytes + start) // size
-            crc32, expected = zlib.crc32(target[start : start + size]), self._digests.crc32s[number]
-            if crc32 != expected:
-                raise build_damage_error(
-                    self._path,
-                    f"the {size} bytes from byte {number * size} on have the digest "
-                    f"crc32:{crc32:08x}, they were written with crc32:{expected:08x}",
-                )
