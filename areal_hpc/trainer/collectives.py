@@ -66,7 +66,7 @@ def broadcast_object(message: object, kind: Any) -> Any:
 
 
 def gather_objects(message: object, kind: Any) -> list[Any]:
-    """All ranks' messages, of a type that msgspec decodes, on rank 0; none elsewhere. A collective."""
+    """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
     body = msgspec.json.encode(message)
     if dist.get_world_size() == 1:
         return [msgspec.json.decode(body, type=kind)]

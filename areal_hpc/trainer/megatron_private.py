@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
     """GPT that gives the logits [1, N, vocabulary / tp] of the pack's `scored_N` places alone.
 

@@ -43,6 +43,7 @@ class MegatronTensors:
 
     @property
     def optimizer_steps(self) -> int:
+        """Steps that AdamW has counted: Megatron has them with AdamW's settings."""
         parts: dict[Any, Any] = load_common_state_dict(str(self._directory))["optimizer"]
         if "optimizer" in parts:  # there was one optimizer alone: no experts
             parts = {0: parts}
@@ -56,6 +57,7 @@ class MegatronTensors:
 
     @property
     def weight_dtype(self) -> torch.dtype:
+        """Of the column `weight`."""
         (dtype,) = {
             stored.properties.dtype
             for name, stored in self._stored.items()
@@ -64,13 +66,16 @@ class MegatronTensors:
         return dtype
 
     def has_column(self, column: Column) -> bool:
+        """Whether there are tensors of the column."""
         return any(name.startswith(_PREFIX_BY_COLUMN[column]) for name in self._stored)
 
     def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None if there is no such tensor."""
         stored = self._stored.get(name)
         return tuple(stored.size) if stored else None
 
     def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+        """Put a block of a tensor together from what PyTorch's reader finds of it."""
         key = _PREFIX_BY_COLUMN[column] + name
         stored = self._stored[key]
         wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

@@ -64,7 +64,7 @@ class RankFileReader:
         known = len(self._kept) if first == self._kept_at else 0
         if known >= len(blocks):
             return memoryview(self._kept)[offset_bytes - first : stop - first]
-        blocks[:known] = self._kept
+        blocks[:known] = self._kept[:known]
         self._read_blocks(memoryview(blocks)[known:], first + known)
         self._kept_at = (stop - 1) // BLOCK_BYTES * BLOCK_BYTES
         self._kept = blocks[self._kept_at - first :]

@@ -182,7 +182,9 @@ def _list_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
     ]
 
 
-def _build_shard(shard: OptimizerShard, parts: list[ShardedTensor], has_masters: bool) -> StateShard:
+def _build_shard(
+    shard: OptimizerShard, parts: list[ShardedTensor], has_masters: bool
+) -> StateShard:
     columns: dict[Column, torch.Tensor] = {
         "exp_avg": shard.moments["exp_avg"],
         "exp_avg_sq": shard.moments["exp_avg_sq"],
@@ -226,9 +228,7 @@ def _check_shape(stored: StoredTensors, place: Place) -> None:
         )
 
 
-def _read_place(
-    stored: StoredTensors, column: Column, place: Place, target: torch.Tensor
-) -> None:
+def _read_place(stored: StoredTensors, column: Column, place: Place, target: torch.Tensor) -> None:
     """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
     shape = stored.find_shape(place.name)
     assert shape is not None

@@ -1,7 +1,7 @@
 """Checkpoint store: atomic directories, retention, asynchronous writes.
 
 A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
-`step_00000040/` holds a file of each rank, `index.json` (what is where in them), `trainer.json`, and
+`step_00000040/` holds a file of each rank, `index.json` (what is where in it), `trainer.json`, and
 the marker `COMPLETE`. It is built under a hidden name while training goes on: each rank copies its
 part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
 renames the directory once every writer is done and no newer trainer has taken over.

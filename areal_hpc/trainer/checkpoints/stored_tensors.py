@@ -88,20 +88,25 @@ class RankFiles:
 
     @property
     def optimizer_steps(self) -> int:
+        """Steps that AdamW has counted."""
         return self._index.optimizer_steps
 
     @property
     def weight_dtype(self) -> torch.dtype:
+        """Of the column `weight`."""
         return DTYPES[self._index.columns["weight"]]
 
     def has_column(self, column: Column) -> bool:
+        """Whether its files have the column."""
         return column in self._index.columns
 
     def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None if there is no such tensor."""
         found = self._index.tensors.get(name)
         return found.shape if found else None
 
     def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+        """Put a block of a tensor together from the pieces of the ranks' files."""
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
@@ -126,6 +131,7 @@ class RankFiles:
         return self._readers[rank]
 
     def close(self) -> None:
+        """Let go of the ranks' files."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
