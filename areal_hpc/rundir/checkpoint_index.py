@@ -2,8 +2,7 @@
 
 Each rank writes one file. It has the numbers that the rank's optimizer steps, column after column:
 master weights, both moments, weights. In every column they are in the same order. Behind the
-columns stand the CRC-32s of their bytes, block by block. A checkpoint without an index is of
-format 1, Megatron's.
+columns stand the CRC-32s of their bytes, block by block. Format 1 was Megatron's.
 """
 
 import math
@@ -17,6 +16,8 @@ from areal_hpc.errors import ShardError
 
 FORMAT = 2
 INDEX_FILE = "index.json"
+MEGATRON_INDEX_FILE = ".metadata"
+"""What format 1 has in its place."""
 BLOCK_BYTES = 1024**2
 """Who needs a part of a file reads whole blocks, which are compared with their digests."""
 DIGEST_BYTES = 4
@@ -121,9 +122,9 @@ def write_index(directory: Path, index: CheckpointIndex) -> None:
     (directory / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
-def has_index(directory: Path) -> bool:
-    """True for a checkpoint of which each rank has written a part."""
-    return (directory / INDEX_FILE).exists()
+def is_megatron_format(directory: Path) -> bool:
+    """True for a checkpoint of format 1."""
+    return (directory / MEGATRON_INDEX_FILE).exists()
 
 
 def read_index(directory: Path) -> CheckpointIndex:

@@ -131,8 +131,9 @@ class RankState:
                 for place, first in shard.split():
                     flat = shard.columns[column][first : first + place.box.count]
                     _read_place(stored, source, place, flat.view(place.box.sizes))
+        steps = stored.optimizer_steps
         for shard in self._shards:
-            shard.step.fill_(stored.optimizer_steps)
+            shard.step.fill_(steps)
 
     def _choose_source(self, column: Column, stored: StoredTensors) -> Column:
         """Float32 weights are their own master weights."""

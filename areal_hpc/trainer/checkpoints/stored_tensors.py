@@ -18,7 +18,7 @@ from areal_hpc.rundir.checkpoint_index import (
     Column,
     Piece,
     get_rank_file,
-    has_index,
+    is_megatron_format,
     read_index,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import Box, compute_span, compute_strides, intersect
@@ -66,7 +66,7 @@ def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
         ShardError: It is damaged, or of a later format.
     """
     stored: StoredTensors
-    stored = RankFiles(directory) if has_index(directory) else MegatronTensors(directory)
+    stored = (MegatronTensors if is_megatron_format(directory) else RankFiles)(directory)
     try:
         yield stored
     finally:

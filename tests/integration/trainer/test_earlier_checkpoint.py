@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from areal_hpc.rundir.checkpoint_index import has_index
+from areal_hpc.rundir.checkpoint_index import is_megatron_format
 from areal_hpc.rundir.checkpoints import find_latest
 from areal_hpc.trainer.checkpoints.export import export_checkpoint
 from tests.support.earlier_checkpoint import EARLIER_FAMILY, unpack_earlier_checkpoint
@@ -32,14 +32,14 @@ def test_it_resumes_under_another_layout(
     assert max(gaps["loss_gap"], gaps["weight_gap"]) <= RESUME_BOUND
     latest = find_latest(tmp_path / "resumed" / EARLIER_FAMILY / "checkpoints")
     assert latest is not None
-    assert has_index(latest.path)
+    assert not is_megatron_format(latest.path)
 
 
 def test_its_export_has_the_same_bytes(earlier: Path, tmp_path: Path) -> None:
     folder = earlier / EARLIER_FAMILY
     checkpoint = find_latest(folder / "checkpoints")
     assert checkpoint is not None
-    assert not has_index(checkpoint.path)
+    assert is_megatron_format(checkpoint.path)
     export_checkpoint(checkpoint, folder, tmp_path / "exported", lambda line: None)
     (file,) = (tmp_path / "exported").glob("*.safetensors")
     with safe_open(file, "pt") as tensors:

@@ -14,7 +14,7 @@ from areal_hpc.rundir.checkpoint_index import (
     RankIndex,
     StoredTensor,
     compute_data_bytes,
-    has_index,
+    is_megatron_format,
     merge_rank_indices,
     read_index,
     write_index,
@@ -38,10 +38,9 @@ def merge(*parts: RankIndex) -> CheckpointIndex:
 
 
 def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert not has_index(tmp_path)
     index = merge(part(0, 0, 1), part(1, 1, 3))
     write_index(tmp_path, index)
-    assert has_index(tmp_path)
+    assert not is_megatron_format(tmp_path)
     assert read_index(tmp_path) == index
     assert [piece.rank for piece in index.tensors["embedding"].pieces] == [0, 1]
 
