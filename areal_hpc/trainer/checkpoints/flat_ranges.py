@@ -16,7 +16,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         """Numbers in the block."""
         return math.prod(self.sizes)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import (
     BLOCK_BYTES,
     DIGEST_BYTES,
@@ -32,7 +33,7 @@ class RankFileReader:
             self._check_size()
             digests = bytearray(count_blocks(data_bytes) * DIGEST_BYTES)
             self._read_bytes(memoryview(digests), data_bytes)
-        except BaseException:
+        except (OSError, ShardError):
             os.close(self._file)
             raise
         self._digests = np.frombuffer(digests, "<u4")

@@ -68,7 +68,7 @@ class StateShard:
         first = 0
         for place in self.places:
             yield place, first
-            first += place.box.count
+            first += place.box.numel
 
 
 class RankState:
@@ -129,7 +129,7 @@ class RankState:
             source = self._choose_source(column, stored)
             for shard in self._shards:
                 for place, first in shard.split():
-                    flat = shard.columns[column][first : first + place.box.count]
+                    flat = shard.columns[column][first : first + place.box.numel]
                     _read_place(stored, source, place, flat.view(place.box.sizes))
         steps = stored.optimizer_steps
         for shard in self._shards:
@@ -203,7 +203,8 @@ def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[
     """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
     for part in parts:
-        whole = Box(tuple(part.global_offset), _pad_sizes(part))
+        sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        whole = Box(tuple(part.global_offset), sizes)
         own = range(max(start - base, 0), min(stop - base, part.data.numel()))
         for box in split_flat_range(tuple(part.local_shape), own.start, own.stop):
             yield Place(
@@ -213,10 +214,6 @@ def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[
                 part.allow_shape_mismatch,
             )
         base += part.data.numel()
-
-
-def _pad_sizes(part: ShardedTensor) -> tuple[int, ...]:
-    return (1,) * part.prepend_axis_num + tuple(part.local_shape)
 
 
 def _check_shape(stored: StoredTensors, place: Place) -> None:

@@ -21,10 +21,10 @@ def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, .
         boxes = split_flat_range(shape, start, stop)
         found = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
         assert found == list(range(start, stop))
-        assert sum(box.count for box in boxes) == stop - start
+        assert sum(box.numel for box in boxes) == stop - start
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
-            assert compute_span(shape, box) == (int(tensor[box.slices].min()), box.count)
+            assert compute_span(shape, box) == (int(tensor[box.slices].min()), box.numel)
 
 
 def test_blocks_intersect_where_slices_do() -> None:
@@ -43,7 +43,7 @@ def test_blocks_intersect_where_slices_do() -> None:
             assert marks.max() < 2
             continue
         assert (marks[common.slices] == 2).all()
-        assert int((marks == 2).sum()) == common.count
+        assert int((marks == 2).sum()) == common.numel
         within = common.move_into(one)
         assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
         assert within.move_out_of(one) == common
