@@ -148,16 +148,15 @@ def give_no_space(learner: Learner) -> None:
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("full_rank", [0, 1])
 def test_one_rank_that_cannot_write_fails_the_checkpoint(
-    scenario: Scenario, paths: RunPaths, full_rank: int
+    scenario: Scenario, paths: RunPaths
 ) -> None:
     learner = begin_training(scenario, paths)
-    is_full = dist.get_rank() == full_rank
+    is_full = dist.get_rank() == 1
     if is_full:
         give_no_space(learner)
     learner.begin_checkpoint({})
-    said = ("could not be written", f"rank_{full_rank:05d}.bin") if is_full else ()
+    said = ("could not be written", "rank_00001.bin", "quota") if is_full else ()
     with refusal(paths, ClusterError if is_full else OtherRankError, *said):
         learner.checkpoints.finish_save()
 
@@ -185,19 +184,29 @@ def test_a_checkpoint_outlives_its_writer(scenario: Scenario, paths: RunPaths) -
     assert state_of(make_learner(scenario, paths)) == at_step_2
 
 
+@on_one_rank
+def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
+    learner = begin_training(scenario, paths)
+    writer = begin_held(learner)
+    os.environ[FAULTS_VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.kill(writer, signal.SIGKILL)
+    with refusal(paths, ClusterError, "died 2 times, last with exit code -9"):
+        learner.checkpoints.finish_save()
+
+
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("point", ["checkpoint.before_write", "checkpoint.before_digests"])
-def test_writers_that_keep_dying_fail_the_checkpoint(
-    scenario: Scenario, paths: RunPaths, point: str
+def test_writers_of_one_rank_that_keep_dying_fail_the_checkpoint(
+    scenario: Scenario, paths: RunPaths
 ) -> None:
+    """They die with all numbers written, and no digest."""
     learner = begin_training(scenario, paths)
     writer = begin_held(learner)
     if is_faulty := dist.get_rank() == 1:
-        os.environ[FAULTS_VARIABLE] = f"{point}=kill"  # for the one that takes its place
+        os.environ[FAULTS_VARIABLE] = "checkpoint.before_digests=kill"
         os.kill(writer, signal.SIGKILL)
     else:
         os.kill(writer, signal.SIGCONT)
-    said = ("died 2 times, last with exit code -9",) if is_faulty else ()
+    said = ("died 2 times, last with exit code -9", "rank_00001.bin") if is_faulty else ()
     with refusal(paths, ClusterError if is_faulty else OtherRankError, *said):
         learner.checkpoints.finish_save()
 
@@ -213,18 +222,24 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-def test_a_damaged_checkpoint_is_named(
-    scenario: Scenario, paths: RunPaths, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_named(scenario: Scenario, paths: RunPaths) -> None:
     begin_training(scenario, paths).checkpoints.close()
+    file = paths.checkpoints_dir / "step_00000001" / "rank_00001.bin"
+    content = file.read_bytes()
+    is_faulty = dist.get_rank() == 1
+    damages: list[Callable[[Path], None]] = [truncate, flip_a_bit, Path.unlink]
+    for damage in damages:
+        dist.barrier()
+        if is_faulty:
+            damage(file)
+        dist.barrier()
+        said = ("step_00000001/rank_00001.bin", "move") if is_faulty else ()
+        with refusal(paths, ShardError if is_faulty else OtherRankError, *said):
+            make_learner(scenario, paths)
+        if is_faulty:
+            file.write_bytes(content)
     dist.barrier()
-    if is_faulty := dist.get_rank() == 1:
-        damage(paths.checkpoints_dir / "step_00000001" / "rank_00001.bin")
-    dist.barrier()
-    said = ("step_00000001/rank_00001.bin", "move") if is_faulty else ()
-    with refusal(paths, ShardError if is_faulty else OtherRankError, *said):
-        make_learner(scenario, paths)
+    assert make_learner(scenario, paths).state.step == 1
 
 
 @on_one_rank

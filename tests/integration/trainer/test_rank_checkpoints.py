@@ -19,7 +19,7 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.megatron_private import list_optimizer_shards
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of
 
-BFLOAT16 = {"dtype": "bfloat16"}
+FLOAT32, BFLOAT16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
 BYTES_PER_PARAMETER = 14
 
 
@@ -65,27 +65,24 @@ def masters_of(learner: Learner) -> list[torch.Tensor]:
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_run_goes_on_with_weights_of_another_type(
-    scenario: Scenario, paths: RunPaths, dtypes: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("scenario", [FLOAT32, BFLOAT16], indirect=True, ids=str)
+def test_a_run_goes_on_with_weights_of_another_type(scenario: Scenario, paths: RunPaths) -> None:
     """Master weights and moments stay; float32 weights are their own master weights."""
-    scenario["trainer"]["dtype"] = dtypes[0]
-    make_and_save = begin_training(scenario, paths)
-    make_and_save.begin_checkpoint({})
-    make_and_save.checkpoints.finish_save()
-    make_and_save.checkpoints.close()
-    scenario["trainer"]["dtype"] = dtypes[1]
+    learner = begin_training(scenario, paths)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    learner.checkpoints.close()
+    scenario["trainer"] |= FLOAT32 if scenario["trainer"]["dtype"] == "bfloat16" else BFLOAT16
     resumed = make_learner(scenario, paths)
-    for expected, found in zip(masters_of(make_and_save), masters_of(resumed), strict=True):
+    for expected, found in zip(masters_of(learner), masters_of(resumed), strict=True):
         assert torch.equal(expected, found)
     for one, other in zip(
-        list_optimizer_shards(make_and_save._optimizer),
+        list_optimizer_shards(learner._optimizer),
         list_optimizer_shards(resumed._optimizer),
         strict=True,
     ):
         assert all(torch.equal(one.moments[name], other.moments[name]) for name in one.moments)
-    exact = dict(make_and_save.policy.gpt.named_parameters())
+    exact = dict(learner.policy.gpt.named_parameters())
     for name, parameter in resumed.policy.gpt.named_parameters():
         assert parameter.dtype == resumed.policy.dtype
         assert torch.allclose(parameter.float(), exact[name].float(), rtol=1e-2, atol=1e-6)
