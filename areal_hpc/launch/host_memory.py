@@ -21,9 +21,8 @@ from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm.script import compute_resources
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.memory_estimate import (
-    BYTES_BY_DTYPE,
     GIB,
-    count_model_parameters,
+    estimate_checkpoint_copy,
     estimate_stage_memory,
 )
 
@@ -179,18 +178,12 @@ def _suggest_change(recipe: Recipe, job: str) -> str:
     return "more ranks in trainer.parallel, fewer of them a node, or nodes with more memory"
 
 
-def _count_checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
-    """A rank's copy of its part of a checkpoint: weights, float32 master weights and moments."""
-    each = BYTES_BY_DTYPE[recipe.trainer.dtype] + 12
-    return each * count_model_parameters(arch) // recipe.trainer.parallel.world_size
-
-
 def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
     """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
     stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
     held = {
-        "checkpoint": _count_checkpoint_bytes(recipe, arch),
+        "checkpoint": estimate_checkpoint_copy(arch, config),
         "optimizer": max(one.host_optimizer for one in stages),
     }
     at_most = {"activations": max(one.host_activations for one in stages)}

@@ -50,7 +50,7 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     dtype = TORCH_DTYPE_BY_NAME[job.dtype]
     policy = build_policy(arch, job.parallel, dtype, device, job.activations)
     trainer = SftTrainer(job, paths, policy)
-    gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
+    gc.freeze()  # a collection looks at what training makes, not at all that imports left
     finished = trainer.train(stop)
     if finished:
         save_hf_model(policy, job.model_path, paths.sft_export)
