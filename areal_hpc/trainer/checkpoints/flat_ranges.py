@@ -6,6 +6,7 @@ Cut into blocks they have places in the tensor, which another layout can ask for
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -70,6 +71,14 @@ def split_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
 def _split_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:
     within = split_flat_range(shape[1:], start, stop)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in within]
+
+
+def split_into_matrices(box: Box) -> Iterator[Box]:
+    """The matrices of a block, in order: one of each index in the axes before the last two."""
+    split = len(box.sizes[:-2])
+    steps = [range(at, at + size) for at, size in zip(*(part[:split] for part in box), strict=True)]
+    for indices in itertools.product(*steps):
+        yield Box(indices + box.offsets[split:], (1,) * split + box.sizes[split:])
 
 
 def intersect(one: Box, other: Box) -> Box | None:

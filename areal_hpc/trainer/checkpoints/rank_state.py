@@ -28,7 +28,12 @@ from areal_hpc.rundir.checkpoint_index import (
     build_damage_error,
     compute_data_bytes,
 )
-from areal_hpc.trainer.checkpoints.flat_ranges import Box, intersect, split_flat_range
+from areal_hpc.trainer.checkpoints.flat_ranges import (
+    Box,
+    intersect,
+    split_flat_range,
+    split_into_matrices,
+)
 from areal_hpc.trainer.checkpoints.stored_tensors import (
     DTYPES,
     StoredTensors,
@@ -206,13 +211,14 @@ def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         whole = Box(tuple(part.global_offset), sizes)
         own = range(max(start - base, 0), min(stop - base, part.data.numel()))
-        for box in split_flat_range(tuple(part.local_shape), own.start, own.stop):
-            yield Place(
-                part.key,
-                tuple(part.global_shape),
-                box.move_out_of(whole),
-                part.allow_shape_mismatch,
-            )
+        for block in split_flat_range(tuple(part.local_shape), own.start, own.stop):
+            for box in split_into_matrices(block):  # stacked experts
+                yield Place(
+                    part.key,
+                    tuple(part.global_shape),
+                    box.move_out_of(whole),
+                    part.allow_shape_mismatch,
+                )
         base += part.data.numel()
 
 

@@ -11,6 +11,7 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
     compute_strides,
     intersect,
     split_flat_range,
+    split_into_matrices,
 )
 
 
@@ -56,6 +57,15 @@ def test_blocks_intersect_where_slices_do() -> None:
 def test_a_block_of_one_layer_lies_in_the_tensor_of_all() -> None:
     layer = Box((7, 3, 10, 0), (1, 1, 5, 6))
     assert Box((2, 1), (3, 4)).move_out_of(layer) == Box((7, 3, 12, 1), (1, 1, 3, 4))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4), (2, 1, 3, 4)])
+def test_a_block_is_cut_into_its_matrices_in_order(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    boxes = list(split_into_matrices(Box((0,) * len(shape), shape)))
+    found = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
+    assert found == list(range(tensor.numel()))
+    assert all(size == 1 for box in boxes for size in box.sizes[:-2])
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4)])
