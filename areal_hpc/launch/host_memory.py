@@ -2,9 +2,7 @@
 
 What follows from shapes is counted: a rank's copy of its part of a checkpoint (weights, master
 weights and moments, which a process of its own writes while training goes on), what the recipe
-offloads, and on a CPU what would lie on the GPU. `BASE_BYTES` is what programs take besides. The
-first data-parallel ranks hold more than that part while they gather a checkpoint, 26 bytes a
-parameter of their tensor- and pipeline-parallel part: `node_shares.py` asks Slurm for as much.
+offloads, and on a CPU what would lie on the GPU. `BASE_BYTES` is what programs take besides.
 """
 
 import itertools
