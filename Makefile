@@ -14,10 +14,10 @@ SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-wo
 
 .DEFAULT_GOAL := help
 .PHONY: help setup frameworks harnesses slurm demo test check lint format unit contract integration \
-  slurm-tests acceptance soak parity gpu clean
+  slurm-tests acceptance soak parity gpu gpu8 clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make or repair the environments in .venvs/
 	@scripts/setup.sh all
@@ -77,6 +77,9 @@ parity: setup ## measure every layout against transformers and write docs/parity
 
 gpu: ## tests and benchmarks that need a CUDA device, and no network (PYTHON=, WHEELS=, OUT=)
 	@benchmarks/gpu/run.sh
+
+gpu8: ## layouts, servers, kills and a recipe on a node of eight GPUs, with .venvs of setup.sh gpu
+	@TIER=gpu_node benchmarks/gpu/run.sh
 
 clean: ## remove caches; environments and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
+from areal_hpc.errors import RecipeError
 
 if TYPE_CHECKING:
+    from areal_hpc.launch.doctor.gpu.examination import GpuExamination
+    from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 
@@ -20,9 +23,12 @@ def add_commands(commands: CommandGroup) -> None:
         _run_checks,
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands, partitions and "
-        "limits, shared storage, the Python of each role, and what the recipe refers to. Exits "
-        "with 1 if a check failed.",
-        example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node",
+        "limits, shared storage, the Python of each role, and what the recipe refers to. With "
+        "--gpu, on a GPU node or by a job on several, also driver, NCCL and network, and in a few "
+        "minutes a step of the trainer, a start of SGLang and an update of its weights. Exits with "
+        "1 if a check failed.",
+        example="areal-hpc doctor\nareal-hpc doctor my_recipe.yaml --site site.yaml --check-node\n"
+        "areal-hpc doctor my_recipe.yaml --gpu --json doctor.json",
     )
     recipe = "recipe whose files and settings are checked as well"
     doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
@@ -32,10 +38,19 @@ def add_commands(commands: CommandGroup) -> None:
     doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
     check_node = "submit a one-minute job that checks whether the file root is shared"
     doctor.add_argument("--check-node", action="store_true", help=check_node)
+    gpu = "examine the GPUs of this machine, or with --nodes those of a job"
+    doctor.add_argument("--gpu", action="store_true", help=gpu)
+    nodes = "with --gpu: submit a job of so many nodes, and measure the network between them"
+    doctor.add_argument("--nodes", type=int, default=0, metavar="N", help=nodes)
+    device = "with --gpu: cpu rehearses the same steps on a machine without GPUs"
+    doctor.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    evidence = "write results, facts and measurements there as well, to attach to an issue"
+    doctor.add_argument("--json", type=Path, metavar="FILE", help=evidence)
 
 
 def _run_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
+    from areal_hpc.launch.doctor.evidence import write_evidence
     from areal_hpc.launch.doctor.registry import run_checks
     from areal_hpc.launch.doctor.subject import DoctorSubject
     from areal_hpc.recipe.loading import load_recipe
@@ -47,6 +62,7 @@ def _run_checks(arguments: argparse.Namespace) -> int:
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
         slurm, fileroot = _read_site(arguments.site)
+    examination = _plan_examination(arguments, recipe, slurm, fileroot)
     results = run_checks(
         DoctorSubject(
             recipe,
@@ -54,12 +70,54 @@ def _run_checks(arguments: argparse.Namespace) -> int:
             fileroot,
             has_site=arguments.site is not None,
             asks_node=arguments.check_node,
+            gpus=examination,
             say=partial(print, flush=True),
         )
     )
     print("\n".join(format_checks(results)))
+    if arguments.json is not None:
+        write_evidence(arguments.json, results, examination)
     has_failed = any(result.verdict is CheckStatus.FAIL for result in results)
     return UNHEALTHY_EXIT_CODE if has_failed else 0
+
+
+def _plan_examination(
+    arguments: argparse.Namespace, recipe: Recipe | None, slurm: SlurmConfig, fileroot: Path | None
+) -> GpuExamination | None:
+    """What --gpu asks for; None without it.
+
+    Raises:
+        RecipeError: Options that do not go together.
+    """
+    from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
+    from areal_hpc.launch.doctor.gpu.examination import GpuExamination
+    from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions
+    from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
+
+    nodes: int = arguments.nodes
+    if not arguments.gpu:
+        if nodes or arguments.device == "cpu":
+            raise RecipeError("--nodes and --device belong to --gpu", hint="add --gpu")
+        return None
+    plan, job = build_check_plan(recipe, slurm, arguments.device, nodes), None
+    if nodes < 0:
+        raise RecipeError(f"--nodes must be positive, got {nodes}")
+    if nodes:
+        if slurm.container.kind != "none":
+            raise RecipeError(
+                "--nodes starts both roles' Pythons in one job, and each image has only one",
+                key="cluster.slurm.container",
+                hint="start each image on a GPU node and call areal-hpc doctor --gpu within",
+            )
+        if fileroot is None:
+            raise RecipeError(
+                "--nodes needs shared storage for the nodes to meet on",
+                key="cluster.fileroot",
+                hint="name it in the site file, or give a recipe",
+            )
+        options = slurm.get_options("trainer")
+        job = GpuJobOptions(fileroot, options, get_sbatch_flags(options))
+    return GpuExamination(plan, job, partial(print, flush=True))
 
 
 def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:

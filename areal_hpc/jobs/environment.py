@@ -94,19 +94,10 @@ def build_role_variables(
     recipe: Recipe, shared: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
-    # As Megatron is imported it decorates functions with torch.compile, and that imports the
-    # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
-    of_trainer = (
-        {"TORCHDYNAMO_DISABLE": "1"}
-        if recipe.trainer.device == "cpu"
-        else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
+    of_roles = get_device_variables(
+        trainer=recipe.trainer.device, inference=recipe.inference.device
     )
-    of_servers = {} if recipe.inference.device == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
-    of_roles: dict[str, dict[str, str]] = {
-        "train": of_trainer,
-        "serve": of_servers,
-        "agents": {ISOLATION_VARIABLE: recipe.reward.isolation},
-    }
+    of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
     return {
         role: {
             **(shared or {}),
@@ -114,3 +105,16 @@ def build_role_variables(
         }
         for role in ROLES
     }
+
+
+def get_device_variables(*, trainer: str, inference: str) -> dict[str, dict[str, str]]:
+    """Variables of the roles that compute, by the devices that their sections name."""
+    # As Megatron is imported it decorates functions with torch.compile, and that imports the
+    # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
+    of_trainer = (
+        {"TORCHDYNAMO_DISABLE": "1"}
+        if trainer == "cpu"
+        else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
+    )
+    of_servers = {} if inference == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
+    return {"train": of_trainer, "serve": of_servers}

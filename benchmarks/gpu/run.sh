@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # The GPU tier: tests/gpu, then the benchmarks of this folder. Needs a CUDA device, no network.
+# With TIER=gpu_node the tests of a node of eight GPUs, and no benchmarks beside them.
 #
 #   PYTHON=/path/to/python  an environment with a PyTorch built for CUDA; the default is the
 #                           trainer's where its PyTorch sees a GPU, else python3
 #   WHEELS=/path/to/folder  installs what that Python lacks from these wheels, into a folder of
 #                           its own: nothing is downloaded and the environment stays as it is
+#   SGLANG_HASH_KERNEL=/path/to/gpu_tensor_hash.py  SGLang's kernel (sglang/kernels/ops/memory), where
+#                           the environment of SGLang is not on this machine
 #   OUT=/path/to/folder     also leaves the results and the tests' report there
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -15,9 +18,11 @@ if [ -z "${PYTHON:-}" ]; then
   "$PYTHON" -c "$sees_gpu" 2>/dev/null || PYTHON=python3
 fi
 
+tier=${TIER:-gpu}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-# Megatron wants kernels to start in the order they were queued, so that gathers overlap.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+# Megatron wants kernels to start in the order they were queued, so that gathers overlap. Servers,
+# which the other tier starts, want another number, and each process gets its own there.
+[ "$tier" != gpu ] || export CUDA_DEVICE_MAX_CONNECTIONS=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ -n "${WHEELS:-}" ]; then
@@ -36,6 +41,7 @@ needs = {
     "torch": "torch (built for CUDA)", "megatron.core": "megatron-core==0.16.1",
     "transformers": "transformers>=5", "numpy": "numpy", "h5py": "h5py", "msgspec": "msgspec",
     "pydantic": "pydantic", "safetensors": "safetensors", "psutil": "psutil", "pytest": "pytest",
+    "httpx": "httpx", "aiohttp": "aiohttp", "tokenizers": "tokenizers",
     "pytest_timeout": "pytest-timeout", "pytest_asyncio": "pytest-asyncio",
 }
 
@@ -62,8 +68,10 @@ PYTHON_END
 results="${OUT:-$(mktemp -d)}"
 mkdir -p "$results"
 status=0
-"$PYTHON" -m pytest tests/gpu -s --junitxml "$results/gpu_tests.xml" || status=$?
-for name in trainer codec; do
+benchmarks=(trainer codec memory)
+[ "$tier" = gpu ] || benchmarks=()
+"$PYTHON" -m pytest "tests/$tier" -s --junitxml "$results/${tier}_tests.xml" || status=$?
+for name in "${benchmarks[@]}"; do
   "$PYTHON" -m "benchmarks.gpu.$name" --out "benchmarks/results/gpu_$name.json" || status=$?
   cp "benchmarks/results/gpu_$name.json" "$results/" 2>/dev/null || true
 done

@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail
+from areal_hpc.launch.doctor.gpu_checks import check_gpu_nodes
 from areal_hpc.launch.doctor.isolation_checks import check_program_isolation
 from areal_hpc.launch.doctor.limit_checks import check_accounting_limits, check_qos_preemption
 from areal_hpc.launch.doctor.partition_checks import check_partitions, check_requeue
@@ -22,7 +23,7 @@ from areal_hpc.launch.doctor.subject import DoctorSubject
 
 log = logging.getLogger(__name__)
 
-Fact = Literal["slurm", "recipe", "file root"]
+Fact = Literal["slurm", "recipe", "file root", "gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class DoctorCheck:
     name: str
     run: Callable[[DoctorSubject], Iterable[CheckResult]]
     needs: tuple[Fact, ...] = ()
-    """Left out without one of these: a slurmctld that answers, a recipe, a file root."""
+    """Left out without one of these: a slurmctld that answers, a recipe, a file root, GPU nodes to
+    examine."""
 
 
 CHECKS = (
@@ -49,6 +51,7 @@ CHECKS = (
     DoctorCheck("isolation", check_program_isolation),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
+    DoctorCheck("GPU nodes", check_gpu_nodes, ("gpus",)),
 )
 """Every check, in the order in which results are listed. A new one is added here."""
 
@@ -70,6 +73,8 @@ def _has_fact(subject: DoctorSubject, fact: Fact) -> bool:
             return subject.recipe is not None
         case "file root":
             return subject.fileroot is not None
+        case "gpus":
+            return subject.gpus is not None
 
 
 def _run_check(check: DoctorCheck, subject: DoctorSubject) -> Iterator[CheckResult]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.gpu.examination import GpuExamination
 from areal_hpc.launch.slurm_launcher import build_requests
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -34,6 +35,8 @@ class DoctorSubject:
     """A site file was given: its user means to submit."""
     asks_node: bool = False
     """A job may be submitted that looks at the file root from a node."""
+    gpus: GpuExamination | None = None
+    """GPU nodes are examined as well."""
     say: Callable[[str], None] = print
 
     @property

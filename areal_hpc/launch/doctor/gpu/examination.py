@@ -1,0 +1,89 @@
+"""One examination: facts, then the measured steps, each by itself whatever became of the others."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from areal_hpc.errors import ArealError
+from areal_hpc.launch.doctor.gpu.measured_steps import (
+    list_rank_gpus,
+    measure_collectives,
+    measure_engine,
+    measure_step,
+)
+from areal_hpc.launch.doctor.gpu.node_facts import gather_facts
+from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, NodeFacts, Unmeasured
+from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions, examine_by_job
+
+NO_GPU = Unmeasured(
+    "not run: no GPU is visible here", "run it on a node with a GPU, or rehearse with --device cpu"
+)
+MeasuredT = TypeVar("MeasuredT")
+
+
+@dataclass(frozen=True)
+class GpuExamination:
+    """What `doctor --gpu` finds, found out once."""
+
+    plan: GpuCheckPlan
+    job: GpuJobOptions | None
+    """How to reach the nodes by a Slurm job; None examines this machine."""
+    say: Callable[[str], None] = print
+
+    @cached_property
+    def report(self) -> GpuReport:
+        """All facts and measurements; takes minutes.
+
+        Raises:
+            ClusterError: The job did not answer.
+        """
+        if self.job is not None:
+            return examine_by_job(self.plan, self.job, self.say)
+        folder = Path(tempfile.mkdtemp(prefix="areal-hpc-doctor-"))
+        try:
+            return examine_node(self.plan, gather_facts(self.plan), folder, self.say)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def examine_node(
+    plan: GpuCheckPlan, facts: NodeFacts, folder: Path, say: Callable[[str], None]
+) -> GpuReport:
+    """Run every step on this node, in a folder of its own."""
+    gpus = list_rank_gpus(plan, facts.visible_gpus)
+
+    def measure(name: str, run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
+        if not gpus:
+            return NO_GPU
+        say(f"{name} ...")
+        return attempt(run)
+
+    return GpuReport(
+        device=plan.device,
+        nodes=(facts,),
+        node_rates=measure(
+            "all-reduce", lambda: measure_collectives(plan, gpus, folder / "collectives")
+        ),
+        cluster_rates=None,
+        step=measure("trainer step", lambda: measure_step(plan, gpus, folder / "step")),
+        engine=measure(
+            "SGLang, and an update of its weights",
+            lambda: measure_engine(plan, gpus, folder / "engine"),
+        ),
+    )
+
+
+def attempt(run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
+    """What a step measured, or why it did not."""
+    try:
+        return run()
+    except ArealError as error:
+        problem = error.problems[0]
+        at = f" (at {problem.key})" if problem.key else ""
+        return Unmeasured("; ".join(one.message for one in error.problems) + at, problem.hint)
+    except OSError as error:
+        return Unmeasured(f"{type(error).__name__}: {error}")

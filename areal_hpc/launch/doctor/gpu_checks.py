@@ -1,0 +1,63 @@
+"""Checks of GPU nodes (`doctor --gpu`): judgments of what one examination found."""
+
+from collections.abc import Iterator
+
+from areal_hpc.launch.doctor.checks import CheckResult, warn
+from areal_hpc.launch.doctor.gpu.fact_judgments import (
+    find_differences,
+    judge_facts,
+    name_by_host,
+)
+from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport
+from areal_hpc.launch.doctor.gpu.step_judgments import (
+    MIN_NVLINK_BYTES_PER_S,
+    MIN_PCIE_BYTES_PER_S,
+    MIN_RDMA_BYTES_PER_S,
+    MIN_TCP_BYTES_PER_S,
+    judge_engine,
+    judge_rates,
+    judge_step,
+)
+from areal_hpc.launch.doctor.subject import DoctorSubject
+
+NODE_LINK_HINT = "nvidia-smi topo -m; is P2P disabled (NCCL_P2P_DISABLE, ACS in the BIOS)?"
+NETWORK_HINT = "NCCL_DEBUG=INFO says which adapters it takes; cluster.slurm.network names others"
+
+
+def check_gpu_nodes(subject: DoctorSubject) -> Iterator[CheckResult]:
+    """Facts of every node, then the measured steps in the order in which a run needs them."""
+    assert subject.gpus is not None
+    plan, report = subject.gpus.plan, subject.gpus.report
+    yield from _judge_nodes(report, plan)
+    yield from _judge_collectives(report)
+    yield judge_step(report.step)
+    yield from judge_engine(report.engine)
+
+
+def _judge_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:
+    """Driver, GPUs, environments and limits of every node; a rehearsal needs none of them."""
+    nodes = report.nodes
+    if report.device == "cpu":
+        hosts = ", ".join(one.host for one in nodes)
+        found = f"on processors of {hosts}: it says nothing about any GPU"
+        yield warn("rehearsal", found, "leave --device cpu out on a node with GPUs")
+        return
+    for facts in nodes:
+        results = list(judge_facts(facts, plan.hca, is_one_of_several=len(nodes) > 1))
+        yield from name_by_host(results, facts.host) if len(nodes) > 1 else results
+    yield from find_differences(nodes)
+
+
+def _judge_collectives(report: GpuReport) -> Iterator[CheckResult]:
+    """Rates within the first node, and between nodes where there are several."""
+    floor = MIN_NVLINK_BYTES_PER_S if report.nodes[0].has_nvlink else MIN_PCIE_BYTES_PER_S
+    is_rehearsal = report.device == "cpu"
+    yield judge_rates(
+        "all-reduce", report.node_rates, None if is_rehearsal else floor, NODE_LINK_HINT
+    )
+    if report.cluster_rates is None:
+        return
+    has_rdma = all(one.rdma_devices and one.has_ibverbs for one in report.nodes)
+    floor = MIN_RDMA_BYTES_PER_S if has_rdma else MIN_TCP_BYTES_PER_S
+    name = f"{len(report.nodes)} nodes"
+    yield judge_rates(name, report.cluster_rates, None if is_rehearsal else floor, NETWORK_HINT)

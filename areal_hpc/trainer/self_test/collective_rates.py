@@ -1,0 +1,98 @@
+"""Self-test of the network between trainer ranks: one rank of an all-reduce and a ring.
+
+Run once per rank with the variables of its position, over the backend that training uses.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from areal_hpc.jobs.topology import get_task_position
+from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.trainer.collectives import all_reduce_max
+from areal_hpc.trainer.process_groups import destroy_process_groups
+from areal_hpc.trainer.self_test.messages import CollectiveRates, CollectivesOrder
+from areal_hpc.trainer.self_test.small_policy import open_ranks
+
+WARM_UP_ROUNDS = 2
+"""NCCL makes its communicators in the first collective."""
+PATTERN_PERIOD = 251
+
+
+def measure_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRates:
+    """Rates on this group of ranks, the same on all of them. A collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    count = order.size_bytes // 4
+    pattern = torch.arange(count, device=device).remainder_(PATTERN_PERIOD).float()
+
+    summed = pattern * (rank + 1)
+    dist.all_reduce(summed)
+    # Whole numbers this small are exact in float32, in whatever order they are added.
+    wrong = int((summed != pattern * (ranks * (ranks + 1) // 2)).sum())
+    received = torch.empty_like(pattern)
+    _pass_on(pattern + rank, received)
+    wrong += int((received != pattern + (rank - 1) % ranks).sum())
+
+    reduced = torch.zeros_like(pattern)
+    reduce_s = _time_rounds(lambda: dist.all_reduce(reduced), device, order.rounds)
+    ring_s = _time_rounds(lambda: _pass_on(pattern, received), device, order.rounds)
+    wrongs = torch.tensor(wrong)
+    dist.all_reduce(wrongs)
+    return CollectiveRates(
+        ranks=ranks,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        size_bytes=4 * count,
+        all_reduce_bytes_per_s=2 * (ranks - 1) / ranks * 4 * count / reduce_s,
+        ring_bytes_per_s=4 * count / ring_s,
+        wrong_elements=int(wrongs),
+    )
+
+
+def _pass_on(sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Send to the next rank while the one before sends here."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+def _time_rounds(act: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median seconds of a round on the slowest rank."""
+    times_s = []
+    for number in range(WARM_UP_ROUNDS + rounds):
+        dist.barrier()
+        began_s = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= WARM_UP_ROUNDS:
+            times_s.append(time.perf_counter() - began_s)
+    return all_reduce_max(round(1e9 * statistics.median(times_s))) / 1e9
+
+
+def main() -> None:
+    """Take part as the rank that the environment names."""
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesOrder)
+    task = get_task_position()
+    parallel = ParallelConfig(dp=task.num_tasks)
+    device = open_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    rates = measure_rates(device, order)
+    if task.is_first:
+        write_atomic(Path(order.report), msgspec.json.encode(rates))
+    destroy_process_groups()
+
+
+if __name__ == "__main__":
+    main()

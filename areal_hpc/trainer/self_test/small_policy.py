@@ -1,0 +1,103 @@
+"""A model for self-tests: opened on the ranks there are, scored, and trained for a step."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_hpc.jobs.topology import TaskPosition, get_task_position
+from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
+from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
+from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.process_groups import init_process_groups
+from areal_hpc.trainer.self_test.messages import Device, DTypeName
+from areal_hpc.trainer.step import (
+    LossFunction,
+    MicroBatch,
+    make_micro_batches,
+    run_forward_backward,
+    train_step,
+)
+
+MAX_TOKENS = 512
+"""Of one micro-batch: a few rows."""
+
+
+def open_ranks(device: Device, parallel: ParallelConfig, rendezvous_dir: Path) -> torch.device:
+    """The trainer's process groups, with this process where the environment says; its device."""
+    megatron_cpu.patch_megatron_for_cpu()
+    return init_process_groups(get_task_position(), parallel, device, rendezvous_dir)
+
+
+def open_lone_rank(device: Device) -> torch.device:
+    """The trainer's process groups with this process alone in them; its device."""
+    megatron_cpu.patch_megatron_for_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        return init_process_groups(TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder))
+
+
+def load_policy(
+    model_dir: Path,
+    dtype: DTypeName,
+    device: torch.device,
+    parallel: ParallelConfig | None = None,
+) -> Policy:
+    """The model of a directory, this rank's part of it; whole unless a layout is named."""
+    arch = read_architecture(model_dir)
+    policy = build_policy(arch, parallel or ParallelConfig(), getattr(torch, dtype), device)
+    load_hf(policy, HfModelReader(model_dir).read_tensor)
+    return policy
+
+
+def make_row(
+    input_ids: Sequence[int], scored_from: int, channels: Mapping[str, Sequence[float] | float]
+) -> TrainingRow:
+    """A row whose tokens from a place on are scored; a channel of one number has it everywhere."""
+    mask_T = np.zeros(len(input_ids), dtype=np.uint8)
+    mask_T[scored_from:] = 1
+    filled = {
+        name: np.broadcast_to(np.array(values, dtype=np.float32), len(input_ids)).copy()
+        for name, values in channels.items()
+    }
+    return TrainingRow(np.array(input_ids, dtype=np.int32), mask_T, filled)
+
+
+def score_row(policy: Policy, row: TrainingRow) -> list[float]:
+    """Log-probabilities of the row's scored tokens, in order. For a lone rank."""
+    found: list[float] = []
+
+    def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        found.extend(logprobs_N.tolist())
+        return logprobs_N.sum(), LossStats()
+
+    batches = make_micro_batches(policy, [row], (), max(MAX_TOKENS, len(row.input_ids_T)))
+    run_forward_backward(policy, batches, note, backward=False)
+    return found
+
+
+def pack(policy: Policy, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+    """This rank's micro-batches, with every channel that the rows have."""
+    longest = max(len(row.input_ids_T) for row in rows)
+    return make_micro_batches(policy, rows, [*rows[0].channels], max(MAX_TOKENS, longest))
+
+
+def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+    """The sum of -advantage x log-probability, of which a step takes the mean over tokens."""
+    return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
+
+
+def take_step(
+    policy: Policy, rows: Sequence[TrainingRow], rate: float, loss: LossFunction = compute_loss
+) -> tuple[LossStats, float]:
+    """One step of AdamW: this rank's statistics, and the gradient's norm before clipping."""
+    optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
+    optimizer.reload_model_params()
+    return train_step(policy, optimizer, pack(policy, rows), loss, rate)

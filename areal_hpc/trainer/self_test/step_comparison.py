@@ -1,0 +1,165 @@
+"""Self-test of the trainer: a step of a small model beside transformers in float32 on the CPU.
+
+Run once per rank of a layout. Every rank has the same rows, and computes the same reference.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.trainer.memory import read_peak_memory_bytes
+from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
+from areal_hpc.trainer.process_groups import destroy_process_groups
+from areal_hpc.trainer.self_test.messages import StepComparison, StepOrder
+from areal_hpc.trainer.self_test.small_policy import (
+    compute_loss,
+    load_policy,
+    make_row,
+    open_ranks,
+    pack,
+    take_step,
+)
+from areal_hpc.trainer.step import MicroBatch, run_forward_backward
+
+RATE = 1e-4
+EXPECTED_CHANNEL = "expected"
+"""What transformers makes of a token."""
+ROWS, MAX_ROW_TOKENS, SEED = 12, 160, 5
+FIRST_ID = 3
+"""Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
+
+
+class Reference:
+    """Log-probabilities and the gradient's norm, as transformers has them on the CPU.
+
+    To be made before the process groups: transformers 5.19, first used in a process that has them,
+    leaves the rotary frequencies of a model that it loads as they lay in memory.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True
+        ).to(dtype)
+        rows = make_sequences(model.config.vocab_size)
+        tokens = sum(len(ids) - 1 for ids, _ in rows)
+        self.logprobs: list[list[float]] = []
+        """Of every token but a row's first."""
+        for ids, advantage in rows:
+            logprobs_T = _score(model, ids)
+            (-logprobs_T.sum() * advantage / tokens).backward()
+            self.logprobs.append(logprobs_T.tolist())
+        squares = sum(
+            float(parameter.grad.double().square().sum())
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        )
+        self.gradient_norm = squares**0.5
+
+
+def make_sequences(vocab: int) -> list[tuple[list[int], float]]:
+    """Random tokens of several lengths with an advantage, every other one rewarded."""
+    generator = np.random.default_rng(SEED)
+    lengths = generator.integers(5, MAX_ROW_TOKENS, size=ROWS)
+    return [
+        (generator.integers(FIRST_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
+        for number, length in enumerate(lengths)
+    ]
+
+
+def _score(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    ids_T = torch.tensor(ids)
+    logits: torch.Tensor = model(ids_T[None]).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+
+
+def find_largest_gap(
+    found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]
+) -> float:
+    """Largest difference between numbers at the same place."""
+    return max(
+        abs(one - other)
+        for ones, others in zip(found, expected, strict=True)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def measure_gap(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+    """The loss of a step, how far its log-probabilities are from those expected, and their sums."""
+    total, _ = compute_loss(batch, logprobs_N)
+    held_N, advantages_N = logprobs_N.detach(), batch.channels_N[ADVANTAGE_CHANNEL]
+    gaps_N = (held_N - batch.channels_N[EXPECTED_CHANNEL]).abs()
+    sums = {
+        "tokens": len(held_N),
+        "rewarded": (advantages_N > 0).sum(),
+        "rewarded_logprob": held_N[advantages_N > 0].sum(),
+        "other_logprob": held_N[advantages_N <= 0].sum(),
+    }
+    return total, LossStats(sums, {"gap": gaps_N.max() if len(gaps_N) else 0.0})
+
+
+def compare_step(policy: Policy, exact: Reference, rounded: Reference) -> StepComparison:
+    """A step, what the policy makes of the rows before and after it, and transformers.
+
+    A collective over all ranks.
+    """
+    rows = [
+        make_row(ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]})
+        for (ids, advantage), expected in zip(
+            make_sequences(policy.arch.vocab), exact.logprobs, strict=True
+        )
+    ]
+    stats, norm = take_step(policy, rows, RATE, measure_gap)
+    before = _reduce(stats)
+    after = _reduce(run_forward_backward(policy, pack(policy, rows), measure_gap, backward=False))
+    return StepComparison(
+        dtype="float32" if policy.dtype == torch.float32 else "bfloat16",
+        tokens=round(before.sums["tokens"]),
+        logprob_gap=before.maxima["gap"],
+        reference_logprob_gap=find_largest_gap(rounded.logprobs, exact.logprobs),
+        gradient_norm_gap=abs(norm / exact.gradient_norm - 1),
+        reference_gradient_norm_gap=abs(rounded.gradient_norm / exact.gradient_norm - 1),
+        rise=_mean_difference(after) - _mean_difference(before),
+        peak_bytes=read_peak_memory_bytes(policy.device),
+    )
+
+
+def _reduce(stats: LossStats) -> ReducedStats:
+    names = ("tokens", "rewarded", "rewarded_logprob", "other_logprob")
+    return stats.reduce_over_ranks(names, ("gap",))
+
+
+def _mean_difference(stats: ReducedStats) -> float:
+    """Mean log-probability of rewarded tokens minus that of the others."""
+    sums = stats.sums
+    others = sums["tokens"] - sums["rewarded"]
+    return sums["rewarded_logprob"] / sums["rewarded"] - sums["other_logprob"] / others
+
+
+def main() -> None:
+    """Compare as ordered, as the rank that the environment names."""
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=StepOrder)
+    model_dir, dtype = Path(order.model_dir), getattr(torch, order.dtype)
+    exact = Reference(model_dir, torch.float32)
+    rounded = exact if order.dtype == "float32" else Reference(model_dir, dtype)
+    parallel = ParallelConfig.model_validate(order.parallel)
+    device = open_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    policy = load_policy(model_dir, order.dtype, device, parallel)
+    comparison = compare_step(policy, exact, rounded)
+    if dist.get_rank() == 0:
+        write_atomic(Path(order.report), msgspec.json.encode(comparison))
+    destroy_process_groups()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`doctor --gpu --nodes 2` on a devcluster, over gloo: a job examines nodes and reports."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import areal_hpc
+from tests.support.devclusters import Devcluster, devcluster
+
+TIMEOUT_S = 900.0
+NODES = 2
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Devcluster]:
+    with devcluster(tmp_path / "state", f"--nodes={NODES}") as found:
+        yield found
+
+
+@pytest.mark.timeout(1200)
+def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    site, evidence = tmp_path / "site.yaml", tmp_path / "doctor.json"
+    site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
+    words = ("doctor", "--site", site, "--gpu", "--device", "cpu", "--nodes", NODES)
+    ended = areal_hpc(*words, "--json", evidence, environ=cluster.environ, timeout_s=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads(evidence.read_text())["gpu_report"]
+    assert [node["host"] for node in report["nodes"]] == ["n01", "n02"]
+    between = report["cluster_rates"]
+    assert (between["ranks"], between["wrong_elements"]) == (2 * NODES, 0), between
+    assert report["node_rates"]["ranks"] == 2
+    assert "ok    2 nodes" in ended.stdout
+    assert "ok    weight update" in ended.stdout
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert cluster.slurm("squeue", "--noheader") == ""

@@ -1,0 +1,222 @@
+"""What doctor's examination of GPU nodes would start, and with what."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.launch.doctor.checks import ok
+from areal_hpc.launch.doctor.evidence import write_evidence
+from areal_hpc.launch.doctor.gpu import node_facts
+from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
+from areal_hpc.launch.doctor.gpu.examination import GpuExamination, attempt, examine_node
+from areal_hpc.launch.doctor.gpu.measured_steps import (
+    RankPlace,
+    build_lone_replica,
+    list_rank_gpus,
+    measure_collectives,
+)
+from areal_hpc.launch.doctor.gpu.node_facts import ask_python, find_nvcc
+from areal_hpc.launch.doctor.gpu.report import (
+    GpuCheckPlan,
+    GpuReport,
+    NodeFacts,
+    PythonFacts,
+    Unmeasured,
+)
+from areal_hpc.launch.doctor.gpu.slurm_job import (
+    GpuJobOptions,
+    NodeOrder,
+    add_troubles,
+    build_sbatch_words,
+    build_script,
+)
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from tests.support.commands import exit_code_of, write_program
+from tests.support.environments import CHECKOUT
+
+RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
+NETWORK: dict[str, Any] = {"interface": "ib0", "hca": "mlx5_0"}
+BARE = NodeFacts("n01", (), "/dev/nvidia[0-9]*")
+
+
+def gpu_recipe(*overrides: str) -> Recipe:
+    return load_recipe(RECIPE, overrides)
+
+
+def plan_of(recipe: Recipe | None = None, device: Any = "cuda", nodes: int = 0) -> GpuCheckPlan:
+    slurm = SlurmConfig.model_validate({"network": NETWORK})
+    return build_check_plan(recipe, slurm, device, nodes)
+
+
+def test_the_plan_has_the_variables_and_the_flags_of_a_run() -> None:
+    recipe = gpu_recipe("cluster.serve={python: /serve/python, variables: {SGLANG_X: '1'}}")
+    plan = plan_of(recipe, nodes=2)
+    assert plan.pythons["serve"] == "/serve/python"
+    serve, train = plan.variables["serve"], plan.variables["train"]
+    assert serve["NCCL_CUMEM_ENABLE"] == train["NCCL_CUMEM_ENABLE"] == "0"
+    assert train["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert (serve["SGLANG_X"], serve["NCCL_IB_HCA"]) == ("1", "mlx5_0")
+    assert plan.inference == recipe.inference.model_dump(mode="json")
+    assert plan.trainer_dtype == "bfloat16"
+    assert plan.gpus == "auto"
+    assert plan_of(gpu_recipe("cluster.gpus=[2, 3]")).gpus == (2, 3)
+    alone = plan_of(recipe)
+    assert "NCCL_IB_HCA" not in alone.variables["serve"]
+    rehearsed = plan_of(device="cpu")
+    assert rehearsed.trainer_dtype == "float32"
+    assert rehearsed.variables["train"] == {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
+    recipe = gpu_recipe(
+        "inference={replicas_per_cell: 1, tp: 8, nodes_per_replica: 2}",
+        "inference.extra_args=[--log-level=info]",
+    )
+    plan = plan_of(recipe)
+    found = build_lone_replica(plan, gpus=8)
+    assert (found.tp, found.nodes_per_replica, found.cells) == (4, 1, 1)
+    assert found.extra_args == ("--log-level=info",)
+    assert build_lone_replica(plan, gpus=3).tp == 2
+    rehearsed = build_lone_replica(plan_of(recipe, device="cpu"), gpus=2)
+    assert (rehearsed.tp, rehearsed.extra_args, rehearsed.dtype) == (1, (), "float32")
+
+
+def test_every_visible_gpu_is_a_rank_and_one_alone_measures_nothing(tmp_path: Path) -> None:
+    plan = plan_of()
+    assert list_rank_gpus(plan, ("2", "3")) == ("2", "3")
+    assert list_rank_gpus(plan_of(device="cpu"), ()) == ("", "")
+    alone = measure_collectives(plan, ("2",), tmp_path, RankPlace())
+    assert isinstance(alone, Unmeasured)
+    assert not alone.is_failure
+
+
+def test_without_a_gpu_no_step_is_begun(tmp_path: Path) -> None:
+    said: list[str] = []
+    report = examine_node(plan_of(), BARE, tmp_path, said.append)
+    steps = (report.node_rates, report.step, report.engine)
+    assert all(isinstance(one, Unmeasured) and one.is_failure for one in steps)
+    assert said == []
+
+
+def test_a_step_that_fails_says_all_that_is_wrong() -> None:
+    def fail() -> None:
+        raise ClusterError("no way", key="inference.tp", hint="another")
+
+    def stumble() -> None:
+        raise OSError("disk full")
+
+    assert attempt(fail) == Unmeasured("no way (at inference.tp)", "another")
+    assert attempt(stumble) == Unmeasured("OSError: disk full")
+
+
+def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
+    options = JobOptions(
+        gpus_per_node=8, cpus_per_task=64, exclusive=True, setup=("module load cuda",)
+    )
+    job = GpuJobOptions(tmp_path, options, ("--partition=gpu",))
+    plan = plan_of(nodes=4)
+    words = build_sbatch_words(plan, job, tmp_path / "x")
+    assert {"--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64"} < {*words}
+    assert {"--mem=0", "--exclusive", "--partition=gpu"} < {*words}
+    script = build_script(plan, options, tmp_path / "a b" / "order.json").splitlines()
+    assert script[:2] == ["#!/bin/bash", "module load cuda"]
+    assert script[2].startswith("srun --ntasks-per-node=1")
+    assert "--cpus-per-task=64" in script[2]
+    assert script[2].endswith(f"node_task '{tmp_path}/a b/order.json'")
+    rehearsed = build_sbatch_words(plan_of(device="cpu", nodes=2), job, tmp_path)
+    assert not [word for word in rehearsed if word.startswith("--gres")]
+    with pytest.raises(RecipeError, match="how many GPUs a node has") as refused:
+        build_sbatch_words(plan, GpuJobOptions(tmp_path, JobOptions(), ()), tmp_path)
+    assert refused.value.problems[0].key == "cluster.slurm.gpus_per_node"
+
+
+def test_orders_and_reports_survive_their_files(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(plan_of(gpu_recipe(), nodes=2), gpus=("2", 3))
+    order = NodeOrder(plan, str(tmp_path))
+    assert msgspec.json.decode(msgspec.json.encode(order), type=NodeOrder) == order
+    report = examine_node(plan_of(), BARE, tmp_path, print)
+    decoded = msgspec.json.decode(msgspec.json.encode(report), type=GpuReport)
+    assert decoded == report
+    network = msgspec.structs.replace(report, cluster_rates=Unmeasured("rank 3 vanished"))
+    told = add_troubles(network, ["n02: no route"]).cluster_rates
+    assert isinstance(told, Unmeasured)
+    assert told.reason == "rank 3 vanished; n02: no route"
+    assert add_troubles(report, ["n02: no route"]) == report
+
+
+def test_gpus_that_the_recipe_names_are_those_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(node_facts, "ask_python", lambda role, *rest: PythonFacts(role, "python"))
+    facts = node_facts.gather_facts(plan_of(gpu_recipe("cluster.gpus=[2, 3]")))
+    assert facts.visible_gpus == ("2", "3")
+    with pytest.raises(RecipeError, match=r"cluster\.gpus names GPUs 7"):
+        node_facts.gather_facts(plan_of(gpu_recipe("cluster.gpus=[7]")))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nodes 2", "--nodes and --device belong to --gpu"),
+        ("--gpu --nodes -1", "--nodes must be positive, got -1"),
+        ("--gpu --nodes 2", "needs shared storage"),
+        ("{recipe} --gpu --nodes 2 {container}", "each image has only one"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    container = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
+    given = [
+        {"{recipe}": str(RECIPE), "{container}": container}.get(word, word)
+        for word in words.split()
+    ]
+    assert exit_code_of("doctor", *given) == RecipeError.exit_code
+    assert said in capsys.readouterr().err
+
+
+def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
+    broken = write_program(tmp_path / "python", "echo Traceback >&2\necho oh no >&2\nexit 1\n")
+    assert ask_python("train", str(broken), {}).error == "oh no"
+    assert "does not start" in ask_python("train", str(tmp_path / "nowhere"), {}).error
+    answer = '{"torch": "2.14.1", "cuda": "13.0", "nccl": "2.30.7", "gpus": ["A", "B"]}'
+    sound = write_program(tmp_path / "sound", f"echo noise\necho '{answer}'\n")
+    found = ask_python("serve", str(sound), {})
+    assert (found.role, found.nccl, found.gpus) == ("serve", "2.30.7", ("A", "B"))
+
+
+def test_the_compiler_is_looked_for_in_cuda_home_first(tmp_path: Path) -> None:
+    for folder in ("home", "other", "path"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        write_program(tmp_path / folder / "bin" / "nvcc", "true\n")
+    environ = {"CUDA_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "path" / "bin")}
+    assert find_nvcc(environ, ()) == str(tmp_path / "home" / "bin" / "nvcc")
+    del environ["CUDA_HOME"]
+    assert find_nvcc(environ, ()) == str(tmp_path / "path" / "bin" / "nvcc")
+    nowhere = {"PATH": str(tmp_path)}
+    assert find_nvcc(nowhere, (tmp_path / "other",)) == str(tmp_path / "other" / "bin" / "nvcc")
+    assert find_nvcc(nowhere, ()) == ""
+
+
+def test_the_evidence_has_results_and_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "do-not-tell")
+    examination = GpuExamination(plan_of(), None)
+    path = tmp_path / "doctor.json"
+    write_evidence(path, [ok("GPUs", "8 visible")], examination)
+    assert "gpu_report" not in json.loads(path.read_text())
+    vars(examination)["report"] = examine_node(plan_of(), BARE, tmp_path, print)
+    write_evidence(path, [ok("GPUs", "8 visible")], examination)
+    told = json.loads(path.read_text())
+    assert told["results"] == [
+        {"name": "GPUs", "verdict": "ok", "finding": "8 visible", "hint": ""}
+    ]
+    assert told["gpu_report"]["nodes"][0]["host"] == "n01"
+    assert told["commit"]
+    assert "do-not-tell" not in path.read_text()
