@@ -1,13 +1,18 @@
 """Prometheus metrics of the proxy."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
 
 log = logging.getLogger(__name__)
+
+MAX_LOGGED_REFUSALS = 1000
+_INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
 class ProxyMetrics:
@@ -28,6 +33,12 @@ class ProxyMetrics:
         self.failovers = self._make_counter(
             "failovers", "Replies continued on another replica after one was lost."
         )
+        self.failed_calls = self._make_counter(
+            "failed_calls", "Model calls given up because engines failed at each try of them."
+        )
+        self._refusals = self._make_counter(
+            "refusals", "Requests answered with an error.", "route", "status"
+        )
         self._ignored = self._make_counter(
             "ignored_parameters",
             "Requests by the parameters in them that have no effect.",
@@ -35,6 +46,7 @@ class ProxyMetrics:
             "parameter",
         )
         self._logged: set[tuple[str, str]] = set()
+        self._logged_refusals: set[tuple[str, str, int, str]] = set()
 
     def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
@@ -64,6 +76,25 @@ class ProxyMetrics:
                 self._logged.add((route, name))
                 log.info("%s: %s has no effect here; it is counted from now on", route, name)
             self._ignored.labels(route, name).inc()
+
+    def count_refusal(self, route: str, client: str, refusal: ProxyRequestError) -> None:
+        """Count a request that was answered with an error.
+
+        The log hears once of each client, route, status and parameter, as long as they are few.
+        """
+        self._refusals.labels(route, refusal.status).inc()
+        parameter = _INDEX_PATTERN.sub("[]", refusal.param or "")
+        kind = (route, client, refusal.status, parameter)
+        if kind not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED_REFUSALS:
+            self._logged_refusals.add(kind)
+            log.info(
+                "%s: client %.100r gets status %d%s: %.300r; it is counted from now on",
+                route,
+                client,
+                refusal.status,
+                f" for {parameter[:100]!r}" if parameter else "",
+                refusal.message,
+            )
 
     def render(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format 0.0.4."""

@@ -36,7 +36,7 @@ from areal_hpc.wire.http_server import ByteBudget
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""When a request that came at a busy moment (429) may be repeated."""
+"""When a request that came at a busy moment (429, 503) may be repeated."""
 
 MAX_BODIES_AT_ONCE, MAX_BODIES_OF_SESSION = 8, 2
 """Requests of the largest size that are received at a time; of small ones there may be more."""
@@ -131,11 +131,12 @@ class ProxyApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: FormatError = openai_format.format_error
-        allowed = ""
+        allowed, label, is_final = "", "unknown route", False
         try:
             methods, named = self._routes.find_routes(scope["path"])
             route, key = methods.get(scope["method"]), ""
-            refused = (route or next(iter(methods.values()))).refused
+            described = route or next(iter(methods.values()))
+            refused, label = described.refused, described.path.removeprefix("/v1")
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
@@ -165,6 +166,9 @@ class ProxyApp:
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _to_request_error(caught)
             status, content, form = refusal.status, refused(refusal), JSON_CONTENT_TYPE
+            is_final = not refusal.may_be_repeated
+            client = _get_header(scope, b"user-agent").decode("latin-1")
+            self._completions.metrics.count_refusal(label, client, refusal)
         headers = [
             (b"content-type", form.encode()),
             (b"content-length", str(len(content)).encode()),
@@ -173,7 +177,9 @@ class ProxyApp:
             headers.append((b"allow", allowed.encode()))
         if status == 426:  # clients that try a WebSocket first ask over HTTP at once
             headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
-        if status == 429:
+        if is_final:  # SDKs of OpenAI and Anthropic repeat what has any status from 500 on
+            headers.append((b"x-should-retry", b"false"))
+        if status in (429, 503):
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -349,9 +355,12 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
 
 
 def _asks_for_websocket(scope: Scope) -> bool:
-    return any(
-        name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]
-    )
+    return _get_header(scope, b"upgrade").lower() == b"websocket"
+
+
+def _get_header(scope: Scope, name: bytes) -> bytes:
+    """A header's value; empty if the request has none of that name."""
+    return next((value for one, value in scope["headers"] if one == name), b"")
 
 
 async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> None:

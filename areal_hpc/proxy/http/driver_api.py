@@ -206,7 +206,6 @@ class DriverApi:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
             self._recorder.record(events.SessionEnded(session.session_id, time.time()))
-        self._router.forget_session(session.session_id)
         return wire.EndSessionReply(
             "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
         )
