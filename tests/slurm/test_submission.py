@@ -44,7 +44,7 @@ def test_a_job_that_sbatch_is_told_of_too_late_is_adopted(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:
     submitting = run.start(*HELD, *light_overrides(tmp_path))
-    wait_for(lambda: len(run.submissions) == 1)
+    wait_for(lambda: run.submissions or submitting.poll() is not None)
     with stopped_slurmctld(cluster):
         time.sleep(LATE_S)
     shown = ended(submitting)

@@ -69,7 +69,7 @@ def test_several_sources_are_written_one_after_another(functions: None, tmp_path
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"generator": "made_up_tasks:empty"}, "the data set is empty"),
+        ({"generator": "made_up_tasks:empty"}, "made_up_tasks:empty gave no row"),
         ({"generator": "made_up_tasks:breaks"}, "ValueError: out of questions"),
         ({"generator": "made_up_tasks:odd"}, "row 0 cannot be serialized as JSON"),
         ({"generator": "made_up_tasks:absent"}, "has no 'absent'"),
@@ -104,7 +104,7 @@ def test_tables_are_read_row_by_row(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("bad.jsonl", "{broken\n", "bad.jsonl:1 is not JSON"),
+        ("bad.jsonl", "{broken\n", "bad.jsonl:1:2 is not JSON"),
         ("bad.jsonl", "[1]\n", "holds list"),
         ("bad.parquet", "not parquet", r"bad\.parquet cannot be read"),
     ],

@@ -18,7 +18,7 @@ from areal_hpc.shards.disk_io import write_all
 log = logging.getLogger(__name__)
 
 MAX_HELD_BYTES = 4 << 20
-"""Output that waits for the storage; what comes on top of it is left out."""
+"""Output that waits for the storage, what is being written included; the rest is left out."""
 _READ_BYTES = 1 << 16
 
 
@@ -71,13 +71,15 @@ class ServerLog:
 
     def _write_held(self) -> None:
         while pieces := self._take_held():
+            size_bytes = sum(map(len, pieces))
             try:
                 self._file = self._file or self._open_file()
                 write_all(self._file.fileno(), pieces)
             except OSError as error:
-                size_bytes = sum(map(len, pieces))
                 log.error("%d bytes of %s were not written: %s", size_bytes, self._path, error)
                 self._close_file()  # another one may be better: this one may be stale
+            with self._changed:
+                self._held_bytes -= size_bytes
         self._close_file()
 
     def _close_file(self) -> None:
@@ -94,6 +96,7 @@ class ServerLog:
             if self._dropped_bytes:
                 note = f"\n({self._dropped_bytes} bytes left out: the storage took none)\n"
                 pieces.append(note.encode())
+                self._held_bytes += len(pieces[-1])
             self._held.clear()
-            self._held_bytes = self._dropped_bytes = 0
+            self._dropped_bytes = 0
             return pieces

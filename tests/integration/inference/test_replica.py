@@ -4,7 +4,9 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
+from areal_hpc.inference.server import shared_memory
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.replicas import ServeRequest
@@ -254,12 +257,16 @@ def test_shared_memory_of_a_killed_server_goes_with_it(make: Make, tmp_path: Pat
     assert [path.exists() for path in made] == [False, False]
 
 
-def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> None:
+def test_the_next_start_removes_shared_memory_that_nobody_uses(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a server left that ended with its whole job; files in use, or of others, stay."""
+    # In a folder of its own: replicas of tests beside this one remove such files, too.
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY_DIR", folder)
     names = ("sglang_loads_left", "sglang_loads_used", "sglang_loads_young", "of_somebody")
-    paths = [Path(f"/dev/shm/{name}_{os.getpid()}") for name in names]
+    paths = [folder / name for name in names]
     try:
-        # Open before it looks old: replicas of tests beside this one remove such files too.
         with paths[1].open("xb"):
             for path in paths:
                 path.touch()
@@ -268,8 +275,7 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(make: Make) -> No
             make(server()).maintain_server()
             assert [path.exists() for path in paths] == [False, True, True, True]
     finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def test_idle_connections_leave_room_for_the_trainer(

@@ -422,7 +422,7 @@ def test_an_episode_that_hangs_is_reported_with_the_line_it_waits_at(
     waits_at = f"{__file__}:{Hangs.wait_for_nobody.__code__.co_firstlineno + 1}"
     cell = Cell(
         tmp_path, Hangs(), tickets(1, n_samples=1), n_samples=1,
-        max_episode_tries=1, episode_timeout_s=2.0,
+        max_episode_tries=1, episode_timeout_s=3.0,
     )  # fmt: skip
     cell.run()
     told = cell.events("episode_slow")
@@ -430,7 +430,7 @@ def test_an_episode_that_hangs_is_reported_with_the_line_it_waits_at(
     ages = [one["seconds"] for one in told]
     assert len(ages) >= 2
     assert all(late >= 1.9 * early for early, late in itertools.pairwise(ages)), ages
-    assert told[0]["limit_s"] == 2.0
+    assert told[0]["limit_s"] == 3.0
     (ended,) = cell.events("episode_timed_out")
     assert ended["at"] == waits_at
 
