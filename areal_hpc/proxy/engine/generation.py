@@ -63,6 +63,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     ebnf: str | None = None
     structural_tag: str | None = None
     skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
 
     @property
     def active_grammar_names(self) -> list[str]:

@@ -145,7 +145,8 @@ class DriverApi:
             if session.ended:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
-        reply = wire.ExportReply(export_interactions(session.tree, request))
+        rows = export_interactions(session.tree, request)
+        reply = wire.ExportReply(rows, session.count_ignored())
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
