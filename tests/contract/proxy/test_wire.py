@@ -233,8 +233,10 @@ def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     ]
     for reader in readers:
         reader.start()
-    alive.wait(60)
-    gate.set()
+    try:
+        alive.wait(60)
+    finally:
+        gate.set()
     for reader in readers:
         reader.join(60)
     for route, text in texts.items():
