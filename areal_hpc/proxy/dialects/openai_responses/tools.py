@@ -129,7 +129,7 @@ def read_custom_input(arguments: str) -> str:
     """The input of a custom tool that a call has; a call that is malformed has what it is."""
     try:
         given = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     text = given.get("input") if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
