@@ -2,17 +2,18 @@
 
 Clients add hints with every release: how hard to think, what to cache, which tier to bill. A hint
 changes neither how the model samples nor what is said, so it is accepted whatever its value, and
-counted. A dialect declares each as a field of type `Hint`.
+counted. A dialect declares each as a field of type `Hint`. Such fields in messages and items are
+what SDKs hand back of a reply; they are not counted.
 """
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-Hint = Annotated[Any, Meta(description="Accepted without effect.")]
+Hint = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
 """Any value, and None when it is not given."""
 _type_info = cache(inspect.type_info)
 
@@ -30,8 +31,19 @@ def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
 
 @cache
 def _list_declared_hints(form: type[Struct]) -> tuple[str, ...]:
-    declared = get_type_hints(form, include_extras=True)
-    return tuple(name for name, kind in declared.items() if kind == Hint)
+    declared = inspect.type_info(form)
+    assert isinstance(declared, inspect.StructType)
+    return tuple(field.name for field in declared.fields if is_hint(field.type))
+
+
+def is_hint(form: inspect.Type) -> bool:
+    """True for the type of a field that is a `Hint`."""
+    return isinstance(form, inspect.Metadata) and bool((form.extra or {}).get("hint"))
+
+
+def list_structs(*forms: inspect.Type) -> list[inspect.StructType]:
+    """The objects that a value of these types may be."""
+    return [one for one in _unwrap_types(forms) if isinstance(one, inspect.StructType)]
 
 
 def drop_nulls(body: bytes, form: Any) -> bytes:
@@ -44,9 +56,10 @@ def drop_nulls(body: bytes, form: Any) -> bytes:
 
 
 def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
-    plain = [*_unwrap_types(forms)]
-    structs = [one for one in plain if isinstance(one, inspect.StructType)]
-    items = tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
+    structs = list_structs(*forms)
+    items = tuple(
+        one.item_type for one in _unwrap_types(forms) if isinstance(one, inspect.ListType)
+    )
     if structs and raw[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
         for struct in structs:

@@ -1,5 +1,6 @@
 """Route table of the proxy and its OpenAPI description."""
 
+import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,10 +11,20 @@ from areal_hpc import __version__
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
-from areal_hpc.proxy.dialects.openai import format as openai_format
 
-RouteResult = bytes | msgspec.Struct | tuple[Exchange, ReplyStream]
-"""The answer's body, or what is encoded to it; or a reply that is streamed."""
+_NAMED_PART_PATTERN = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """What the model said to a request: whole, or as it comes."""
+
+    exchange: Exchange
+    reply: bytes | ReplyStream
+
+
+RouteResult = bytes | msgspec.Struct | ModelAnswer
+"""The answer's body, or what is encoded to it; or a reply of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +33,17 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """The last part may be a `{name}`: anything but empty."""
+    """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
     opened_by: Literal["admin", "session", "control", "anyone"]
     """Key that opens it, checked before the request's body is read. `session`: that of an agent;
     `control`: that of who opened the session, which may be the same."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
-    """Takes the session that the key opened, if one did; then the name that the path ends with, or
-    the request, if there is one."""
+    """Takes the session that the key opened, if one did; then the name in the path and the query's
+    parameters, or the request, if there is one."""
     request: type[msgspec.Struct] | None = None
     """What the body holds; None: it is not read."""
-    refused: FormatError = openai_format.format_error
-    """The body of an error."""
+    refused: FormatError | None = None
+    """The body of an error; None: in the shape that the client expects."""
     form: str = "application/json"
     """Content type of the answer."""
     streams: bool = False
@@ -40,15 +51,16 @@ class Route:
     when_ended: bool = False
     """Also for a session that has ended."""
     ignores_unknown: bool = False
-    """Parameters that the request does not declare may be left out of it, and counted."""
+    """Parameters that the request does not declare may be left out of it; the answer takes their
+    names as well."""
     for_recording: bool = False
     """Only for a session whose client records its own calls."""
 
     @property
     def path_parameter(self) -> str:
-        """What the last part of the path names; empty if it is a part like any other."""
-        last = self.path.rpartition("/")[2]
-        return last[1:-1] if last.startswith("{") else ""
+        """What a part of the path names; empty if none does."""
+        named = _NAMED_PART_PATTERN.search(self.path)
+        return named[1] if named else ""
 
 
 class Routes:
@@ -56,21 +68,23 @@ class Routes:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._by_path: dict[str, dict[str, Route]] = {}
-        self._named: dict[str, dict[str, Route]] = {}
-        """By what comes before the name."""
+        self._named: dict[tuple[str, str], dict[str, Route]] = {}
+        """By what comes before the name and after it; more of a path before less of it."""
         for route in routes:
             if route.path_parameter:
-                head = route.path.rpartition("/")[0]
-                self._named.setdefault(head, {})[route.method] = route
+                before, _, after = _NAMED_PART_PATTERN.split(route.path)
+                self._named.setdefault((before, after), {})[route.method] = route
             else:
                 self._by_path.setdefault(route.path, {})[route.method] = route
+        longest_first = sorted(self._named.items(), key=lambda one: -len(one[0][1]))
+        self._named = dict(longest_first)
 
     def __iter__(self) -> Iterator[Route]:
         for methods in (*self._by_path.values(), *self._named.values()):
             yield from methods.values()
 
     def find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by their methods, and the name that it ends with, or nothing.
+        """The routes of a path by their methods, and the name in it, or nothing.
 
         Raises:
             ProxyRequestError: 404, there is none.
@@ -78,10 +92,11 @@ class Routes:
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
-        head, _, name = path.rpartition("/")
-        if not name or head not in self._named:
-            raise ProxyRequestError(404, f"there is no route {path}")
-        return self._named[head], name
+        for (before, after), methods in self._named.items():
+            name = path[len(before) : len(path) - len(after)]
+            if name and path.startswith(before) and path.endswith(after):
+                return methods, name
+        raise ProxyRequestError(404, f"there is no route {path}")
 
 
 SCHEMA_REF_TEMPLATE = "#/components/schemas/{name}"
