@@ -104,12 +104,16 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
-    if rollout.n_samples < 2:
+    objective = recipe.trainer.objective
+    compares = [f"baseline={objective.baseline}"] * (
+        objective.baseline in ("group_mean", "leave_one_out")
+    ) + ["scale_rewards=group"] * (objective.scale_rewards == "group")
+    if rollout.n_samples < 2 and compares:
         yield Problem(
-            f"rollout.n_samples={rollout.n_samples}: group-relative advantages compare the "
-            "episodes of one task, so at least 2 are needed",
+            f"rollout.n_samples={rollout.n_samples}: trainer.objective.{' and '.join(compares)} "
+            "compare the episodes of one task, so at least 2 are needed",
             "rollout.n_samples",
-            "use 2 or more",
+            "use 2 or more, or trainer.objective.baseline=batch_mean with scale_rewards=batch",
         )
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"

@@ -26,7 +26,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_rewards,
     summarize_tokens,
 )
-from areal_hpc.trainer.batch.episode_metrics import summarize_recorded_episodes
+from areal_hpc.trainer.batch.episode_metrics import group_episode_records, summarize_episodes
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
@@ -149,7 +149,7 @@ class Learner:
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):
-            metrics = self._summarize_batch(batch, manifest)
+            metrics = self._summarize_batch(batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
@@ -179,9 +179,7 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _summarize_batch(
-        self, batch: Sequence[TrajectoryRow], manifest: BatchManifest
-    ) -> dict[str, float]:
+    def _summarize_batch(self, batch: Sequence[TrajectoryRow]) -> dict[str, float]:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
         groups = group_episode_rewards(batch)
         reward_range = extend_reward_range(self.state.reward_range, groups)
@@ -192,7 +190,7 @@ class Learner:
         }
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
-            metrics |= summarize_recorded_episodes(manifest, self._shards)
+            metrics |= summarize_episodes(group_episode_records(batch))
         return metrics
 
     def _read_sound_rows(

@@ -46,9 +46,10 @@ class ExportSettings(Struct, frozen=True):
     """Settings of the export of a session to training rows (`session.export`)."""
 
     style: Literal["concat", "individual"] = "concat"
-    turn_discount: float = 1.0
     credit: Literal["tree", "chronological"] = "tree"
     drop_retry_orphans: bool = True
+    is_credited: bool = False
+    """Rewards are what each reply earned: the agent's client has passed them back."""
 
 
 class SessionLimits(Struct, frozen=True):

@@ -84,8 +84,20 @@ class AdamConfig(BaseConfig):
 
 
 class ObjectiveConfig(BaseConfig):
-    """The clipped policy-gradient objective; pi_b is the policy that sampled a token."""
+    """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
+    credit: Literal["episode", "turn"] = "episode"
+    """Each reply earns all rewards of its episode, or its own and what passes back to it."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With credit=turn: the share of what followers of a reply earn that passes back to it."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    """Subtracted from what a reply earned: a mean of its group, of others in it, of the batch."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """The differences are divided by their standard deviation over the group, the batch, or not."""
+    std_ddof: Literal[0, 1] = 1
+    """Degrees of freedom that a standard deviation loses; 0 is AReaL's, biased one."""
+    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
+    """Differences of a group that vary less than this teach nothing: their advantages are zero."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
@@ -102,8 +114,20 @@ class ObjectiveConfig(BaseConfig):
     """Lower bound; 0 is none."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
-    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
-    """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
+
+    @model_validator(mode="after")
+    def _check_credit_keys(self) -> ObjectiveConfig:
+        if self.credit == "episode" and self.turn_discount != 1:
+            raise ValueError(
+                "with credit=episode all replies earn the same, and no turn is discounted by "
+                f"turn_discount={self.turn_discount}: set credit=turn"
+            )
+        if self.scale_rewards == "none" and self.std_ddof != 1:
+            raise ValueError(
+                f"with scale_rewards=none there is no standard deviation, got std_ddof="
+                f"{self.std_ddof}: leave it out, or set scale_rewards=group"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_correction_keys(self) -> ObjectiveConfig:

@@ -13,8 +13,10 @@ from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
-from areal_hpc.trainer.objective.advantages import compute_group_advantages
+from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.reply_credit import credit_batch
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
+from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
@@ -24,7 +26,7 @@ ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL, STALENESS
     "current",
     "age",
 )
-"""Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
+"""Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's
 current weights did the sampling, and how many versions old those that did it are."""
 
 
@@ -57,7 +59,10 @@ def read_rows_by_ticket(
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    found = {name: iter(shards.read_rows(name, rows)) for name, rows in rows_of.items()}
+    found = {
+        name: map(_add_record, shards.read_rows(name, rows), shards.read_records(name, rows))
+        for name, rows in rows_of.items()
+    }
     batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
     for ticket, rows in zip(manifest.tickets, batch, strict=True):
         for row in rows:
@@ -69,6 +74,10 @@ def read_rows_by_ticket(
                     hint="restore manifests/ and shards/ from the same copy",
                 )
     return batch
+
+
+def _add_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
+    return replace(row, record=record)
 
 
 def drop_unsound_tickets(
@@ -112,19 +121,18 @@ def build_rows(
     objective: ObjectiveConfig,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
-    advantages_B = compute_group_advantages(
-        [row.reward for row in batch],
-        [row.ticket_id for row in batch],
-        [row.episode for row in batch],
-        objective.min_reward_std,
-    )
+    credit = credit_batch(batch, objective)
+    advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
     rows = []
-    for trajectory, advantage in zip(batch, advantages_B, strict=True):
+    for trajectory, spans in zip(batch, credit.spans, strict=True):
         size = trajectory.num_tokens
+        advantages_T = np.zeros(size, dtype=np.float32)
+        for begin, end, number in spans:
+            advantages_T[begin:end] = advantages_K[number]
         channels = {
-            ADVANTAGE_CHANNEL: np.full(size, advantage, dtype=np.float32),
+            ADVANTAGE_CHANNEL: advantages_T,
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
             CURRENT_WEIGHTS_CHANNEL: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
