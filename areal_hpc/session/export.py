@@ -33,7 +33,7 @@ from areal_hpc.session.credit import (
     pass_back_rewards,
     sum_rewards,
 )
-from areal_hpc.session.rewards import get_final_reward
+from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.row_record import RowRecord
@@ -79,7 +79,7 @@ def plan_rows(
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=rule.is_credited)
     kept = _find_rewarded_conversations(tree, earned)
-    total = sum_rewards(*given.values()) or 0.0
+    total = compute_episode_reward(tree) or 0.0
     rows = []
     for path, trained, temperature in _pack_replies(tree, kept, rule.style):
         # What replies earned cannot be added up: people are shown the last one's.
@@ -197,7 +197,7 @@ def export_rows(
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
-    if len(tree) and get_final_reward(tree) is None:
+    if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, rule)
     record = msgspec.structs.replace(record, is_credited=rule.is_credited)

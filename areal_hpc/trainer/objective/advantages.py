@@ -60,7 +60,7 @@ def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: Objective
             return True
         case "leave_one_out":  # of one number an episode they are n / (n - 1) of the former
             keys = np.stack([credit.groups_K[members_K], credit.episodes_K[members_K]])
-            return keys.shape[1] == np.unique(keys, axis=1).shape[1]
+            return len(np.unique(keys, axis=1).T) == len(keys.T)
         case "batch_mean":
             return objective.scale_rewards == "batch"
         case "none":

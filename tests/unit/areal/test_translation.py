@@ -58,7 +58,8 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     assert (objective.off_policy_correction, objective.off_policy_correction_high) == ("mask", 4.0)
     assert rollout.max_concurrent_rollouts == 256  # episodes, not groups
     assert rollout.limits.max_turns == 8
-    assert (rollout.agent.mode, rollout.agent.turn_discount) == ("subproc", 0.9)
+    assert rollout.agent.mode == "subproc"
+    assert (objective.credit, objective.turn_discount) == ("turn", 0.9)
     assert rollout.sampling.temperature == 0.8
     assert (inference.cells, inference.replicas_per_cell) == (1, 4)
     assert (inference.tool_call_parser, inference.context_length) == ("qwen25", 2048)

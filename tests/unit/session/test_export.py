@@ -17,8 +17,8 @@ from areal_hpc.session.export import (
     plan_rows,
 )
 from areal_hpc.session.rewards import (
+    compute_episode_reward,
     find_interaction_to_reward,
-    get_final_reward,
     give_reward,
     parse_reward,
 )
@@ -178,7 +178,8 @@ def test_a_reply_that_was_rewarded_is_trained_when_the_client_left_the_next_one(
     said[0].reward, said[1].finish_reason = 1.0, "abort"
     for style in ("concat", "individual"):
         (plan,) = plan_rows(tree, ExportSettings(style))
-        assert (plan.trained, plan.reward) == ({said[0].interaction_id}, 1.0)
+        assert plan.trained == {said[0].interaction_id}
+        assert plan.reward == 1.0
 
 
 def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
@@ -281,9 +282,10 @@ def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert (value, type(value)) == (1.0, float)
 
 
-def test_the_final_reward_is_the_last_one_given() -> None:
+def test_an_episode_earned_all_rewards_that_were_given_in_it() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    assert get_final_reward(tree) is None
-    said[1].reward = 0.5
-    assert get_final_reward(tree) == 0.5
+    assert compute_episode_reward(tree) is None
+    said[0].reward, said[1].reward = 0.25, 0.5
+    assert compute_episode_reward(tree) == 0.75
+    assert compute_episode_reward(tree, is_credited=True) == 0.5

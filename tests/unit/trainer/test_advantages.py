@@ -87,7 +87,7 @@ def expected_numbers(turns: list[MadeUpTurn], objective: ObjectiveConfig) -> dic
 
 def expected_followers(turns: list[MadeUpTurn]) -> list[list[int]]:
     followers: list[list[int]] = [[] for _ in turns]
-    root = []
+    root: list[int] = []
     for number, turn in enumerate(turns):
         if turn.parent < number:
             followers[turn.parent].append(number)
