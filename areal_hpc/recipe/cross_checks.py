@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -27,6 +28,15 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 f"rollout.sampling.{name}={value}: the engine reports log-probabilities of the "
                 "whole distribution, and the trainer does not know that tokens were left out; "
                 f"{name}={neutral} trains on what was sampled"
+            )
+    trainer, default = recipe.trainer, ObjectiveConfig()
+    for name in ("clip_low", "clip_high", "clip_dual"):
+        value = getattr(trainer.objective, name)
+        if trainer.ratios_are_one and value != getattr(default, name):
+            yield (
+                f"trainer.objective.{name}={value} has no effect: with trainer.minibatches=1 and "
+                f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
+                "them differ"
             )
     if recipe.reward.isolation == "none":
         yield (

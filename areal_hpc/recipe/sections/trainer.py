@@ -98,10 +98,22 @@ class ObjectiveConfig(BaseConfig):
     """Degrees of freedom that a standard deviation loses; 0 is AReaL's, biased one."""
     min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
     """Differences of a group that vary less than this teach nothing: their advantages are zero."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    surrogate: Literal["clip", "cispo", "none"] = "clip"
+    """Of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; A log pi."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Ratios are of each token, or the geometric mean over the row (GSPO)."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + this."""
+    clip_dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """A term with A < 0 is at least this times A, whatever its ratio; null: it has no bound."""
+    loss_agg: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+    ] = "token_mean"
+    """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
+    loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
+    """With seq_mean_token_sum_norm: what sums are divided by, such as the longest reply."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
@@ -126,6 +138,26 @@ class ObjectiveConfig(BaseConfig):
             raise ValueError(
                 f"with scale_rewards=none there is no standard deviation, got std_ddof="
                 f"{self.std_ddof}: leave it out, or set scale_rewards=group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_surrogate_keys(self) -> ObjectiveConfig:
+        if self.clip_dual is not None and self.surrogate != "clip":
+            raise ValueError(
+                f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "
+                "leave it out"
+            )
+        if self.ratio_level == "sequence" and self.surrogate == "none":
+            raise ValueError(
+                "surrogate=none has no ratio, so ratio_level=sequence means nothing: "
+                "set ratio_level=token, or surrogate=clip"
+            )
+        if (self.loss_scale_tokens is None) == (self.loss_agg == "seq_mean_token_sum_norm"):
+            raise ValueError(
+                "loss_scale_tokens belongs to loss_agg=seq_mean_token_sum_norm, got "
+                f"loss_scale_tokens={self.loss_scale_tokens} with loss_agg={self.loss_agg}: set "
+                "both (to rollout.sampling.max_new_tokens, for one), or leave it out"
             )
         return self
 
@@ -195,6 +227,11 @@ class TrainerConfig(BaseConfig):
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
     @property
+    def ratios_are_one(self) -> bool:
+        """True if the proximal policy is always the one that is trained."""
+        return self.minibatches == 1 and self.objective.proximal != "none"
+
+    @property
     def activations(self) -> ActivationConfig:
         """How activations wait for the backward pass."""
         return ActivationConfig(
@@ -203,6 +240,20 @@ class TrainerConfig(BaseConfig):
             recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
+
+    @model_validator(mode="after")
+    def _check_that_ratios_differ(self) -> TrainerConfig:
+        one = self.objective
+        wanted = [f"surrogate={one.surrogate}"] * (one.surrogate == "cispo")
+        wanted += [f"ratio_level={one.ratio_level}"] * (one.ratio_level == "sequence")
+        if wanted and self.ratios_are_one:
+            raise ValueError(
+                f"objective.{' and objective.'.join(wanted)} would have no effect: with "
+                f"minibatches=1 and objective.proximal={one.proximal} every ratio is 1. Set "
+                "minibatches=2 or more, or objective.proximal=none with "
+                "objective.off_policy_correction=none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

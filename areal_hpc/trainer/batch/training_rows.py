@@ -14,20 +14,22 @@ from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
 from areal_hpc.trainer.objective.reply_credit import credit_batch
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
-ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL, STALENESS_CHANNEL = (
+ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
     "advantage",
     "behavior",
     "current",
-    "age",
 )
-"""Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's
-current weights did the sampling, and how many versions old those that did it are."""
+STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
+"""Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
+weights did the sampling; if the objective needs them, how many versions old those that did it are,
+and what terms are multiplied by."""
 
 
 def read_batch(
@@ -125,8 +127,13 @@ def build_rows(
     advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
+    scales = compute_row_scales(
+        [int(np.count_nonzero(one.loss_mask_T[1:])) for one in batch],
+        [(one.ticket_id, one.episode) for one in batch],
+        objective,
+    )
     rows = []
-    for trajectory, spans in zip(batch, credit.spans, strict=True):
+    for place, (trajectory, spans) in enumerate(zip(batch, credit.spans, strict=True)):
         size = trajectory.num_tokens
         advantages_T = np.zeros(size, dtype=np.float32)
         for begin, end, number in spans:
@@ -136,6 +143,8 @@ def build_rows(
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
             CURRENT_WEIGHTS_CHANNEL: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
+        if scales is not None:
+            channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
