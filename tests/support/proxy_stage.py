@@ -45,7 +45,7 @@ from tests.support.scripted_sglang import (
 )
 from tests.support.waiting import wait_for
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 """What does not happen in such a time never will: it costs nothing where it does."""
 
 
