@@ -24,6 +24,7 @@ def describe_plan(recipe: Recipe) -> Iterator[str]:
     from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
+    from areal_hpc.recipe.presets import describe_preset
     from areal_hpc.rundir.paths import RunPaths
 
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
@@ -38,6 +39,8 @@ def describe_plan(recipe: Recipe) -> Iterator[str]:
             yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
             yield from (f"    {line}" for line in described[1:])
         yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
+    if preset := list(describe_preset(recipe.model_dump(mode="json"))):
+        yield from ["", *preset]
     yield from ["", *_describe_environment(recipe), ""]
     yield from [*build_memory_report(recipe), *build_host_memory_report(recipe)]
 

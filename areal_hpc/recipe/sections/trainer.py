@@ -86,6 +86,10 @@ class AdamConfig(BaseConfig):
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
+    preset: Literal[
+        "default", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "icepop"
+    ] = "default"
+    """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
     credit: Literal["episode", "turn"] = "episode"
     """Each reply earns all rewards of its episode, or its own and what passes back to it."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -113,7 +117,7 @@ class ObjectiveConfig(BaseConfig):
     ] = "token_mean"
     """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
     loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
-    """With seq_mean_token_sum_norm: what sums are divided by, such as the longest reply."""
+    """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
