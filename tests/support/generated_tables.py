@@ -7,6 +7,7 @@ from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
 from tests.support import (
     agents_table,
+    bias_table,
     document_table,
     mistakes,
     rank_kill,
@@ -19,6 +20,9 @@ from tests.support.tables import write_table
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
     ("areal-documents.md", "blocks"): document_table.table,
+    ("bias.md", "cosines"): bias_table.table,
+    ("bias.md", "eight"): bias_table.table_of_eight,
+    ("bias.md", "norms"): bias_table.norm_table,
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,
     ("metrics.md", "alerts"): render_alert_table,

@@ -53,7 +53,7 @@ def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
 
 def test_the_default_preset_is_no_preset() -> None:
     assert build_recipe(BASE) == build("default")
-    tree = {"trainer": {"optimizer": {}}}
+    tree: dict[str, Any] = {"trainer": {"optimizer": {}}}
     assert apply_preset(tree) == tree
 
 

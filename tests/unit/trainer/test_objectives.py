@@ -54,13 +54,15 @@ def compute(
     loss, clipped = torch.zeros((), dtype=dtype), 0
     for part, factor in zip(dealt, factors, strict=True):
         own = np.flatnonzero(np.isin(tokens.rows, part))
-        others = [
+        proximal, behavior, advantages = (
             torch.tensor(values[own], dtype=dtype)
             for values in (tokens.proximal, tokens.behavior, tokens.advantages)
-        ]
+        )
         row_map = TokenRowMap(torch.tensor(tokens.rows[own]), len(rows))
         scale = None if scales is None else torch.tensor(scales, dtype=dtype)[tokens.rows[own]]
-        total, sums, _ = compute_policy_loss(logprobs[own], *others, row_map, objective, scale)
+        total, sums, _ = compute_policy_loss(
+            logprobs[own], proximal, behavior, advantages, row_map, objective, scale
+        )
         loss = loss + total * factor / len(own) / parts
         clipped += int(sums["clipped"])
     loss.backward()
