@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import bias_table
-from tests.support.bias_table import OBJECTIVES, SCENARIOS, SEEDS, measure, measure_eight
+from tests.support.bias_scenarios import OBJECTIVES, SCENARIOS, SEEDS, measure, measure_eight
 from tests.support.environments import CHECKOUT
 from tests.support.results import write_results
 from tests.support.tables import write_table

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
@@ -92,6 +93,16 @@ def test_sequence_losses_do_not_depend_on_split_or_layout(
             assert {name: line[name] for name in COMPARED} == pytest.approx(
                 {name: other[name] for name in COMPARED}, rel=2e-5, abs=1e-6
             ), (parallel, line["step"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains_a_recorded_run(
+    ranks: RankServer, stale: Path, tmp_path: Path, name: str
+) -> None:
+    more = {"loss_scale_tokens": 30} if name == "dr_grpo" else {}
+    lines = train(ranks, stale, tmp_path / name, {**PRESETS[name].objective, **more})
+    assert len(lines) == STEPS
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
 
 
 def test_proximal_policies_differ_in_effect(ranks: RankServer, stale: Path, tmp_path: Path) -> None:
