@@ -46,7 +46,7 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "dapo": Preset(
-        "arXiv:2503.14476, section 3, without its penalty on long replies",
+        "arXiv:2503.14476, section 3; overlong.penalty needs lengths of your own",
         {"clip_low": 0.2, "clip_high": 0.28, "loss_agg": "token_mean"},
         {"rollout.filter_same_reward": True},
     ),

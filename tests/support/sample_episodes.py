@@ -22,6 +22,7 @@ class MadeUpTurn:
     parent: int
     reward: float | None
     tokens: int = 2
+    is_cut: bool = False
 
 
 def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
@@ -43,8 +44,8 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
             output_ids=pack_ids(ids),
             logprobs=pack_logprobs([-1.0] * turn.tokens),
             spans=[VersionSpan(1 << 32, 0, turn.tokens)],
-            finish_reason="stop",
-            closed=True,
+            finish_reason="length" if turn.is_cut else "stop",
+            closed=not turn.is_cut,
             temperature=1.0,
             asked_at=float(2 * number),
             answered_at=float(2 * number + 1),

@@ -222,7 +222,7 @@ ACTOR_RULES = (
         False,
         "rewards are not scaled; return the scaled reward from the agent",
     ),
-    fixed_rule("actor.mask_no_eos_with_zero", False, "truncated replies keep their reward"),
+    renamed_rule("actor.mask_no_eos_with_zero", "trainer.objective.overlong.mask"),
     fixed_rule("actor.discount", 1.0, "a reward counts for the whole episode; see `turn_discount`"),
     fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
     fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),

@@ -83,6 +83,30 @@ class AdamConfig(BaseConfig):
     """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
 
 
+class OverlongConfig(BaseConfig):
+    """Treatment of replies that reached their limit of tokens, or came near it."""
+
+    mask: bool = False
+    """A reply that was cut at its limit leaves the loss; its reward still counts in its group."""
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The most that a long reply takes off what it earned (DAPO's soft penalty: 1)."""
+    expected_tokens: Annotated[int, Field(ge=0)] | None = None
+    """A reply up to this long costs nothing."""
+    cache_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Over so many tokens more the penalty grows to its most."""
+
+    @model_validator(mode="after")
+    def _check_penalty_keys(self) -> OverlongConfig:
+        lengths = (self.expected_tokens, self.cache_tokens)
+        if (self.penalty > 0) != (None not in lengths) or lengths.count(None) == 1:
+            raise ValueError(
+                "penalty, expected_tokens and cache_tokens belong together, got "
+                f"penalty={self.penalty}, expected_tokens={lengths[0]}, cache_tokens={lengths[1]}: "
+                "set all three, or none"
+            )
+        return self
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
@@ -118,6 +142,8 @@ class ObjectiveConfig(BaseConfig):
     """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
     loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
     """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Replies that are cut, or nearly."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"

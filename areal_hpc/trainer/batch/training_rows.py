@@ -11,6 +11,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
+from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
@@ -127,8 +128,9 @@ def build_rows(
     advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
+    masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
     scales = compute_row_scales(
-        [int(np.count_nonzero(one.loss_mask_T[1:])) for one in batch],
+        [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
         objective,
     )
@@ -151,8 +153,17 @@ def build_rows(
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
             )
-        rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
+        rows.append(TrainingRow(trajectory.input_ids_T, masks[place], channels))
     return rows
+
+
+def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
+    """The row's loss mask without the replies that were cut at their limit of tokens."""
+    mask_T = row.loss_mask_T.copy()
+    for call in row.record.calls:
+        if call.finish_reason == CUT_FINISH_REASON:
+            mask_T[call.prompt_tokens : call.prompt_tokens + call.reply_tokens] = 0
+    return mask_T
 
 
 def list_current_weight_names(

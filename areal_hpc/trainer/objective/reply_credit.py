@@ -3,16 +3,18 @@
 With `credit=episode` it is the sum of all rewards of the episode, which is what the manifest has
 for each of its rows. With `credit=turn` it is the reply's own reward plus `turn_discount` times the
 mean of what its followers earned; the row's record says who they are. How an episode was packed
-into rows makes no difference: a reply has its number, not a row.
+into rows makes no difference: a reply has its number, not a row. `overlong` takes something off
+what long replies earned (DAPO, arXiv:2503.14476, equation 13).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
 from areal_hpc.session.credit import pass_back_rewards, weigh_branches
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -75,16 +77,21 @@ def _credit_episode(
     is_credited = any(row.record.is_credited for row in rows.values())
     if (objective.credit == "turn" or is_credited) and all(r.record.calls for r in rows.values()):
         discount = 1.0 if is_credited else objective.turn_discount
-        yield from _credit_replies(rows, discount, is_credited)
+        yield from _credit_replies(rows, discount, is_credited, objective.overlong)
         return
     rewards = [row.reward for row in rows.values()]
     # Rows of before one number a reply may differ. A mean of equal ones would be rounded.
     reward = rewards[0] if len(set(rewards)) == 1 else float(np.mean(rewards))
+    if objective.overlong.penalty:
+        calls = [call for row in rows.values() for call in row.record.calls if call.trained]
+        reward -= math.fsum(
+            measure_penalty(call.reply_tokens, objective.overlong) for call in calls
+        )
     yield _EarnedNumber(reward, 1.0, [(place, 0, row.num_tokens) for place, row in rows.items()])
 
 
 def _credit_replies(
-    rows: dict[int, TrajectoryRow], discount: float, is_credited: bool
+    rows: dict[int, TrajectoryRow], discount: float, is_credited: bool, overlong: OverlongConfig
 ) -> Iterator[_EarnedNumber]:
     calls: dict[str, CallRecord] = {}
     trained: dict[str, tuple[int, int, int]] = {}
@@ -95,6 +102,9 @@ def _credit_replies(
                 begin = call.prompt_tokens
                 trained[call.id] = (place, begin, begin + call.reply_tokens)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
+    for name in trained if overlong.penalty else ():
+        if penalty := measure_penalty(calls[name].reply_tokens, overlong):
+            own[name] = (own[name] or 0.0) - penalty
     followers = _list_followers(calls)
     earned = pass_back_rewards(own, followers, discount, own_is_total=is_credited)
     weights = weigh_branches(earned, followers)
@@ -102,6 +112,14 @@ def _credit_replies(
         total = earned[name].total
         if total is not None:
             yield _EarnedNumber(total, 1.0 if is_credited else weights[name], [span])
+
+
+def measure_penalty(tokens: int, overlong: OverlongConfig) -> float:
+    """What the length of a reply takes off: it grows from 0 to `penalty` over `cache_tokens`."""
+    if not overlong.penalty or overlong.expected_tokens is None or overlong.cache_tokens is None:
+        return 0.0
+    beyond = (tokens - overlong.expected_tokens) / overlong.cache_tokens
+    return overlong.penalty * min(1.0, max(0.0, beyond))
 
 
 def _list_followers(calls: dict[str, CallRecord]) -> dict[str, list[str]]:

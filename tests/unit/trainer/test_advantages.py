@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, build_rows
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    SCALE_CHANNEL,
+    build_rows,
+)
 from areal_hpc.trainer.objective.advantages import compute_advantages
-from areal_hpc.trainer.objective.reply_credit import BatchCredit, credit_batch
+from areal_hpc.trainer.objective.reply_credit import BatchCredit, credit_batch, measure_penalty
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -315,3 +319,61 @@ def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
         rows = build_batch([[turns]], ExportSettings(style, is_credited=True))
         found = token_advantages(rows, objective)
         assert [found[0, 0, token] for token in (0, 10, 20)] == pytest.approx([0.9, 1.0, 1.0])
+
+
+# Long replies ------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
+    batch = [
+        [
+            [MadeUpTurn(9, None), MadeUpTurn(0, 1.0, is_cut=True)],
+            [MadeUpTurn(9, None), MadeUpTurn(0, 0.0)],
+        ]
+    ]
+    objective = ObjectiveConfig(
+        overlong=OverlongConfig(mask=True), loss_agg="seq_mean_token_mean", scale_rewards="none"
+    )
+    for style in ("concat", "individual"):
+        rows = build_batch(batch, ExportSettings(style))
+        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+        found = {
+            (row.episode, int(one.input_ids_T[place]) // 10): (
+                float(one.channels[ADVANTAGE_CHANNEL][place]),
+                float(one.channels[SCALE_CHANNEL][place]),
+            )
+            for row, one in zip(rows, built, strict=True)
+            for place in np.flatnonzero(one.loss_mask_T)
+        }
+        # Six tokens are left, two of them of the first episode.
+        assert found == {(0, 0): (0.5, 1.5), (1, 0): (-0.5, 0.75), (1, 1): (-0.5, 0.75)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(4, 0.0), (10, 0.0), (12, 0.25), (18, 1.0), (40, 1.0)]
+)
+def test_the_penalty_grows_from_the_expected_length(tokens: int, expected: float) -> None:
+    """DAPO: 0 up to L_max - L_cache, then a straight line down to -1 at L_max."""
+    overlong = OverlongConfig(penalty=1.0, expected_tokens=10, cache_tokens=8)
+    assert measure_penalty(tokens, overlong) == expected
+    assert measure_penalty(tokens, OverlongConfig()) == 0.0
+
+
+def test_long_replies_earn_less_each_or_in_sum() -> None:
+    turns = [MadeUpTurn(9, None, 9), MadeUpTurn(0, None, 2), MadeUpTurn(1, 1.0, 7)]
+    overlong = OverlongConfig(penalty=0.5, expected_tokens=5, cache_tokens=4)
+    plain: dict[str, Any] = {"baseline": "none", "scale_rewards": "none", "overlong": overlong}
+    for style in ("concat", "individual"):
+        rows = build_batch([[turns]], ExportSettings(style))
+        found = token_advantages(rows, ObjectiveConfig(**plain))
+        assert set(found.values()) == {0.25}
+        found = token_advantages(rows, ObjectiveConfig(credit="turn", **plain))
+        assert [found[0, 0, token] for token in (0, 10, 20)] == [0.25, 0.75, 0.75]
+
+
+@pytest.mark.parametrize(
+    "values", [{"penalty": 1.0}, {"expected_tokens": 5, "cache_tokens": 3}, {"cache_tokens": 3}]
+)
+def test_a_penalty_needs_its_lengths(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        OverlongConfig(**values)
