@@ -35,6 +35,7 @@ from areal_hpc.trainer.batch.training_rows import (
     SCALE_CHANNEL,
     STALENESS_CHANNEL,
     build_rows,
+    measure_largest_advantage,
     read_batch,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
@@ -172,6 +173,7 @@ class Learner:
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
+            "advantage/abs_max": measure_largest_advantage(rows),
             "throughput/train_phase_tokens_per_s": trained_tokens / timer.seconds["train"],
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **build_norm_metrics(norms),

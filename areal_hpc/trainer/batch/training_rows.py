@@ -157,6 +157,12 @@ def build_rows(
     return rows
 
 
+def measure_largest_advantage(rows: Sequence[TrainingRow]) -> float:
+    """Of the tokens that the loss sees, without its sign; 0 without any."""
+    seen = [np.abs(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows]
+    return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
+
+
 def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     """The row's loss mask without the replies that were cut at their limit of tokens."""
     mask_T = row.loss_mask_T.copy()
