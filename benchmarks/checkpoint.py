@@ -8,7 +8,7 @@
 
 Every round takes a plain step, a step beside a checkpoint in the writing, and one in process.
 Steps are made long enough by the number of rows. Figures are medians of the rounds; the state is
-that of float32 training: weights, master weights, two moments.
+that of float32 training: weights and two moments.
 """
 
 import argparse
@@ -18,12 +18,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -33,10 +31,13 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 
 # isort: split
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
+from areal_hpc.rundir.checkpoint_index import get_rank_file, merge_rank_indices, write_index
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, STATE_FILE, TrainerState, find_latest
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
+from areal_hpc.trainer.checkpoints.rank_state import RankState
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 
@@ -69,14 +70,11 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     """The same checkpoint, written and synced by this process."""
     partial = folder / f".step_{number}"
     partial.mkdir()
-
-    @contextmanager
-    def data_file() -> Iterator[BinaryIO]:
-        with (partial / "__0_0.distcp").open("wb") as stream:
-            yield stream
-
-    name = megatron_format.save_sharded(trainee.policy, trainee.optimizer, partial, data_file)
-    assert (partial / name).exists()
+    held, memory = RankState(trainee.policy, trainee.optimizer), CopyMemory()
+    held.copy_to(memory.allocate(held.size_bytes, trainee.policy.device))
+    write_rank_file(memory.descriptor, get_rank_file(partial, 0), held.size_bytes)
+    memory.close()
+    write_index(partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps()))
     state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / COMPLETE_MARKER_FILE).touch()
@@ -141,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def batch(count: int) -> list[TrainingRow]:
         return [learning.make_row(generator, ROW_TOKENS, sizes.vocab, 1.0) for _ in range(count)]
 
-    gc.freeze()  # as the trainer does: Megatron collects garbage at every checkpoint
+    gc.freeze()  # as the trainer does
     first = batch(8)
     trainee.step(first)
     row_s = min(seconds_of(lambda: trainee.step(first)) for _ in range(2)) / len(first)

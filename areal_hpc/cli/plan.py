@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 _LINE_CHARS = 100
 
 
-def describe_plan(recipe: Recipe) -> Iterator[str]:
-    """Lines: each stage's jobs, processes and devices, then their environment and memory."""
+def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
+    """Lines: each stage's jobs, processes and devices, then their environment and memory.
+
+    And, unless the jobs run elsewhere, who gets which of this machine's GPUs.
+    """
     # Imported here: `--help` stays quick without pydantic and submitit.
     from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
@@ -38,7 +41,8 @@ def describe_plan(recipe: Recipe) -> Iterator[str]:
             described = _describe_job(jobs[0])
             yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
             yield from (f"    {line}" for line in described[1:])
-        yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
+        if on_this_machine:
+            yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
     if preset := list(describe_preset(recipe.model_dump(mode="json"))):
         yield from ["", *preset]
     yield from ["", *_describe_environment(recipe), ""]

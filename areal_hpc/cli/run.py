@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,13 @@ def add_commands(commands: CommandGroup) -> None:
         help="train a recipe on this machine",
         description="Train a recipe on this machine. Run the same command again to resume.",
         example="areal-hpc run recipes/quickstart.yaml\n"
-        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16",
+        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16\n"
+        "salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation",
     )
     dry_run = "print the jobs, processes, GPUs and memory; start nothing"
     run.add_argument("--dry-run", action="store_true", help=dry_run)
+    in_allocation = "run the jobs as steps (srun) of the Slurm allocation that this shell holds"
+    run.add_argument("--in-allocation", action="store_true", help=in_allocation)
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
     commands.add(
         "plan",
@@ -75,10 +80,23 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        print("\n".join(describe_plan(recipe)))
+        lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
+        if arguments.in_allocation:
+            lines = chain(lines, [""], _describe_steps(recipe))
+        print("\n".join(lines))
         print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
         return 0
-    return run(recipe, fresh=arguments.fresh).exit_code
+    result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
+    return result.exit_code
+
+
+def _describe_steps(recipe: Recipe) -> Iterator[str]:
+    """Lines: the steps of the allocation that this shell holds."""
+    from areal_hpc.jobs.environment import get_interpreters
+    from areal_hpc.launch.places.held_allocation import describe_steps
+    from areal_hpc.slurm.allocation import read_allocation
+
+    yield from describe_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:

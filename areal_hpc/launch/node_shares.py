@@ -17,7 +17,7 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 from areal_hpc.slurm.script import compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
-    count_model_parameters,
+    estimate_checkpoint_copy,
     estimate_trainer_memory,
 )
 
@@ -31,8 +31,6 @@ GPU_PROCESS_BYTES = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
 JOB_NODE_BYTES = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
-CHECKPOINT_BYTES_PER_PARAMETER = 26
-"""Gathered on the first data-parallel rank (12), and copied with the weights (14)."""
 _CPU_FLAGS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
 _MEMORY_FLAGS = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
 
@@ -93,7 +91,6 @@ def _derive_options(
 
 def _count_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
-    parallel = recipe.trainer.parallel
     try:
         arch, _ = find_architecture(recipe.model)
     except RecipeError as error:
@@ -104,11 +101,9 @@ def _count_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
             hint="set it (as in 200G), or cluster.slurm.exclusive=true, or give the model's "
             "config.json a place where it can be read",
         ) from error
-    parts = parallel.tp * parallel.pp
-    each = CHECKPOINT_BYTES_PER_PARAMETER * count_model_parameters(arch) // parts
     memory = estimate_trainer_memory(arch, recipe.trainer)
     offloaded = memory.host_activations + memory.host_optimizer
-    return min(tasks_per_node, parts) * each + tasks_per_node * offloaded
+    return tasks_per_node * (estimate_checkpoint_copy(arch, recipe.trainer) + offloaded)
 
 
 def _has_flag(options: JobOptions, names: Sequence[str]) -> bool:

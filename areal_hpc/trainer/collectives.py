@@ -65,6 +65,20 @@ def broadcast_object(message: object, kind: Any) -> Any:
     return msgspec.json.decode(body, type=kind)
 
 
+def gather_objects(message: object, kind: Any) -> list[Any]:
+    """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
+    body = msgspec.json.encode(message)
+    if dist.get_world_size() == 1:
+        return [msgspec.json.decode(body, type=kind)]
+    is_first = dist.get_rank() == 0
+    padded = torch.zeros(all_reduce_max(len(body)), dtype=torch.uint8)
+    padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in range(dist.get_world_size() if is_first else 0)]
+    dist.gather(padded, received if is_first else None)
+    # JSON has no zero bytes.
+    return [msgspec.json.decode(one.numpy().tobytes().rstrip(b"\0"), type=kind) for one in received]
+
+
 def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -> ResultT:
     """What `read` finds on shared storage, once it fails on no rank any more. A collective.
 

@@ -74,7 +74,7 @@ def _run_training(
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
         coordinator = _make_coordinator(job, paths, learner, device, stop, check_generation, events)
-    gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
+    gc.freeze()  # a collection looks at what training makes, not at all that imports left
     finished = run_loop(learner, coordinator, stop)
     if finished and coordinator:
         check_generation()

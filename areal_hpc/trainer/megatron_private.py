@@ -2,28 +2,14 @@
 
 No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py` replaces.
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
-
-Megatron 0.16 loses or spoils parts of AdamW's state on the way through a checkpoint unless
-Transformer Engine or Apex is installed. The fixes are here and in `optimizer.py`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies.torch import (
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-OPTIMIZER_STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
-"""What the optimizer holds of each parameter, as Megatron names it; all float32."""
 
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
@@ -59,6 +45,14 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
         return logits
 
 
+def begin_copy_of_split_sizes(dispatcher: Any) -> None:
+    """Begin to copy to the host what an exchange of a mixture's tokens must know there.
+
+    The dispatcher decides when to wait for it.
+    """
+    dispatcher._maybe_dtoh_and_synchronize("before_permutation_1")
+
+
 def enable_norm_recompute() -> None:
     """Let norms be recomputed where Transformer Engine is absent. Safe to repeat.
 
@@ -73,117 +67,26 @@ def list_master_weights(part: Any) -> list[torch.Tensor]:
     return [main for group in part.shard_fp32_from_float16_groups for main in group]
 
 
-def build_sharded_state(gpt: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Weights (`model`) and moments (`optimizer`) in the `fully_reshardable` form. A collective.
+class OptimizerShard(NamedTuple):
+    """Consecutive numbers of a parameter, which this data-parallel rank steps."""
 
-    Any other tp, pp, cp and dp can load it.
-    """
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Moments are gathered on the first data-parallel rank alone. Otherwise every rank would
-        # hold those of its whole replica in host memory, a hundred gigabytes for large models.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        # The names of moments must not depend on how many optimizers the layout makes.
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state = {"model": gpt.sharded_state_dict(metadata=metadata)}
-    with _replace_method(optimizer, "get_parameter_state_dp_zero", _build_in_place_gather):
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
-    return state
+    parameter: torch.Tensor
+    start: int
+    """Among the parameter's numbers, one row after another."""
+    stop: int
+    master: torch.Tensor
+    """Float32, flat; of a float32 parameter these numbers themselves."""
+    moments: dict[str, torch.Tensor]
+    """AdamW's, flat as well, and its count of steps (`step`)."""
 
 
-def to_torch_state(sharded_state: Any) -> Any:
-    """A sharded state as PyTorch's checkpoint writer takes it."""
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state, True)
-    return mcore_to_pyt_state_dict(by_key)
-
-
-def load_optimizer_state(optimizer: Any, state: Any) -> None:
-    """Give the optimizer the moments, master weights and step counts of a checkpoint."""
-    with _replace_method(optimizer, "_set_main_param_and_optimizer_states", _wrap_load_with_step):
-        optimizer.load_state_dict(state)
-    _unshare_steps(optimizer)
-
-
-@contextmanager
-def _replace_method(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Each part's method `name` replaced by `wrap(part, method)` for the time of the block."""
+def list_optimizer_shards(optimizer: Any) -> list[OptimizerShard]:
+    """What this rank steps, in the order in which Megatron's buffers have it."""
+    shards = []
     for part in optimizer.chained_optimizers:
-        setattr(part, name, wrap(part, getattr(part, name)))
-    try:
-        yield
-    finally:
-        for part in optimizer.chained_optimizers:
-            delattr(part, name)
-
-
-def _wrap_load_with_step(part: Any, load: Any) -> Any:
-    """Megatron 0.16 copies every moment of torch's AdamW but has no step count to copy."""
-
-    def load_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        group, place = part.model_param_group_index_map[parameter]
-        main = part.optimizer.param_groups[group]["params"][place]
-        load(parameter, {**tensors, "step": part.optimizer.state[main]["step"]})
-
-    return load_with_step
-
-
-def _unshare_steps(optimizer: Any) -> None:
-    """Megatron 0.16 hands one step tensor to all parameters (distrib_optimizer.py, line 825).
-
-    AdamW counts it up in place, once per parameter: its bias correction would be wrong from the
-    first step after a load, without any error.
-    """
-    for part in optimizer.chained_optimizers:
-        for moments in part.optimizer.state.values():
-            moments["step"] = moments["step"].clone()
-
-
-def _build_in_place_gather(part: Any, _: Any) -> Any:
-    """Gather moments and master weights on the first data-parallel rank, each copied once.
-
-    Megatron 0.16 leaves out the padding between buckets as it gathers, yet counts it later: with
-    several pipeline stages a tied embedding has a bucket of its own, and all that lies behind it
-    would be saved shifted. It also copies everything four times, most of a checkpoint's time.
-    """
-
-    def gather(
-        *, empty_data: bool = False, return_on_all_ranks: bool = False, use_gloo_comm: bool = True
-    ) -> dict[int, Any] | None:
-        group = part.data_parallel_group_gloo
-        is_kept = group.rank() == 0 or return_on_all_ranks
-        state = {}
-        for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
-            ((dtype, buckets),) = ranges.items()
-            sizes = [bucket.grad_data.numel() for bucket in buffer.buckets]
-            whole = {
-                name: torch.empty(sum(sizes) if is_kept else 0) for name in OPTIMIZER_STATE_NAMES
-            }
-            if not empty_data:
-                for name, kept in whole.items():
-                    # Of no elements on the other ranks, as is each of its parts.
-                    places = torch.split(kept, sizes) if is_kept else [kept] * len(sizes)
-                    for place, size, own in zip(places, sizes, buckets, strict=True):
-                        _gather_bucket(part, name, own["param_map"], place, size // group.size())
-            state[index] = {dtype: whole}
-        return state if is_kept else None
-
-    return gather
-
-
-def _gather_bucket(
-    part: Any, name: str, ranges: dict[Any, Any], place: torch.Tensor, share: int
-) -> None:
-    """Bring every rank's `share` elements of a bucket to their place on the first rank."""
-    group = part.data_parallel_group_gloo
-    own = place if group.size() == 1 else torch.empty(share)
-    for parameter, found in ranges.items():
-        moments = part._get_main_param_and_optimizer_states(parameter)
-        local = found["gbuf_local"]
-        own[local.start : local.end].copy_(moments[name].detach())
-    if group.size() > 1:
-        parts = list(place.chunk(group.size())) if group.rank() == 0 else None
-        dist.gather(own, parts, dist.get_global_rank(group, 0), group)
+        for parameter in part.model_param_group_index_map:
+            owned = part._get_model_param_range_map(parameter)["param"]
+            state = part._get_main_param_and_optimizer_states(parameter)
+            master = state.pop("param").detach()
+            shards.append(OptimizerShard(parameter, owned.start, owned.end, master, state))
+    return shards

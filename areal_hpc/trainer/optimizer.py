@@ -29,10 +29,8 @@ def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> fl
 def build_optimizer(policy: Policy, config: AdamConfig, *, is_offloaded: bool = False) -> Any:
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
 
-    With `is_offloaded` its state is on the host between steps (`optimizer_offload.py`).
-
-    Moments exist from the start because Megatron's loader reads their step count before it
-    loads them (megatron/core/optimizer/distrib_optimizer.py, state_dict).
+    Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state
+    is on the host between steps (`optimizer_offload.py`).
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

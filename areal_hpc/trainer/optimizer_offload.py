@@ -14,6 +14,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from areal_hpc.trainer.megatron_private import list_master_weights
 from areal_hpc.trainer.model.memory_estimate import STEP_CHUNK_ELEMENTS
+from areal_hpc.trainer.torch_private import pin_host_memory
 
 MASTER_NAME = "master"
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
@@ -52,15 +53,14 @@ class HostAdamW(AdamW):
             parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
             places = places[parts.numel() :]
             adam._host[one] = dict(zip(names[one], parts.unbind(), strict=True))
-        adam.move_to_host()
+        adam._move_to_host()
 
-    def move_to_host(self) -> None:
-        """Put the state into its places on the host: at first, and after it was loaded."""
+    def _move_to_host(self) -> None:
+        """Put the state into its places on the host."""
         for parameter, places in self._host.items():
             moments = self.state[parameter]
             for name in MOMENT_NAMES:
-                if moments[name] is not places[name]:
-                    moments[name] = places[name].copy_(moments[name])
+                moments[name] = places[name].copy_(moments[name])
             if MASTER_NAME in places:
                 parameter.data = places[MASTER_NAME].copy_(parameter.data)
 
@@ -116,12 +116,6 @@ def offload_optimizer(
         HostAdamW.take_over(part.optimizer, list_master_weights(part), device, chunk_elements)
 
 
-def move_loaded_state_to_host(optimizer: Any) -> None:
-    """After a checkpoint was loaded: torch makes new tensors of what it is given."""
-    for adam in _list_offloaded(optimizer):
-        adam.move_to_host()
-
-
 @contextmanager
 def lend_master_weights(optimizer: Any) -> Iterator[None]:
     """The time in which gradients are handed to master weights, measured, clipped and applied."""
@@ -168,13 +162,8 @@ def _apply_adamw(
 
 
 def _allocate(elements: int, device: torch.device) -> torch.Tensor:
-    """Float32 numbers of the host, pinned if they go to a GPU.
-
-    Registered instead of allocated as pinned: PyTorch's allocator of pinned memory rounds up to a
-    power of two, up to twice of what is asked for.
-    """
+    """Float32 numbers of the host, pinned if they go to a GPU."""
     host = torch.empty(elements, dtype=torch.float32)
     if device.type == "cuda" and elements:
-        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(cuda.cudaHostRegister(host.data_ptr(), elements * 4, 0)))
+        pin_host_memory(host)
     return host

@@ -20,6 +20,7 @@ from areal_hpc.trainer.memory import explain_out_of_memory
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft_data import (
@@ -27,7 +28,7 @@ from areal_hpc.trainer.sft_data import (
     get_batch_indices,
     read_demonstrations,
 )
-from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
 from areal_hpc.trainer.untrained import build_nonfinite_records, build_norm_metrics, is_step_taken
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     dtype = TORCH_DTYPE_BY_NAME[job.dtype]
     policy = build_policy(arch, job.parallel, dtype, device, job.activations)
     trainer = SftTrainer(job, paths, policy)
-    gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
+    gc.freeze()  # a collection looks at what training makes, not at all that imports left
     finished = trainer.train(stop)
     if finished:
         save_hf_model(policy, job.model_path, paths.sft_export)
@@ -152,5 +153,5 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
     """Cross entropy summed over the replies' tokens."""
     total = -logprobs_N.sum()
     return total, LossStats(
-        {"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places}
+        {"loss": total.detach().double(), "tokens": len(logprobs_N), "places": batch.places}
     )

@@ -46,6 +46,7 @@ FAULT_POINTS = {
     "checkpoint.after_copy": "the state is copied, nothing of it is written",
     "checkpoint.while_writing": "the writer has begun to write a checkpoint",
     "checkpoint.before_write": "the writer is about to write a checkpoint",
+    "checkpoint.before_digests": "a rank's part of a checkpoint is written, its digests are not",
     "checkpoint.before_marker": "all data of a checkpoint is on disk, its marker is not",
     "checkpoint.before_rename": "a checkpoint is written but not visible",
     "checkpoint.after_rename": "a checkpoint is visible, the oldest one is not deleted",

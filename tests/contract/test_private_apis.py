@@ -21,7 +21,6 @@ from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, UPDATE_GROUP_V
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as parallel_random
@@ -39,10 +38,9 @@ OWNERS = {
     "session/chat_template.py": ["root_render_func"],
     "slurm/submit.py": [*("_job._process", "_make_submission_file_text", "_submitit_command_str")],
     "trainer/megatron_private.py": [
-        *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict"),
-        *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
-        *("get_parameter_state_dp_zero", "gbuf_ranges", "model_param_group_index_map"),
-        *("_postprocess", "shard_fp32_from_float16_groups"),
+        *("_get_main_param_and_optimizer_states", "_get_model_param_range_map"),
+        "model_param_group_index_map",
+        *("_postprocess", "_maybe_dtoh_and_synchronize", "shard_fp32_from_float16_groups"),
     ],
     "trainer/model/cpu/megatron_cpu.py": [
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -55,16 +53,11 @@ OWNERS = {
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (
-        megatron_torch._replace_state_dict_keys_with_sharded_keys,
-        "sharded_state_dict keep_only_main_replica",
+        token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize,
+        "self point tokens_per_expert",
     ),
-    (megatron_torch.mcore_to_pyt_state_dict, "state_dict"),
     (DistributedOptimizer._get_main_param_and_optimizer_states, "self model_param"),
-    (DistributedOptimizer._set_main_param_and_optimizer_states, "self model_param tensors"),
-    (
-        DistributedOptimizer.get_parameter_state_dp_zero,
-        "self use_gloo_comm empty_data return_on_all_ranks",
-    ),
+    (DistributedOptimizer._get_model_param_range_map, "self param"),
     (GPTModel._postprocess, "self hidden_states"),
     (parallel_random._get_cuda_rng_state, ""),
     (parallel_random._set_cuda_rng_state, "new_state"),
@@ -87,8 +80,7 @@ SOURCES: list[tuple[object, list[str]]] = [
             # Its master weights, in lists of one group each, and what it does with them in a step.
             *("shard_fp32_from_float16_groups.append(", "shard_main_param.grad = "),
             "shard_model_param.data.copy_(shard_main_param)",
-            *("self.gbuf_ranges = []", "self.model_param_group_index_map"),
-            *('["param_map"]', '["gbuf_local"]', '"param": torch.Tensor'),
+            *("self.model_param_group_index_map", '["param_map"]', '"param": torch.Tensor'),
             *('"exp_avg": torch.Tensor', '"exp_avg_sq": torch.Tensor'),
         ],
     ),

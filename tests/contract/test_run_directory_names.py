@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir import checkpoints, rendezvous
+from areal_hpc.rundir import checkpoint_index, checkpoints, rendezvous
 from areal_hpc.rundir.paths import (
     HELD_NOTES_DIR,
     JobPaths,
@@ -23,6 +23,7 @@ FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values(
          type(one).__name__ == "_PathDescriptor"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
     HELD_NOTES_DIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.STATE_FILE,
+    checkpoint_index.INDEX_FILE,
     RUN.export_dir("x").parent.name, rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE,
     rendezvous.EVALUATION_CELL,
 }  # fmt: skip
@@ -41,7 +42,8 @@ PREFIXES = {
     *(numbered.rstrip("0") for numbered in (
         rendezvous.format_proxy_name("0"), rendezvous.format_control_proxy_name("0"),
         format_step_dir(0), format_restart_dir(0), RUN.log_dir(0).name, RUN.manifest(0).stem,
-        RUN.replaced_recipe(0).stem, JOB.task_exit(0).stem)),
+        RUN.replaced_recipe(0).stem, checkpoint_index.get_rank_file(Path(), 0).stem,
+        JOB.task_exit(0).stem)),
 }  # fmt: skip
 """What numbered names begin with: `cell-`, `control-`, `step_`, `task_exit.`..."""
 _ANY_PREFIX = "|".join(map(re.escape, sorted(PREFIXES)))

@@ -12,7 +12,7 @@ from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.megatron_format import load_sharded
+from areal_hpc.trainer.checkpoints.rank_state import load_state
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
@@ -24,9 +24,9 @@ from areal_hpc.trainer.model.hf_weights import (
     stream_hf,
 )
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,
@@ -217,7 +217,7 @@ class Case:
         checkpoint = find_latest(store._directory)
         assert checkpoint is not None
         policy, optimizer = self.build()
-        load_sharded(policy, optimizer, checkpoint.path)
+        load_state(policy, optimizer, checkpoint.path)
         loss, _ = self.step(policy, optimizer, 4)
         return policy, loss
 

@@ -159,7 +159,7 @@ def _check_free_space(fileroot: Path) -> CheckResult:
     if free_bytes < MIN_FREE_BYTES:
         return fail("room", room, "free some space, or choose another cluster.fileroot")
     if free_bytes < RECOMMENDED_FREE_BYTES:
-        hint = "enough for small models; a checkpoint takes 16 bytes per parameter"
+        hint = "enough for small models; a checkpoint takes 14 bytes per parameter"
         return warn("room", room, hint)
     return ok("room", room)
 

@@ -8,6 +8,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
+from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
 from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_model
@@ -51,18 +52,20 @@ def export_checkpoint(
 
     Raises:
         RecipeError: The checkpoint is of another model.
-        ClusterError: The checkpoint vanished while it was read.
+        ShardError: The checkpoint is damaged.
+        ClusterError: It vanished while it was read.
     """
 
     def progress(done_bytes: int, total_bytes: int) -> None:
         say(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
 
     try:
-        weights = CheckpointWeights(checkpoint.path, read_architecture(model_path))
-        write_model(
-            weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
-            file_bytes=file_bytes, on_file=progress,
-        )  # fmt: skip
+        with open_stored_tensors(checkpoint.path) as stored:
+            weights = CheckpointWeights(stored, read_architecture(model_path), checkpoint.path)
+            write_model(
+                weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
+                file_bytes=file_bytes, on_file=progress,
+            )  # fmt: skip
     except FileNotFoundError as error:
         raise ClusterError(
             f"a file vanished while it was read: {error.filename}",

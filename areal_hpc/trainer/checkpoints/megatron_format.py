@@ -1,117 +1,104 @@
-"""Megatron distributed checkpoint of weights and optimizer, which any other layout can load."""
+"""Checkpoints of format 1, as Megatron writes them: they are read, and written no more."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-
-from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
-from areal_hpc.trainer.megatron_private import (
-    build_sharded_state,
-    load_optimizer_state,
-    to_torch_state,
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
 )
-from areal_hpc.trainer.model.policy import Policy
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
-"""Opens a stream that takes what would be a rank's data file."""
+from areal_hpc.rundir.checkpoint_index import Column, build_damage_error
+from areal_hpc.trainer.checkpoints.flat_ranges import Box
 
-DATA_SUFFIX = ".distcp"
-
-
-def save_sharded(policy: Policy, optimizer: Any, directory: Path, open_copy: OpenCopy) -> str:
-    """Write the small files of a checkpoint into `directory`, and a rank's data to `open_copy`.
-
-    A collective. Nothing is forced to disk. Returns the name of this rank's data file, which the
-    small files (rank 0's) already refer to.
-
-    Raises:
-        ClusterError: A rank could not write its part.
-    """
-    files = _StreamedFileSystem(open_copy)
-    state = build_sharded_state(policy.gpt, optimizer, is_loading=False)
-    try:
-        dist_checkpointing.save(state, str(directory), _StreamedSaveStrategy(files))
-    except CheckpointException as error:
-        raise build_checkpoint_write_error(directory, _describe_first_failure(error)) from error
-    return files.data_name
+_PREFIX_BY_COLUMN: dict[Column, str] = {
+    "master": "optimizer.state.param.",
+    "exp_avg": "optimizer.state.exp_avg.",
+    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+    "weight": "",
+}
 
 
-def load_sharded(policy: Policy, optimizer: Any, directory: Path) -> None:
-    """Restore weights and optimizer. A collective; the layout may differ from the saved one.
+class MegatronTensors:
+    """The tensors of a checkpoint of format 1, whose pieces PyTorch's reader finds."""
 
-    Raises:
-        ShardError: The checkpoint is damaged.
-    """
-    state = build_sharded_state(policy.gpt, optimizer, is_loading=True)
-    try:
-        loaded = dist_checkpointing.load(state, str(directory), TorchDistLoadShardedStrategy())
-    except CheckpointException as error:
-        raise ShardError(
-            f"a checkpoint cannot be read: {_describe_first_failure(error)}",
-            key=str(directory),
-            hint="move it aside: the run then goes on from the checkpoint before",
-        ) from error
-    policy.gpt.load_state_dict(loaded["model"])
-    load_optimizer_state(optimizer, loaded["optimizer"])
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._reader = FileSystemReader(directory)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._stored = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that AdamW has counted: Megatron has them with AdamW's settings."""
+        parts: dict[Any, Any] = load_common_state_dict(str(self._directory))["optimizer"]
+        if "optimizer" in parts:  # there was one optimizer alone: no experts
+            parts = {0: parts}
+        steps = {
+            int(group["step"])
+            for part in parts.values()
+            for group in part["optimizer"]["param_groups"]
+        }
+        (count,) = steps
+        return count
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the column `weight`."""
+        (dtype,) = {
+            stored.properties.dtype
+            for name, stored in self._stored.items()
+            if not name.startswith("optimizer.")
+        }
+        return dtype
+
+    def has_column(self, column: Column) -> bool:
+        """Whether there are tensors of the column."""
+        return any(name.startswith(_PREFIX_BY_COLUMN[column]) for name in self._stored)
+
+    def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None if there is no such tensor."""
+        stored = self._stored.get(name)
+        return tuple(stored.size) if stored else None
+
+    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+        """Put a block of a tensor together from what PyTorch's reader finds of it."""
+        key = _PREFIX_BY_COLUMN[column] + name
+        stored = self._stored[key]
+        wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        whole = torch.empty(wanted.sizes, dtype=stored.properties.dtype)
+        plan = LoadPlan(create_read_items_for_chunk_list(key, stored, [wanted]))
+        try:
+            self._reader.read_data(plan, _TensorLoadPlanner(whole)).wait()
+        except FileNotFoundError:
+            raise
+        except (RuntimeError, EOFError, OSError, CheckpointException) as error:
+            raise build_damage_error(self._directory / key, error) from error
+        target.copy_(whole)
+
+    def close(self) -> None:
+        """PyTorch's reader opens a file for each read."""
 
 
-def _describe_first_failure(collected: CheckpointException) -> str:
-    """One of the failures that PyTorch collects, in an exception that is no `Exception`."""
-    rank, (failure, _) = next(iter(collected.failures.items()))
-    return f"{type(failure).__name__} on rank {rank}: {failure}"
+class _TensorLoadPlanner(DefaultLoadPlanner):
+    """Puts the pieces of one part of a tensor into `target`."""
 
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
 
-class _StreamedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's format through PyTorch's own writer, the bulk of it going somewhere else.
-
-    Megatron's writers, synchronous or not, spawn helper processes at every save: seconds each
-    time, and children that hold the output pipe open when their parent is killed.
-    """
-
-    def __init__(self, files: _StreamedFileSystem) -> None:
-        super().__init__("torch_dist", 1)
-        self._files = files
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str) -> None:
-        writer = FileSystemWriter(checkpoint_dir, sync_files=False)
-        writer.fs = self._files
-        torch_checkpoint.save(  # type: ignore[attr-defined]
-            to_torch_state(sharded_state_dict),
-            storage_writer=writer,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-class _StreamedFileSystem(FileSystem):
-    """A directory whose data file, one a rank, is a stream elsewhere."""
-
-    def __init__(self, open_copy: OpenCopy) -> None:
-        self._open_copy = open_copy
-        self.data_name = ""
-        """The name under which the checkpoint expects this rank's data."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file of the checkpoint."""
-        if not str(path).endswith(DATA_SUFFIX):
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        assert not self.data_name, f"one data file a rank, got {self.data_name} and {path}"
-        self.data_name = Path(path).name
-        with self._open_copy() as copy:
-            yield copy
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target

@@ -1,7 +1,7 @@
 """Checkpoint store: atomic directories, retention, asynchronous writes.
 
 A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
-`step_00000040/` holds Megatron's distributed checkpoint (`megatron_format.py`), `trainer.json`, and
+`step_00000040/` holds a file of each rank, `index.json` (what is where in it), `trainer.json`, and
 the marker `COMPLETE`. It is built under a hidden name while training goes on: each rank copies its
 part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
 renames the directory once every writer is done and no newer trainer has taken over.
@@ -25,8 +25,16 @@ from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
 from areal_hpc.jobs.time_limit import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.checkpoint_index import (
+    INDEX_FILE,
+    RankIndex,
+    get_rank_file,
+    merge_rank_indices,
+    write_index,
+)
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
+    STATE_FILE,
     Checkpoint,
     TrainerState,
     build_checkpoint_write_error,
@@ -39,17 +47,17 @@ from areal_hpc.rundir.checkpoints import (
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
-from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.rank_state import RankState, load_state
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
     broadcast_object,
+    gather_objects,
     raise_on_all_ranks,
     read_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.optimizer import apply_optimizer_settings, build_optimizer
-from areal_hpc.trainer.optimizer_offload import move_loaded_state_to_host
+from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.wire.fault_points import fault_point
 
 POLL_S = 0.2
@@ -82,13 +90,11 @@ class CheckpointStore:
     ) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
-        The checkpoint may be of another layout, and of other settings than those given, which hold.
+        The checkpoint may be of another layout, and of a run with other settings than those given.
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
-            megatron_format.load_sharded(policy, optimizer, checkpoint.path)
-            move_loaded_state_to_host(optimizer)
-            apply_optimizer_settings(optimizer, config)
+            load_state(policy, optimizer, checkpoint.path)
         return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
@@ -142,17 +148,13 @@ class CheckpointStore:
             dist.barrier()
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")
-            data = megatron_format.save_sharded(
-                policy, optimizer, partial, self._writer.open_memory_stream
-            )
+            held = RankState(policy, optimizer)
+            held.copy_to(self._writer.allocate_memory(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
-            small = []
-            if is_first:  # the small files are all rank 0's
-                write_trainer_state(partial, state)
-                small = [
-                    p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
-                ]
-            self._writer.begin_write(partial / data, small)
+            small = _write_small_files(partial, held, state)
+            self._writer.begin_write(
+                get_rank_file(partial, dist.get_rank()), held.size_bytes, small
+            )
             fault_point("checkpoint.while_writing")
         self._begun = Checkpoint(target, state)
         self._copied_s = time.monotonic() - began
@@ -241,6 +243,17 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         else:
             partial.rename(target)
+
+
+def _write_small_files(partial: Path, held: RankState, state: TrainerState) -> list[str]:
+    """Rank 0 says what the ranks' files hold and what they are of; its files. A collective."""
+    steps = held.count_steps()
+    parts = gather_objects(held.build_index(dist.get_rank()), RankIndex)
+    if not parts:
+        return []
+    write_index(partial, merge_rank_indices(parts, held.types, steps))
+    write_trainer_state(partial, state)
+    return [INDEX_FILE, STATE_FILE]
 
 
 def _check_visible(path: Path) -> None:

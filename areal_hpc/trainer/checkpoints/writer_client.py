@@ -1,21 +1,20 @@
 """The checkpoint writer as its rank sees it."""
 
 import contextlib
-import io
 import logging
 import os
 import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import torch
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
+from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
 from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -30,13 +29,11 @@ class WriterClient:
     """One rank's memory shared with a writer process, and that process.
 
     The memory holds one copy of the rank's part of a checkpoint, from the first one to the end of
-    the run: 16 bytes of host memory a parameter in float32, 14 in bfloat16, on the first of each
-    set of data-parallel ranks; next to nothing on the others. It is anonymous: a kill leaves
-    nothing of it behind.
+    the run: all ranks together have 14 bytes a parameter in bfloat16, 12 in float32.
     """
 
     def __init__(self) -> None:
-        self._memory = os.memfd_create("checkpoint")
+        self._memory = CopyMemory()
         self._request: WriteRequest | None = None
         self.took_s = 0.0
         """Seconds that the last file took to write."""
@@ -48,27 +45,27 @@ class WriterClient:
     def _start_writer(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "areal_hpc.trainer.checkpoints.writer_process",
-             str(self._memory), str(os.getpid())],
+             str(self._memory.descriptor), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            pass_fds=(self._memory,),
+            pass_fds=(self._memory.descriptor,),
         )  # fmt: skip
 
-    @contextmanager
-    def open_memory_stream(self) -> Iterator[io.BufferedWriter]:
-        """A stream that replaces what the memory holds. Nothing may be in the writing."""
-        assert self._request is None
-        os.lseek(self._memory, 0, os.SEEK_SET)
-        with open(self._memory, "wb", closefd=False) as stream:
-            yield stream
+    def allocate_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for a copy of what is on `device`. Nothing may be in the writing.
 
-    def begin_write(self, path: Path, neighbors: list[str]) -> None:
+        Raises:
+            OSError: There is not enough.
+        """
+        assert self._request is None
+        return self._memory.allocate(size_bytes, device)
+
+    def begin_write(self, path: Path, size_bytes: int, neighbors: list[str]) -> None:
         """Begin to write what was copied into a new file.
 
         Files beside it with the names `neighbors` are to become durable with it.
         """
-        size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
         self._request = WriteRequest(str(path), size_bytes, neighbors)
         self._tries = 1
         self._send_request(self._request)
@@ -140,7 +137,7 @@ class WriterClient:
             self._process.kill()
             self._process.wait()
         self._close_pipes()
-        os.close(self._memory)
+        self._memory.close()
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

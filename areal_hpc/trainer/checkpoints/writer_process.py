@@ -5,11 +5,15 @@ come in on standard input and replies go out on standard output, one JSON object
 lives as long as its rank, hears none of the signals meant for that one, and imports no torch.
 """
 
+import mmap
 import os
 import shutil
 import signal
+import struct
 import sys
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,15 +21,15 @@ import msgspec
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.signals import STOP_SIGNALS
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.checkpoint_index import BLOCK_BYTES
 from areal_hpc.wire.fault_points import fault_point
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""
-CHUNK_BYTES = 64 * 1024**2
 
 
 class WriteRequest(msgspec.Struct, frozen=True, tag=True):
-    """Put the first `size_bytes` of the shared memory into a new file, durably."""
+    """Put the first `size_bytes` of the shared memory and digests into a new file, durably."""
 
     path: str
     size_bytes: int
@@ -69,7 +73,7 @@ def _handle_write_request(request: WriteRequest, memory: int) -> WriteReply:
     try:
         path = Path(request.path)
         fault_point("checkpoint.before_write")
-        _copy_to_file(memory, path, request.size_bytes)
+        write_rank_file(memory, path, request.size_bytes)
         for name in request.neighbors:
             fsync_path(path.parent / name)
         fsync_path(path.parent)
@@ -78,17 +82,44 @@ def _handle_write_request(request: WriteRequest, memory: int) -> WriteReply:
     return WriteReply(time.perf_counter() - began)
 
 
-def _copy_to_file(memory: int, path: Path, size_bytes: int) -> None:
-    """Within the kernel: this process never holds the bytes itself."""
+def write_rank_file(memory: int, path: Path, size_bytes: int) -> None:
+    """Write what is in memory, and behind it the digests of its blocks. Forced to disk.
+
+    The bytes go within the kernel: this process holds none of its own.
+    """
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        offset = 0
-        while offset < size_bytes:
-            count = min(CHUNK_BYTES, size_bytes - offset)
-            offset += os.sendfile(target, memory, offset, count)
+        digests = []
+        for start, block in _map_blocks(memory, size_bytes):
+            _send_block(memory, target, start, len(block))
+            digests.append(zlib.crc32(block))
+        fault_point("checkpoint.before_digests")
+        _write_all(target, struct.pack(f"<{len(digests)}I", *digests))
         os.fsync(target)
     finally:
         os.close(target)
+
+
+def _map_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Each block of the shared memory, and where it begins."""
+    if not size_bytes:  # which could not be mapped
+        return
+    with mmap.mmap(memory, size_bytes, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
+        for start in range(0, size_bytes, BLOCK_BYTES):
+            with view[start : start + BLOCK_BYTES] as block:
+                yield start, block
+
+
+def _send_block(memory: int, target: int, start: int, size_bytes: int) -> None:
+    done = 0
+    while done < size_bytes:
+        done += os.sendfile(target, memory, start + done, size_bytes - done)
+
+
+def _write_all(target: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(target, rest) :]
 
 
 if __name__ == "__main__":

@@ -121,6 +121,15 @@ def estimate_trainer_memory(
     return max(stages, key=lambda one: one.total)
 
 
+def estimate_checkpoint_copy(arch: Architecture, config: TrainerConfig) -> int:
+    """Host memory of a rank's copy of its part of a checkpoint, in bytes.
+
+    In bfloat16 weights, float32 master weights and moments; float32 weights are their own masters.
+    """
+    each = 12 if config.dtype == "float32" else 14
+    return each * count_model_parameters(arch) // config.parallel.world_size
+
+
 def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
     """Memory of a GPU of one pipeline stage during a step."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
@@ -212,8 +221,8 @@ def count_layer_activations(
         pass
     elif arch.experts is None:
         kept += 3 * arch.ffn
-    else:  # sent tokens, gate, up and product, and what comes back to be weighed
-        kept += arch.experts.per_token * (2 * arch.hidden + 3 * arch.experts.ffn)
+    else:  # sent tokens, gate, up and weighted product
+        kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
     numbers = _count_places(parallel, tokens, kept)
     if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
         numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp

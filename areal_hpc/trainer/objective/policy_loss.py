@@ -1,5 +1,6 @@
 """Policy gradients with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ def compute_policy_loss(
     rows: TokenRowMap,
     config: ObjectiveConfig,
     scale_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float], float]:
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
     """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
     The gradient flows through `logprobs_N`, those of the weights being trained. Terms are
@@ -41,7 +42,8 @@ def compute_policy_loss(
 
     Returns:
         The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
-        largest w before the bounds, 0 without tokens.
+        largest w before the bounds, 0 without tokens. All stay on the device, which nothing waits
+        for.
     """
     proximal_N = proximal_N.detach()
     correction = correct_off_policy(proximal_N, behavior_N, rows, config)
@@ -60,11 +62,9 @@ def compute_policy_loss(
         weight_N.sum(),
         weight_N.square().sum(),
         correction.kl_N.sum(),
-        raw_N.max() if raw_N.numel() else raw_N.new_zeros(()),
     )
-    # One copy from the device.
-    *sums, weight_max = torch.stack([number.double() for number in measured]).tolist()
-    return total, dict(zip(LOSS_SUM_NAMES, sums, strict=True)), weight_max
+    sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
+    return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
 
 
 def compute_surrogate(

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.errors import ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.errors import ClusterError, OtherRankError, ShardError, SupersededTrainerError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
@@ -136,9 +136,29 @@ def refusal(paths: RunPaths, kind: type[Exception], *said: str) -> Iterator[None
 def test_a_full_disk_fails_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner = begin_training(scenario, paths)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     with refusal(paths, ClusterError, "could not be written", "quota"):
         learner.begin_checkpoint({})
+
+
+def give_no_space(learner: Learner) -> None:
+    """The rank's writer gets a few blocks onto the disk, and no more."""
+    limits = (100_000, resource.RLIM_INFINITY)
+    resource.prlimit(writer_of(learner)._process.pid, resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.on_ranks(2)
+def test_one_rank_that_cannot_write_fails_the_checkpoint(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    learner = begin_training(scenario, paths)
+    is_full = dist.get_rank() == 1
+    if is_full:
+        give_no_space(learner)
+    learner.begin_checkpoint({})
+    said = ("could not be written", "rank_00001.bin", "quota") if is_full else ()
+    with refusal(paths, ClusterError if is_full else OtherRankError, *said):
+        learner.checkpoints.finish_save()
 
 
 @on_one_rank
@@ -174,13 +194,52 @@ def test_writers_that_keep_dying_fail_the_checkpoint(scenario: Scenario, paths: 
         learner.checkpoints.finish_save()
 
 
-@on_one_rank
+@pytest.mark.on_ranks(2)
+def test_writers_of_one_rank_that_keep_dying_fail_the_checkpoint(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    """They die with all numbers written, and no digest."""
+    learner = begin_training(scenario, paths)
+    writer = begin_held(learner)
+    if is_faulty := dist.get_rank() == 1:
+        os.environ[FAULTS_VARIABLE] = "checkpoint.before_digests=kill"
+        os.kill(writer, signal.SIGKILL)
+    else:
+        os.kill(writer, signal.SIGCONT)
+    said = ("died 2 times, last with exit code -9", "rank_00001.bin") if is_faulty else ()
+    with refusal(paths, ClusterError if is_faulty else OtherRankError, *said):
+        learner.checkpoints.finish_save()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.on_ranks(2)
 def test_a_damaged_checkpoint_is_named(scenario: Scenario, paths: RunPaths) -> None:
     begin_training(scenario, paths).checkpoints.close()
-    for path in (paths.checkpoints_dir / "step_00000001").glob("*.distcp"):
-        os.truncate(path, path.stat().st_size // 2)
-    with refusal(paths, ShardError, "step_00000001"):
-        make_learner(scenario, paths)
+    file = paths.checkpoints_dir / "step_00000001" / "rank_00001.bin"
+    content = file.read_bytes()
+    is_faulty = dist.get_rank() == 1
+    damages: list[Callable[[Path], None]] = [truncate, flip_a_bit, Path.unlink]
+    for damage in damages:
+        dist.barrier()
+        if is_faulty:
+            damage(file)
+        dist.barrier()
+        said = ("step_00000001/rank_00001.bin", "move") if is_faulty else ()
+        with refusal(paths, ShardError if is_faulty else OtherRankError, *said):
+            make_learner(scenario, paths)
+        if is_faulty:
+            file.write_bytes(content)
+    dist.barrier()
+    assert make_learner(scenario, paths).state.step == 1
 
 
 @on_one_rank

@@ -34,6 +34,8 @@ ONE_RANK = {
 KILLS = [
     *((1, 0, fault, began_at) for fault, began_at in ONE_RANK.items()),
     (2, 1, "optimizer.before_step@7", {0, 2}),
+    (2, 1, "checkpoint.before_copy@2", {2}),
+    (2, 1, "checkpoint.after_copy@2", {2}),
     (2, 1, "checkpoint.while_writing@2", {2}),
     (2, 0, "checkpoint.before_rename@2", {2}),
 ]

@@ -35,7 +35,7 @@ def lines_of(recipe: Recipe, job: str) -> list[str]:
 def test_the_smallest_site_is_asked_for_processors_and_memory() -> None:
     trainer = lines_of(recipe_of(), "trainer")
     assert "#SBATCH --cpus-per-task=4" in trainer
-    assert [line for line in trainer if line.startswith("#SBATCH --mem=")] == ["#SBATCH --mem=257G"]
+    assert [line for line in trainer if line.startswith("#SBATCH --mem=")] == ["#SBATCH --mem=97G"]
     assert " --cpus-per-task=4 " in trainer[-1]
     cell = lines_of(recipe_of(), "cell-0")
     assert "#SBATCH --cpus-per-task=36" in cell

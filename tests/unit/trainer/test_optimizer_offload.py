@@ -1,6 +1,5 @@
 """Steps of an optimizer whose state is on the host, chunk after chunk, against torch's own."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,24 +77,4 @@ def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> 
             parameter.grad = torch.ones(size)
     assert all(parameter.grad is None for parameter in offloaded.parameters)
     for expected, found in zip(before, offloaded.content, strict=True):
-        assert torch.equal(expected, found)
-
-
-def test_state_that_was_loaded_goes_to_its_places() -> None:
-    """Torch replaces the state of an optimizer that loads; pinned memory is used again."""
-    source = Optimizer(has_masters=True, is_offloaded=False)
-    source.step(1)
-    offloaded = Optimizer(has_masters=True, is_offloaded=True)
-    first = offloaded.parameters[0]
-    place = offloaded.adam.state[first]["exp_avg"]
-    offloaded.adam.load_state_dict(copy.deepcopy(source.adam.state_dict()))
-    for parameter, loaded in zip(offloaded.parameters, source.parameters, strict=True):
-        parameter.data.copy_(loaded)
-    assert offloaded.adam.state[first]["exp_avg"] is not place
-    assert isinstance(offloaded.adam, HostAdamW)
-    offloaded.adam.move_to_host()
-    assert offloaded.adam.state[first]["exp_avg"] is place
-    source.step(2)
-    offloaded.step(2)
-    for expected, found in zip(source.content, offloaded.content, strict=True):
         assert torch.equal(expected, found)

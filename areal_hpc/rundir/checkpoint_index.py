@@ -1,0 +1,162 @@
+"""Index of a checkpoint: which part of which tensor is where in which rank's file. No torch.
+
+Each rank writes one file. It has the numbers that the rank's optimizer steps, column after column:
+master weights, both moments, weights. In every column they are in the same order. Behind the
+columns stand the CRC-32s of their bytes, block by block. Format 1 was Megatron's.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from areal_hpc.errors import ShardError
+
+FORMAT = 2
+INDEX_FILE = "index.json"
+MEGATRON_INDEX_FILE = ".metadata"
+"""What format 1 has in its place."""
+BLOCK_BYTES = 1024**2
+"""Who needs a part of a file reads whole blocks, which are compared with their digests."""
+DIGEST_BYTES = 4
+
+Column = Literal["master", "exp_avg", "exp_avg_sq", "weight"]
+NumberType = Literal["float32", "bfloat16"]
+TYPE_BYTES: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A block of a tensor, its numbers one after another in each column of a rank's file."""
+
+    rank: int
+    first: int
+    """Which of the rank's numbers is the first of the block."""
+    offsets: tuple[int, ...]
+    """Where in the tensor the block begins, axis by axis."""
+    sizes: tuple[int, ...]
+    """Its length in each axis: 1 in all but the last two."""
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """A Megatron parameter of all layers and experts."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+class RankIndex(msgspec.Struct, frozen=True):
+    """What one rank's file holds."""
+
+    count: int
+    """Numbers in each column."""
+    tensors: dict[str, StoredTensor]
+
+
+class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """What all files of a checkpoint hold together."""
+
+    format: int = FORMAT
+    optimizer_steps: int
+    """Steps that AdamW has counted, the same for every parameter."""
+    columns: dict[Column, NumberType]
+    """Columns of every file, in their order. Of float32 weights there are no master weights."""
+    counts: list[int]
+    """Numbers in each column of a rank's file, rank by rank."""
+    tensors: dict[str, StoredTensor]
+
+    def compute_data_bytes(self, rank: int) -> int:
+        """Size of a rank's columns."""
+        return compute_data_bytes(self.columns, self.counts[rank])
+
+    def compute_offset_bytes(self, rank: int, column: Column, first: int) -> int:
+        """Where in a rank's file one of its numbers is."""
+        names = list(self.columns)
+        before = {name: self.columns[name] for name in names[: names.index(column)]}
+        start = compute_data_bytes(before, self.counts[rank])
+        return start + first * TYPE_BYTES[self.columns[column]]
+
+
+def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
+    """Size of columns of `count` numbers each."""
+    return count * sum(TYPE_BYTES[type_] for type_ in columns.values())
+
+
+def count_blocks(data_bytes: int) -> int:
+    """Blocks of a file, each with a digest; the last one may be shorter."""
+    return -(-data_bytes // BLOCK_BYTES)
+
+
+def get_rank_file(directory: Path, rank: int) -> Path:
+    """The numbers that one rank has written, and their digests."""
+    return directory / f"rank_{rank:05d}.bin"
+
+
+def merge_rank_indices(
+    parts: Sequence[RankIndex], columns: dict[Column, NumberType], optimizer_steps: int
+) -> CheckpointIndex:
+    """The index of a checkpoint from those of its ranks, in their order.
+
+    Tensors that the ranks do not hold whole, or hold twice, are a defect of ours.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts:
+        for name, held in part.tensors.items():
+            known = tensors.setdefault(name, StoredTensor(held.shape, []))
+            assert known.shape == held.shape, name
+            known.pieces.extend(held.pieces)
+    for name, one in tensors.items():
+        count = sum(math.prod(piece.sizes) for piece in one.pieces)
+        assert count == math.prod(one.shape), f"{name}: {count} numbers of {one.shape}"
+    return CheckpointIndex(
+        optimizer_steps=optimizer_steps,
+        columns=columns,
+        counts=[part.count for part in parts],
+        tensors=tensors,
+    )
+
+
+def write_index(directory: Path, index: CheckpointIndex) -> None:
+    """Say what the files of a checkpoint hold. Not forced to disk."""
+    (directory / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+
+
+def is_megatron_format(directory: Path) -> bool:
+    """True for a checkpoint of format 1."""
+    return (directory / MEGATRON_INDEX_FILE).exists()
+
+
+def read_index(directory: Path) -> CheckpointIndex:
+    """What the files of a checkpoint hold.
+
+    Raises:
+        FileNotFoundError: There is no index.
+        ShardError: It is damaged, or of a later format.
+    """
+    file = directory / INDEX_FILE
+    content = file.read_bytes()
+    try:
+        found = msgspec.json.decode(content, type=_AnyFormat).format
+        if found == FORMAT:
+            return msgspec.json.decode(content, type=CheckpointIndex)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise build_damage_error(file, error) from error
+    raise ShardError(
+        f"the checkpoint is of format {found}; this version reads formats 1 to {FORMAT}",
+        key=str(file),
+        hint="resume the run with the version of areal_hpc that wrote it",
+    )
+
+
+class _AnyFormat(msgspec.Struct):
+    format: int
+
+
+def build_damage_error(file: Path, reason: object) -> ShardError:
+    """The error of a checkpoint with a file that is not as it was written."""
+    return ShardError(
+        f"a checkpoint cannot be read: {reason}",
+        key=str(file),
+        hint=f"move {file.parent} aside: the run then goes on from the checkpoint before",
+    )

@@ -1,0 +1,234 @@
+"""A rank's part of a checkpoint: the numbers that its optimizer steps, and where they belong.
+
+A data-parallel rank steps consecutive numbers of some parameters. It keeps their master weights,
+their moments and the weights themselves, and no others: nothing is gathered. Of what several
+tensor-parallel ranks or the stages of a tied embedding hold alike, one rank's is kept. A rank of
+whatever layout finds the numbers that it steps by their places in the whole tensors; weights that
+it only multiplies with come from the other data-parallel ranks, as after every step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from areal_hpc.errors import ArealError, ClusterError, RecipeError
+from areal_hpc.rundir.checkpoint_index import (
+    Column,
+    NumberType,
+    Piece,
+    RankIndex,
+    StoredTensor,
+    build_damage_error,
+    compute_data_bytes,
+)
+from areal_hpc.trainer.checkpoints.flat_ranges import Box, intersect, split_flat_range
+from areal_hpc.trainer.checkpoints.stored_tensors import (
+    DTYPES,
+    StoredTensors,
+    open_stored_tensors,
+)
+from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
+from areal_hpc.trainer.megatron_private import OptimizerShard, list_optimizer_shards
+from areal_hpc.trainer.model.policy import Policy
+
+
+class Place(NamedTuple):
+    """Where some consecutive numbers of a shard belong."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    may_differ: bool
+    """Another layout's tensor may have another shape: the vocabulary is padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShard:
+    """Consecutive numbers of a parameter, in every column."""
+
+    places: list[Place]
+    """One after another."""
+    columns: dict[Column, torch.Tensor]
+    """Flat, where the trainer has them: on its device or on the host."""
+    step: torch.Tensor
+    """AdamW's count."""
+    is_kept: bool
+    """False where another rank keeps the same numbers."""
+
+    def split(self) -> Iterator[tuple[Place, int]]:
+        """Each place, and which of the shard's numbers is its first."""
+        first = 0
+        for place in self.places:
+            yield place, first
+            first += place.box.numel
+
+
+class RankState:
+    """What a rank's policy and optimizer hold; it stays true while they train."""
+
+    def __init__(self, policy: Policy, optimizer: Any) -> None:
+        self._device = policy.device
+        self._shards = _list_shards(policy, optimizer)
+        self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
+        # Float32 before the others: every column begins where its numbers may.
+        if policy.dtype == torch.float32:
+            self.types["weight"] = "float32"
+        else:
+            self.types = {"master": "float32", **self.types, "weight": "bfloat16"}
+        self._kept = [shard for shard in self._shards if shard.is_kept]
+        self._count = sum(shard.columns["weight"].numel() for shard in self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the copy."""
+        return compute_data_bytes(self.types, self._count)
+
+    def count_steps(self) -> int:
+        """Steps that AdamW has taken. A collective: a rank may have nothing to step."""
+        return all_reduce_max(max((int(shard.step) for shard in self._shards), default=0))
+
+    def build_index(self, rank: int) -> RankIndex:
+        """Where in the copy everything is."""
+        tensors: dict[str, StoredTensor] = {}
+        done = 0
+        for shard in self._kept:
+            for place, first in shard.split():
+                held = tensors.setdefault(place.name, StoredTensor(place.shape, []))
+                held.pieces.append(Piece(rank, done + first, *place.box))
+            done += shard.columns["weight"].numel()
+        return RankIndex(self._count, tensors)
+
+    def copy_to(self, memory: torch.Tensor) -> None:
+        """Copy everything to memory of the host, column after column."""
+        start = 0
+        for column, type_ in self.types.items():
+            size = compute_data_bytes({column: type_}, self._count)
+            rest = memory[start : start + size].view(DTYPES[type_])
+            for shard in self._kept:
+                own = shard.columns[column]
+                rest[: own.numel()].copy_(own, non_blocking=True)
+                rest = rest[own.numel() :]
+            start += size
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def read_from(self, stored: StoredTensors) -> None:
+        """Take everything from a checkpoint, of whatever layout and type of weights."""
+        for shard in self._shards:
+            for place in shard.places:
+                _check_shape(stored, place)
+        for column in self.types:
+            source = self._choose_source(column, stored)
+            for shard in self._shards:
+                for place, first in shard.split():
+                    flat = shard.columns[column][first : first + place.box.numel]
+                    _read_place(stored, source, place, flat.view(place.box.sizes))
+        steps = stored.optimizer_steps
+        for shard in self._shards:
+            shard.step.fill_(steps)
+
+    def _choose_source(self, column: Column, stored: StoredTensors) -> Column:
+        """Float32 weights are their own master weights."""
+        if column == "weight" and "master" not in self.types and stored.has_column("master"):
+            return "master"
+        if column == "master" and not stored.has_column("master"):
+            return "weight"
+        return column
+
+
+def load_state(policy: Policy, optimizer: Any, directory: Path) -> None:
+    """Restore weights and optimizer. A collective; the layout may differ from the saved one.
+
+    Raises:
+        ShardError: The checkpoint is damaged.
+        RecipeError: It is of another model.
+        ClusterError: The storage refused.
+        OtherRankError: One of these was raised on another rank.
+    """
+    trouble: ArealError | None = None
+    try:
+        with open_stored_tensors(directory) as stored:
+            RankState(policy, optimizer).read_from(stored)
+    except FileNotFoundError as error:
+        trouble = build_damage_error(Path(error.filename), "the file is gone")
+    except OSError as error:
+        trouble = ClusterError(
+            f"a checkpoint cannot be read: {error}", key=str(directory), hint="check the mounts"
+        )
+    except ArealError as error:
+        trouble = error
+    raise_on_all_ranks(trouble)
+    policy.replica.start_param_sync()
+
+
+def _list_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
+    """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = policy.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
+    parts: dict[torch.Tensor, list[ShardedTensor]] = {
+        one.data: one.build() if isinstance(one, ShardedTensorFactory) else [one]
+        for one in nested_values(extract_sharded_tensors_and_factories(sharded)[0])
+    }
+    return [
+        _build_shard(shard, parts[shard.parameter], has_masters=policy.dtype != torch.float32)
+        for shard in list_optimizer_shards(optimizer)
+    ]
+
+
+def _build_shard(
+    shard: OptimizerShard, parts: list[ShardedTensor], has_masters: bool
+) -> StateShard:
+    columns: dict[Column, torch.Tensor] = {
+        "exp_avg": shard.moments["exp_avg"],
+        "exp_avg_sq": shard.moments["exp_avg_sq"],
+        "weight": shard.parameter.detach().view(-1)[shard.start : shard.stop],
+    }
+    if has_masters:
+        columns["master"] = shard.master
+    # The last number of an id tells data-parallel ranks apart, which here keep a range each.
+    is_kept = not any(parts[0].replica_id[:-1])
+    places = list(_list_places(parts, shard.start, shard.stop))
+    return StateShard(places, columns, shard.moments["step"], is_kept)
+
+
+def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[Place]:
+    """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
+    base = 0
+    for part in parts:
+        sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        whole = Box(tuple(part.global_offset), sizes)
+        own = range(max(start - base, 0), min(stop - base, part.data.numel()))
+        for box in split_flat_range(tuple(part.local_shape), own.start, own.stop):
+            yield Place(
+                part.key,
+                tuple(part.global_shape),
+                box.move_out_of(whole),
+                part.allow_shape_mismatch,
+            )
+        base += part.data.numel()
+
+
+def _check_shape(stored: StoredTensors, place: Place) -> None:
+    found = stored.find_shape(place.name)
+    if found != place.shape and not (place.may_differ and found and found[1:] == place.shape[1:]):
+        raise RecipeError(
+            f"the checkpoint has {found or 'nothing'} under {place.name}, expected {place.shape}",
+            key="model",
+            hint="resume with the model that the run began with",
+        )
+
+
+def _read_place(stored: StoredTensors, column: Column, place: Place, target: torch.Tensor) -> None:
+    """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
+    shape = stored.find_shape(place.name)
+    assert shape is not None
+    if (held := intersect(place.box, Box((0,) * len(shape), shape))) is not None:
+        stored.read_block(column, place.name, held, target[held.move_into(place.box).slices])

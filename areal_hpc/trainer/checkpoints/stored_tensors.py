@@ -1,0 +1,137 @@
+"""The tensors of a checkpoint, any block of which can be read: no ranks, no groups, no network.
+
+A checkpoint holds each Megatron parameter of all layers (and experts) as one tensor with a
+dimension for the layer (and the expert), in pieces that depend on the layout it was written under.
+A parameter's master weights and moments have the same shape, in columns of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from areal_hpc.rundir.checkpoint_index import (
+    TYPE_BYTES,
+    Column,
+    Piece,
+    get_rank_file,
+    is_megatron_format,
+    read_index,
+)
+from areal_hpc.trainer.checkpoints.flat_ranges import Box, compute_span, compute_strides, intersect
+from areal_hpc.trainer.checkpoints.megatron_format import MegatronTensors
+from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, of whatever format."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that AdamW has counted."""
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the column `weight`; the others are float32."""
+
+    def has_column(self, column: Column) -> bool:
+        """Whether there is such a column: master weights may be missing."""
+
+    def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None if there is no such tensor."""
+
+    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+        """Put a block of a tensor into a target of the block's sizes.
+
+        Raises:
+            FileNotFoundError: A file of the checkpoint is gone.
+            ShardError: It is damaged.
+        """
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+@contextmanager
+def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
+    """The tensors in the directory of a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: A file of it is gone.
+        ShardError: It is damaged, or of a later format.
+    """
+    stored: StoredTensors
+    stored = (MegatronTensors if is_megatron_format(directory) else RankFiles)(directory)
+    try:
+        yield stored
+    finally:
+        stored.close()
+
+
+class RankFiles:
+    """A checkpoint of format 2: a file of each rank, and an index of them all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = read_index(directory)
+        self._readers: dict[int, RankFileReader] = {}
+        self._pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = defaultdict(list)
+        """Of each layer and expert of each tensor: there can be thousands in one tensor."""
+        for name, tensor in self._index.tensors.items():
+            for piece in tensor.pieces:
+                self._pieces[name, piece.offsets[:-2]].append(piece)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that AdamW has counted."""
+        return self._index.optimizer_steps
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the column `weight`."""
+        return DTYPES[self._index.columns["weight"]]
+
+    def has_column(self, column: Column) -> bool:
+        """Whether its files have the column."""
+        return column in self._index.columns
+
+    def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's shape; None if there is no such tensor."""
+        found = self._index.tensors.get(name)
+        return found.shape if found else None
+
+    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+        """Put a block of a tensor together from the pieces of the ranks' files."""
+        assert all(size == 1 for size in box.sizes[:-2]), box
+        for piece in self._pieces[name, box.offsets[:-2]]:
+            own = Box(piece.offsets, piece.sizes)
+            if (common := intersect(own, box)) is not None:
+                place = common.move_into(box)
+                target[place.slices].copy_(self._read_within(column, piece, common.move_into(own)))
+
+    def _read_within(self, column: Column, piece: Piece, part: Box) -> torch.Tensor:
+        """A part of a piece, of which what lies between its rows is read along."""
+        first, count = compute_span(piece.sizes, part)
+        type_ = self._index.columns[column]
+        offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
+        held = self._open_file(piece.rank).read(offset_bytes, count * TYPE_BYTES[type_])
+        flat = torch.frombuffer(held, dtype=DTYPES[type_])
+        return flat.as_strided(part.sizes, compute_strides(piece.sizes))
+
+    def _open_file(self, rank: int) -> RankFileReader:
+        if rank not in self._readers:
+            self._readers[rank] = RankFileReader(
+                get_rank_file(self._directory, rank), self._index.compute_data_bytes(rank)
+            )
+        return self._readers[rank]
+
+    def close(self) -> None:
+        """Let go of the ranks' files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()

@@ -1,0 +1,96 @@
+"""A rank's file: written from shared memory, read in parts, every damage noticed."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.checkpoint_index import BLOCK_BYTES, DIGEST_BYTES, count_blocks
+from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
+from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
+
+SIZE = 3 * BLOCK_BYTES + 1234
+CONTENT = random.Random(3).randbytes(SIZE)
+
+
+def write(path: Path, content: bytes = CONTENT) -> Path:
+    memory = os.memfd_create("test")
+    try:
+        os.write(memory, content + b"of an earlier, larger copy")
+        write_rank_file(memory, path, len(content))
+    finally:
+        os.close(memory)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "rank_00000.bin")
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Bytes that are read meanwhile."""
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def count(file: int, buffers: Any, offset: int) -> int:
+        sizes.append(preadv(file, buffers, offset))
+        return sizes[-1]
+
+    with mock.patch.object(os, "preadv", count):
+        yield sizes
+
+
+def test_a_file_has_the_numbers_and_a_digest_of_each_block(file: Path) -> None:
+    content = file.read_bytes()
+    assert content[:SIZE] == CONTENT
+    assert len(content) == SIZE + 4 * DIGEST_BYTES == SIZE + count_blocks(SIZE) * DIGEST_BYTES
+
+
+def test_any_part_can_be_read(file: Path) -> None:
+    chance = random.Random(4)
+    edges = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, SIZE - 1, SIZE]
+    with closing(RankFileReader(file, SIZE)) as reader:
+        for _ in range(200):
+            start, stop = sorted(chance.sample([*edges, *chance.sample(range(SIZE), 8)], 2))
+            assert reader.read(start, stop - start) == CONTENT[start:stop]
+
+
+def test_what_is_read_in_order_is_read_once(file: Path) -> None:
+    with counted_reads() as sizes, closing(RankFileReader(file, SIZE)) as reader:
+        step = BLOCK_BYTES // 3 + 7
+        parts = [reader.read(at, min(step, SIZE - at)) for at in range(0, SIZE, step)]
+    assert b"".join(parts) == CONTENT
+    assert sum(sizes) == file.stat().st_size
+
+
+def test_a_file_of_nothing_is_a_file(tmp_path: Path) -> None:
+    assert write(tmp_path / "rank_00001.bin", b"").stat().st_size == 0
+    RankFileReader(tmp_path / "rank_00001.bin", 0).close()
+
+
+@pytest.mark.parametrize("place", [0, BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1])
+def test_a_bit_that_flipped_is_noticed_where_it_is_read(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    with closing(RankFileReader(file, SIZE)) as reader:
+        with pytest.raises(ShardError, match="crc32"):
+            reader.read(0, SIZE)
+        # Of the second block and the third only the second is changed, by one case.
+        if place != BLOCK_BYTES:
+            assert reader.read(BLOCK_BYTES, 10) == CONTENT[BLOCK_BYTES : BLOCK_BYTES + 10]
+
+
+@pytest.mark.parametrize("size", [SIZE, SIZE // 2, 0, SIZE + 100])
+def test_a_file_of_another_size_is_refused(file: Path, size: int) -> None:
+    os.truncate(file, size)
+    with pytest.raises(ShardError, match=f"has {size} bytes"):
+        RankFileReader(file, SIZE)
