@@ -51,7 +51,7 @@ class OpenAIMathAgent:
 class MultiTurnMathAgent(OpenAIMathAgent):
     """Is told when its answer is wrong, and tries again, `max_turns` times in all.
 
-    The reward is the last reply's; `rollout.agent.turn_discount` is what earlier ones share in.
+    The reward is the last reply's; `trainer.objective.credit` says how earlier ones share in it.
     """
 
     def __init__(self, max_turns: int = 8, **others: Any) -> None:

@@ -27,6 +27,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     from areal_hpc.launch.host_memory import build_host_memory_report
     from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
+    from areal_hpc.recipe.presets import describe_preset
     from areal_hpc.rundir.paths import RunPaths
 
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
@@ -42,6 +43,8 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
             yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
+    if preset := list(describe_preset(recipe.model_dump(mode="json"))):
+        yield from ["", *preset]
     yield from ["", *_describe_environment(recipe), ""]
     yield from [*build_memory_report(recipe), *build_host_memory_report(recipe)]
 

@@ -14,19 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
-
 from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
 from areal_hpc.launch.setup import refuse_other_recipe
-from areal_hpc.recipe.loading import (
-    build_recipe,
-    drop_replaced_sources,
-    load_recipe,
-    parse_overrides,
-)
+from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import read_allocation
@@ -251,9 +244,7 @@ def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, An
         return load_recipe(recipe, given)
     if not given:
         return recipe
-    tree, changes = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(given)
-    drop_replaced_sources(tree, changes)
-    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, changes)))
+    return merge_overrides(recipe, given)
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -27,6 +28,15 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 f"rollout.sampling.{name}={value}: the engine reports log-probabilities of the "
                 "whole distribution, and the trainer does not know that tokens were left out; "
                 f"{name}={neutral} trains on what was sampled"
+            )
+    trainer, default = recipe.trainer, ObjectiveConfig()
+    for name in ("clip_low", "clip_high", "clip_dual"):
+        value = getattr(trainer.objective, name)
+        if trainer.ratios_are_one and value != getattr(default, name):
+            yield (
+                f"trainer.objective.{name}={value} has no effect: with trainer.minibatches=1 and "
+                f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
+                "them differ"
             )
     if recipe.reward.isolation == "none":
         yield (
@@ -104,12 +114,16 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
-    if rollout.n_samples < 2:
+    objective = recipe.trainer.objective
+    compares = [f"baseline={objective.baseline}"] * (
+        objective.baseline in ("group_mean", "leave_one_out")
+    ) + ["scale_rewards=group"] * (objective.scale_rewards == "group")
+    if rollout.n_samples < 2 and compares:
         yield Problem(
-            f"rollout.n_samples={rollout.n_samples}: group-relative advantages compare the "
-            "episodes of one task, so at least 2 are needed",
+            f"rollout.n_samples={rollout.n_samples}: trainer.objective.{' and '.join(compares)} "
+            "compare the episodes of one task, so at least 2 are needed",
             "rollout.n_samples",
-            "use 2 or more",
+            "use 2 or more, or trainer.objective.baseline=batch_mean with scale_rewards=batch",
         )
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"

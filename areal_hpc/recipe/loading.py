@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import explain_validation_error
 from areal_hpc.recipe.cross_checks import find_conflicts
+from areal_hpc.recipe.presets import PRESET_KEY, replace_preset
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 _MISSING_VARIABLE = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {
@@ -51,6 +53,7 @@ def load_recipe(
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
     tree, given = _read_yaml(path), parse_overrides(overrides)
     drop_replaced_sources(tree, given)
+    tree = drop_replaced_preset(tree, given)
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees, tree, given), resolve=True)
     except InterpolationResolutionError as error:
@@ -161,6 +164,32 @@ def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
             problem = getattr(error, "problem", None) or "it cannot be parsed"
             hint = "put it in quotes: braces and brackets open mappings and lists"
             yield Problem(f"the value {value!r} is not YAML: {problem}", key, hint)
+
+
+def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A resolved recipe with other values: of its sources and of its preset, as `load_recipe` does.
+
+    Raises:
+        RecipeError: Every problem of the recipe at once.
+    """
+    tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
+    drop_replaced_sources(tree, given)
+    tree = drop_replaced_preset(tree, given)
+    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, given)))
+
+
+def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
+    """A recipe without what its preset set, if it is a resolved one and an override has another.
+
+    A resolved recipe names every key: what was written by hand cannot be told from the rest.
+    """
+    preset = OmegaConf.select(overrides, PRESET_KEY)
+    said = OmegaConf.select(tree, PRESET_KEY.rpartition(".")[0])
+    if preset is None or said is None or not set(ObjectiveConfig.model_fields) <= set(said):
+        return tree
+    values = OmegaConf.to_container(tree)
+    assert isinstance(values, dict)
+    return OmegaConf.create(dict(replace_preset(values, str(preset), Recipe)))
 
 
 def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
+from areal_hpc.recipe.presets import apply_preset
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
@@ -102,6 +104,11 @@ class Recipe(BaseConfig):
     """The broadcast of new weights."""
     alerts: AlertsConfig = AlertsConfig()
     """Rules by which the run is judged after each step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        return apply_preset(values) if isinstance(values, Mapping) else values
 
     @property
     def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:

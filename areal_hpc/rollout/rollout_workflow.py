@@ -18,7 +18,7 @@ RECORD_TIMEOUT_S = 60.0
 class RolloutWorkflow(ABC):
     """AReaL's other kind of agent; `rollout.agent.mode` must be `inline`.
 
-    Its clients have applied their own discount, so `rollout.agent.turn_discount` does not count.
+    Its clients have passed rewards back themselves, so `trainer.objective.credit` does not count.
     """
 
     @abstractmethod

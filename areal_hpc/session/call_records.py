@@ -1,7 +1,7 @@
 """Records of a row's model calls, made from the interactions of its path."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,24 +24,31 @@ class RenderingContext(msgspec.Struct, frozen=True):
 
 
 def build_call_records(
-    path: Sequence[Interaction], trained: Collection[str]
+    path: Sequence[Interaction],
+    trained: Collection[str],
+    followers: Mapping[str, Sequence[str]],
 ) -> tuple[list[CallRecord], dict[str, Any]]:
     """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
     contexts = [decode_context(one.context) for one in path]
     records = [
-        _build_call_record(one, context, one.interaction_id in trained)
+        _build_call_record(
+            one, context, one.interaction_id in trained, followers.get(one.interaction_id, ())
+        )
         for one, context in zip(path, contexts, strict=True)
     ]
     return records, {one.tools_hash: one.tools for one in contexts if one.tools_hash}
 
 
-def _build_call_record(call: Interaction, context: RenderingContext, trained: bool) -> CallRecord:
+def _build_call_record(
+    call: Interaction, context: RenderingContext, trained: bool, followers: Sequence[str]
+) -> CallRecord:
     reward = call.given_reward
     if reward is None and call.reward is not None:
         reward = Reward(call.reward)
     return CallRecord(
         id=call.interaction_id,
         parent_id=call.parent_id,
+        followers=list(followers),
         trained=trained,
         reward=reward,
         reuse=call.reuse,

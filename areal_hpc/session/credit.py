@@ -16,8 +16,9 @@ On a conversation of one turn after the other they agree.
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Literal
 
 from areal_hpc.errors import InvalidRewardError
@@ -25,6 +26,8 @@ from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.reward import MAX_REWARD
 
 CreditRule = Literal["tree", "chronological"]
+Followers = Mapping[str, Sequence[str]]
+"""Ids of those that pass their reward back to an interaction, by its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +56,70 @@ def assign_credit(
     """
     if not math.isfinite(turn_discount):
         raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")
-    kept = [one for one in tree if one.interaction_id not in left_out]
+    own = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     if rule == "chronological":
-        order = sorted(kept, key=lambda one: one.asked_at)
-        followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
-    else:
-        order, followers = _find_followers_by_tree(kept)
+        own = {name: 0.0 if reward is None else reward for name, reward in own.items()}
+    return pass_back_rewards(own, find_followers(tree, rule, left_out), turn_discount)
+
+
+def find_followers(
+    tree: InteractionTree, rule: CreditRule = "tree", left_out: Collection[str] = ()
+) -> dict[str, list[str]]:
+    """Who follows each interaction of a session, by id; those `left_out` are ignored."""
+    kept = [one for one in tree if one.interaction_id not in left_out]
+    if rule == "tree":
+        return _find_followers_by_tree(kept)
+    order = sorted(kept, key=lambda one: one.asked_at)
+    return {one.interaction_id: [after.interaction_id] for one, after in itertools.pairwise(order)}
+
+
+def pass_back_rewards(
+    own: Mapping[str, float | None],
+    followers: Followers,
+    turn_discount: float,
+    *,
+    own_is_total: bool = False,
+) -> dict[str, InteractionReward]:
+    """What each interaction earns, in the order of `own`, the rewards that were given.
+
+    With `own_is_total` a reward that was given is all that its interaction earns.
+    """
     earned: dict[str, InteractionReward] = {}
-    for one in reversed(order):
+    for name in TopologicalSorter({name: followers.get(name, ()) for name in own}).static_order():
+        reward = own.get(name)
         totals = [
             total
-            for follower in followers.get(one.interaction_id, ())
-            if (total := earned[follower.interaction_id].total) is not None
+            for follower in followers.get(name, ())
+            if (total := earned[follower].total) is not None
         ]
+        if own_is_total and reward is not None:
+            totals = []
         passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
-        own = one.reward if one.reward is not None or rule == "tree" else 0.0
-        earned[one.interaction_id] = InteractionReward(own, passed_back)
-    return {one.interaction_id: earned[one.interaction_id] for one in kept}
+        earned[name] = InteractionReward(reward, passed_back)
+    return {name: earned[name] for name in own}
+
+
+def weigh_branches(
+    earned: Mapping[str, InteractionReward], followers: Followers
+) -> dict[str, float]:
+    """The share of the episode's return that each interaction's terms stand for, by id.
+
+    A return is the mean over the branches after a reply, so each of k branches weighs 1/k; those
+    that begin an episode side by side are branches too. Where branches meet again their weights add
+    up. A branch that no reward reaches is none. All of a conversation without branches weighs 1.
+    """
+    counting = {name for name, one in earned.items() if one.total is not None}
+    after = {name: [one for one in followers.get(name, ()) if one in counting] for name in counting}
+    before: dict[str, list[str]] = {name: [] for name in counting}
+    for name, following in after.items():
+        for one in following:
+            before[one].append(name)
+    roots = [name for name, preceding in before.items() if not preceding]
+    weights: dict[str, float] = {}
+    for name in TopologicalSorter(before).static_order():
+        shares = [weights[one] / len(after[one]) for one in before[name]]
+        weights[name] = math.fsum(shares) if shares else 1 / len(roots)
+    return weights
 
 
 def sum_rewards(*rewards: float | None) -> float | None:
@@ -80,11 +130,8 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _find_followers_by_tree(
-    interactions: Sequence[Interaction],
-) -> tuple[list[Interaction], dict[str, list[Interaction]]]:
-    """Interactions in an order in which followers come later, and who follows whom."""
-    followers: dict[str, list[Interaction]] = {}
+def _find_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, list[str]]:
+    followers: dict[str, list[str]] = {}
     conversations: dict[str, list[Interaction]] = {}  # by their first interaction
     first: dict[str, str] = {}
     for one in interactions:
@@ -92,14 +139,14 @@ def _find_followers_by_tree(
             first[one.interaction_id] = one.interaction_id
         else:
             first[one.interaction_id] = first[one.parent_id]
-            followers.setdefault(one.parent_id, []).append(one)
+            followers.setdefault(one.parent_id, []).append(one.interaction_id)
         conversations.setdefault(first[one.interaction_id], []).append(one)
     phases = _group_overlapping_conversations(list(conversations.values()))
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
-            followers[conversation[-1].interaction_id] = [following[0] for following in after]
-    order = [one for phase in phases for conversation in phase for one in conversation]
-    return order, followers
+            last = conversation[-1].interaction_id
+            followers[last] = [following[0].interaction_id for following in after]
+    return followers
 
 
 def _group_overlapping_conversations(

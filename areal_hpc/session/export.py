@@ -3,18 +3,21 @@
 `concat`: one row per leaf, the token sequence from the root to that leaf. A reply that several
 leaves share is trained in the first of them and is context in the others, so that each sampled
 token is trained once. A path whose replies were sampled at different temperatures gives one row
-per temperature, because a row is trained at one. A row has one reward: the rewards given along its
-path, added up, and what the conversations that followed the leaf pass back.
+per temperature, because a row is trained at one.
 
-`individual`: one row per interaction, in which only its own reply is trained. Its reward is what it
-earned (`session.credit`), so earlier turns may have smaller ones.
+`individual`: one row per interaction, in which only its own reply is trained.
 
-An interaction that no reward reaches teaches nothing and is no row; it may be context in others.
+The style decides how replies are packed and nothing else: both train the same replies, and every
+row has the episode's reward, all that was given to its replies added up. What each reply earns, the
+trainer works out from the row's record, which says who follows whom (`session.credit`).
+
+A reply that no reward reaches, neither its own nor one given earlier or later in its conversation,
+teaches nothing and is no row; it may be context in others. One that its client left is not trained.
 A session that failed is kept whole, for people to read: a row per leaf, whatever was rewarded.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -23,12 +26,14 @@ import numpy.typing as npt
 
 from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
+    Followers,
     InteractionReward,
-    assign_credit,
+    find_followers,
     find_retry_orphans,
+    pass_back_rewards,
     sum_rewards,
 )
-from areal_hpc.session.rewards import get_final_reward
+from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.row_record import RowRecord
@@ -59,6 +64,8 @@ class RowPlan:
     """Interactions whose replies this row trains."""
     temperature: float
     reward: float
+    followers: Followers = field(default_factory=dict)
+    """Who follows the interactions of the path."""
 
 
 def plan_rows(
@@ -66,44 +73,72 @@ def plan_rows(
 ) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
-    earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
-    if rule.style == "concat":
-        return list(_plan_concat_rows(tree, earned))
-    return [
-        RowPlan(
-            tree.get_path_to(tree[name]), frozenset([name]), tree[name].temperature, earnings.total
-        )
-        for name, earnings in earned.items()
-        if earnings.total is not None
-    ]
+    followers = find_followers(tree, rule.credit, orphans)
+    given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in orphans}
+    is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
+    own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
+    earned = pass_back_rewards(own, followers, 1.0, own_is_total=rule.is_credited)
+    kept = _find_rewarded_conversations(tree, earned)
+    total = compute_episode_reward(tree) or 0.0
+    rows = []
+    for path, trained, temperature in _pack_replies(tree, kept, rule.style):
+        # What replies earned cannot be added up: people are shown the last one's.
+        last = earned[path[-1].interaction_id].total or 0.0
+        reward = last if rule.is_credited else total
+        rows.append(RowPlan(path, trained, temperature, reward, followers))
+    return rows
 
 
-def _plan_concat_rows(
+def _find_rewarded_conversations(
     tree: InteractionTree, earned: Mapping[str, InteractionReward]
-) -> Iterator[RowPlan]:
-    rewards: dict[str, float] = {}
-    for leaf in tree.list_completed_leaves():
-        if leaf.interaction_id in earned:
-            own = (earned[one.interaction_id].own for one in tree.get_path_to(leaf))
-            reward = sum_rewards(*own, earned[leaf.interaction_id].passed_back)
-            if reward is not None:
-                rewards[leaf.interaction_id] = reward
-    for path, fresh in find_concat_paths(tree, rewards):
-        reward = rewards[path[-1].interaction_id]
-        new = [one for one in path if one.interaction_id in fresh]
+) -> set[str]:
+    """Completed interactions that a reward reaches, or that go on from one which was given."""
+    kept, rewarded = set[str](), set[str]()
+    for one in tree:  # parents come first
+        name = one.interaction_id
+        if name not in earned:
+            continue
+        if one.reward is not None or one.parent_id in rewarded:
+            rewarded.add(name)
+        if one.completed and (name in rewarded or earned[name].total is not None):
+            kept.add(name)
+    return kept
+
+
+def _pack_replies(
+    tree: InteractionTree, kept: Collection[str], style: ExportStyle
+) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
+    """Rows of the replies `kept`: path, replies that it trains, and their temperature."""
+    if style == "individual":
+        for one in tree:
+            if one.interaction_id in kept:
+                path = tree.get_path_to(one)
+                yield path, frozenset([one.interaction_id]), one.temperature
+        return
+    for path, fresh in find_concat_paths(tree, kept):
+        new = [one for one in path if one.interaction_id in fresh and one.interaction_id in kept]
         for temperature in dict.fromkeys(one.temperature for one in new):
             trained = frozenset(one.interaction_id for one in new if one.temperature == temperature)
             last = max(i for i, one in enumerate(path) if one.interaction_id in trained)
-            yield RowPlan(path[: last + 1], trained, temperature, reward)
+            yield path[: last + 1], trained, temperature
 
 
 def find_concat_paths(
     tree: InteractionTree, kept: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
-    """From the root to each leaf among `kept`, with the interactions no earlier path had."""
+    """From the root to each of `kept` that no other of them extends, with what is new in the path.
+
+    New are the interactions that no earlier path had.
+    """
+    extended = set[str]()
+    for name in kept:
+        before = tree[name].parent_id
+        while before is not None and before not in extended:
+            extended.add(before)
+            before = tree[before].parent_id
     covered: set[str] = set()
-    for leaf in tree.list_completed_leaves():
-        if leaf.interaction_id in kept:
+    for leaf in tree:
+        if leaf.interaction_id in kept and leaf.interaction_id not in extended:
             path = tree.get_path_to(leaf)
             names = dict.fromkeys(one.interaction_id for one in path)
             yield path, frozenset(names.keys() - covered)
@@ -121,7 +156,8 @@ def plan_rows_with_unrewarded(
     if style == "individual":
         chosen = [(tree.get_path_to(tree[name]), frozenset([name])) for name in rewards]
     else:
-        chosen = list(find_concat_paths(tree, rewards))
+        completed = [name for name in rewards if tree[name].completed]
+        chosen = list(find_concat_paths(tree, completed))
     return [
         RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
         for path, trained in chosen
@@ -161,9 +197,10 @@ def export_rows(
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
-    if len(tree) and get_final_reward(tree) is None:
+    if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, rule)
+    record = msgspec.structs.replace(record, is_credited=rule.is_credited)
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
@@ -210,7 +247,7 @@ def build_row(
         at = end
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
-    calls, tool_schemas = build_call_records(plan.path, plan.trained)
+    calls, tool_schemas = build_call_records(plan.path, plan.trained, plan.followers)
     return TrajectoryRow(
         ticket_id=key.ticket_id,
         attempt=key.attempt,

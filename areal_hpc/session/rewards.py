@@ -5,6 +5,7 @@ become interactions, so they never count as the last.
 """
 
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
+from areal_hpc.session.credit import sum_rewards
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.reward import Reward, parse_reward_number
 
@@ -34,7 +35,10 @@ def parse_reward(reward: object) -> Reward:
     return reward if isinstance(reward, Reward) else Reward(parse_reward_number(reward))
 
 
-def get_final_reward(tree: InteractionTree) -> float | None:
-    """The reward of the last interaction that has one."""
+def compute_episode_reward(tree: InteractionTree, is_credited: bool = False) -> float | None:
+    """All rewards of a session added up; None without any.
+
+    Those that say what each reply earned (`is_credited`) overlap: then the last one counts.
+    """
     given = [one.reward for one in tree if one.reward is not None]
-    return given[-1] if given else None
+    return sum_rewards(*(given[-1:] if is_credited else given))

@@ -26,14 +26,16 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_rewards,
     summarize_tokens,
 )
-from areal_hpc.trainer.batch.episode_metrics import summarize_recorded_episodes
-from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.episode_metrics import group_episode_records, summarize_episodes
+from areal_hpc.trainer.batch.packing import count_scored_tokens, split_minibatches
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
     CURRENT_WEIGHTS_CHANNEL,
+    SCALE_CHANNEL,
     STALENESS_CHANNEL,
     build_rows,
+    measure_largest_advantage,
     read_batch,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
@@ -44,6 +46,7 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_m
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
+from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_metrics import (
     STEP_HISTOGRAM_BINS,
     STEP_MAXIMUM_NAMES,
@@ -150,25 +153,28 @@ class Learner:
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):
-            metrics = self._summarize_batch(batch, manifest)
+            metrics = self._summarize_batch(batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
+            minibatches = split_minibatches(rows, config.minibatches)
+            factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             parts = [
                 make_micro_batches(
                     self.policy, part, list(rows[0].channels), config.max_tokens_per_microbatch
                 )
-                for part in _split_minibatches(rows, config.minibatches)
+                for part in minibatches
             ]
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with explain_out_of_memory(self.policy, config, "trainer"):
-                stats, norms = self._take_optimizer_steps(parts, rate)
+                stats, norms = self._take_optimizer_steps(parts, factors, rate)
         untrained += self._build_nonfinite_records(norms, manifest.step)
         self._advance_state(manifest, untrained)
         trained_tokens = metrics["tokens/trained"]
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
+            "advantage/abs_max": measure_largest_advantage(rows),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **build_norm_metrics(norms),
             "lr": rate,
@@ -180,9 +186,7 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _summarize_batch(
-        self, batch: Sequence[TrajectoryRow], manifest: BatchManifest
-    ) -> dict[str, float]:
+    def _summarize_batch(self, batch: Sequence[TrajectoryRow]) -> dict[str, float]:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
         groups = group_episode_rewards(batch)
         reward_range = extend_reward_range(self.state.reward_range, groups)
@@ -193,7 +197,7 @@ class Learner:
         }
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
-            metrics |= summarize_recorded_episodes(manifest, self._shards)
+            metrics |= summarize_episodes(group_episode_records(batch))
         return metrics
 
     def _read_sound_rows(
@@ -242,10 +246,11 @@ class Learner:
         )
 
     def _take_optimizer_steps(
-        self, parts: Sequence[Sequence[MicroBatch]], rate: float
+        self, parts: Sequence[Sequence[MicroBatch]], factors: Sequence[float], rate: float
     ) -> tuple[ReducedStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
 
+        A part's loss is multiplied by its factor (`objective/loss_aggregation.py`).
         With a single part the weights at the start of the batch are those of its only forward
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """
@@ -258,8 +263,8 @@ class Learner:
                 )
             )
         norms = []
-        for number, part in enumerate(parts):
-            loss = partial(self._compute_loss, taken=number / len(parts))
+        for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
+            loss = partial(self._compute_loss, taken=number / len(parts), factor=factor)
             seen, norm = train_step(
                 self.policy, self._optimizer, part, loss, rate, measures_entropy=True
             )
@@ -276,7 +281,7 @@ class Learner:
         return logprobs_N.sum(), _compare_with_engine(batch, logprobs_N)
 
     def _compute_loss(
-        self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
+        self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float, factor: float
     ) -> tuple[torch.Tensor, LossStats]:
         """The loss of a micro-batch after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
@@ -287,13 +292,14 @@ class Learner:
             batch.channels_N[ADVANTAGE_CHANNEL],
             batch.rows,
             self._config.objective,
+            batch.channels_N.get(SCALE_CHANNEL),
         )
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL_CHANNEL not in batch.channels_N:
             stats.add(_compare_with_engine(batch, held_N))
-        return total, stats
+        return total * factor, stats
 
     def _compute_proximal_logprobs(
         self, batch: MicroBatch, held_N: torch.Tensor, taken: float
@@ -349,8 +355,3 @@ def _compare_with_engine(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossSta
         batch.channels_N[CURRENT_WEIGHTS_CHANNEL] != 0,
     )
     return LossStats(found.sums, {"mismatch": found.max_abs_diff}, {"mismatch": found.histogram_B})
-
-
-def _split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
-    """Rows dealt out in turn, so that each part sees every group; no part is empty."""
-    return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]

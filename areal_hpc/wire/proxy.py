@@ -46,9 +46,10 @@ class ExportSettings(Struct, frozen=True):
     """Settings of the export of a session to training rows (`session.export`)."""
 
     style: Literal["concat", "individual"] = "concat"
-    turn_discount: float = 1.0
     credit: Literal["tree", "chronological"] = "tree"
     drop_retry_orphans: bool = True
+    is_credited: bool = False
+    """Rewards are what each reply earned: the agent's client has passed them back."""
 
 
 class SessionLimits(Struct, frozen=True):
@@ -128,7 +129,7 @@ class AwaitSessionRequest(Struct, frozen=True):
 
 
 class AwaitSessionReply(Struct, frozen=True):
-    """End of a session, if it has come, and the reward of its last interaction that has one."""
+    """End of a session, if it has come, and all its rewards added up."""
 
     ended: bool
     reward: float | None = None
@@ -167,7 +168,7 @@ class EndSessionReply(Struct, frozen=True):
     message: str
     interaction_count: int
     reward: float | None = None
-    """The reward of the last interaction that has one."""
+    """All rewards added up; if they say what each reply earned, the last one."""
     replicas_serving: int = 1
     """Of the cell, now: while it is 0, an episode fails through no fault of its agent."""
 

@@ -17,6 +17,8 @@ class CallRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The reply's."""
     parent_id: str | None = None
     """The reply after whose tokens its prompt goes on; None where a prompt begins anew."""
+    followers: list[str] = []
+    """The replies that pass their reward on to this one, by the run's rule of credit."""
     trained: bool = False
     """This row trains the reply. One that several rows share is trained in the first of them."""
     reward: Reward | None = None
@@ -57,6 +59,8 @@ class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     ignored: dict[str, int] = {}
     """How often the episode's requests asked for what has no effect, by the parameter's name."""
     calls: list[CallRecord] = []
+    is_credited: bool = False
+    """The rewards of its calls are what each earned: the agent's client has passed them back."""
     cause: str = ""
     """Of a failed episode: the exception and its line, such as `KeyError at agent.py:31`."""
     error: str = ""

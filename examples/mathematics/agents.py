@@ -41,7 +41,8 @@ class MathAgent:
 class MultiTurnMathAgent(MathAgent):
     """Is told when its answer is wrong, and tries again; later successes are worth less.
 
-    With `rollout.agent.turn_discount` below 1 the early turns of a success share in it less, too.
+    With `trainer.objective.credit=turn` and a `turn_discount` the early turns of a success share in
+    it less, too.
     """
 
     def __init__(self, max_turns: int = 3, decay: float = 0.9, **others: Any) -> None:

@@ -9,6 +9,7 @@ from areal_hpc.proxy.dialects.parameter_table import render_parameter_table
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,
+    bias_table,
     document_table,
     mistakes,
     rank_kill,
@@ -26,6 +27,9 @@ def _render_dialects() -> str:
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
     ("areal-documents.md", "blocks"): document_table.table,
+    ("bias.md", "cosines"): bias_table.table,
+    ("bias.md", "eight"): bias_table.table_of_eight,
+    ("bias.md", "norms"): bias_table.norm_table,
     ("dialects.md", "parameters"): _render_dialects,
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,

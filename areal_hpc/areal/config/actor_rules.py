@@ -21,7 +21,7 @@ from areal_hpc.areal.config.rules import (
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
 NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
-GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
+REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
 def _translate_eps_clip(value: Any, source: ArealConfigValues) -> dict[str, Any]:
@@ -114,8 +114,27 @@ def _translate_weight_bucket_size(value: Any, source: ArealConfigValues) -> dict
     return {"weights.bucket_bytes": int(value) * 1024 * 1024}
 
 
-def _check_norm_level(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    return {} if value == "group" else Untranslatable(GROUP_NORM_REASON)
+def _translate_reward_norm(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    """Baseline and scale, whichever key of the section is asked about."""
+    mean, std = source("actor.reward_norm.mean_level"), source("actor.reward_norm.std_level")
+    if std is not None and std != mean:
+        return Untranslatable(
+            "rewards are divided by the deviation from their own baseline: std_level is null, or "
+            "the same as mean_level"
+        )
+    leaves_own_out = source("actor.reward_norm.mean_leave1out")
+    if leaves_own_out and (mean != "group" or std is not None):
+        return Untranslatable("mean_leave1out goes with mean_level=group and std_level=null")
+    baselines = {None: "none", "batch": "batch_mean", "group": "group_mean"}
+    found: dict[str, Any] = {
+        "trainer.objective.baseline": "leave_one_out" if leaves_own_out else baselines[mean],
+        "trainer.objective.scale_rewards": std or "none",
+    }
+    if std is not None and not source("actor.reward_norm.std_unbiased"):
+        found["trainer.objective.std_ddof"] = 0
+    return found
 
 
 def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
@@ -177,7 +196,7 @@ ACTOR_RULES = (
         _translate_eps_clip,
     ),
     ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
-    unsupported_rule("actor.c_clip", "no second bound for negative advantages"),
+    renamed_rule("actor.c_clip", "trainer.objective.clip_dual"),
     alias_rule(
         "actor.temperature",
         "gconfig.temperature",
@@ -185,15 +204,16 @@ ACTOR_RULES = (
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
     Rule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
-    Rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _check_norm_level, only_if_given=True),
-    Rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _check_norm_level, only_if_given=True),
-    fixed_rule("actor.reward_norm.mean_leave1out", False, GROUP_NORM_REASON),
-    ignored_rule(
-        "actor.reward_norm.std_unbiased", "it scales all advantages of a group size alike"
+    *(
+        Rule(f"actor.reward_norm.{name}", REWARD_NORM_NOTE, _translate_reward_norm)
+        for name in ("mean_level", "std_level", "mean_leave1out", "std_unbiased")
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
     Rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
-    ignored_rule("actor.reward_norm", f"{GROUP_NORM_REASON}, without this section too"),
+    ignored_rule(
+        "actor.reward_norm",
+        "without the section, rewards are compared with their group's mean in its deviations",
+    ),
     ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
     ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
     unsupported_rule("actor.reward_clip", "rewards are not clipped; clip them in the agent"),
@@ -202,8 +222,8 @@ ACTOR_RULES = (
         False,
         "rewards are not scaled; return the scaled reward from the agent",
     ),
-    fixed_rule("actor.mask_no_eos_with_zero", False, "truncated replies keep their reward"),
-    fixed_rule("actor.discount", 1.0, "a reward counts for the whole row; see `turn_discount`"),
+    renamed_rule("actor.mask_no_eos_with_zero", "trainer.objective.overlong.mask"),
+    fixed_rule("actor.discount", 1.0, "a reward counts for the whole episode; see `turn_discount`"),
     fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
     fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),
     unsupported_rule(
@@ -237,7 +257,7 @@ ACTOR_RULES = (
         "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
     ),
     ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.off_policy_correction_low`"),
-    fixed_rule("actor.importance_sampling_level", "token", "ratios are of tokens"),
+    renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
     fixed_rule("actor.init_from_scratch", False, "a model starts from its directory"),

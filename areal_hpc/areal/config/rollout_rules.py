@@ -82,12 +82,25 @@ def _non_sampling_generation_rules(section: str) -> tuple[Rule, ...]:
     )
 
 
+def _translate_turn_discount(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+    """Without a discount all turns of an episode share its final reward alike."""
+    if value == 1:
+        return {}
+    return {"trainer.objective.credit": "turn", "trainer.objective.turn_discount": value}
+
+
 def _agent_rules(section: str) -> tuple[Rule, ...]:
     """`rollout.agent`, and `rollout.openai` as it was called."""
     here = "rollout.agent"
     given = section != here
-    kept = ("mode", "turn_discount", "export_style", "subproc_max_workers", "drop_retry_orphans")
+    kept = ("mode", "export_style", "subproc_max_workers", "drop_retry_orphans")
     return (
+        Rule(
+            f"{section}.turn_discount",
+            "`trainer.objective.turn_discount`, with `credit=turn` where it is below 1",
+            _translate_turn_discount,
+            only_if_given=given,
+        ),
         *(
             renamed_rule(f"{section}.{name}", f"{here}.{name}", only_if_given=given)
             for name in kept

@@ -9,6 +9,7 @@ from typing import Any
 from areal_hpc.areal.api.cli_args import (
     AgentRLConfig,
     BaseExperimentConfig,
+    NormConfig,
     RejectionSamplingConfig,
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
@@ -25,8 +26,11 @@ RULE_BY_KEY: dict[str, Rule] = {
 AREAL_IDENTIFYING_KEYS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
 
-REJECTION_SAMPLING_KEY = "actor.rejection_sampling"
-"""An optional section whose keys have defaults that mean something once it is there."""
+OPTIONAL_SECTIONS = {
+    "actor.rejection_sampling": RejectionSamplingConfig,
+    "actor.reward_norm": NormConfig,
+}
+"""Sections whose keys have defaults that mean something once they are there."""
 EXTRA_ARGS_KEY = "inference.extra_args"
 
 
@@ -75,9 +79,9 @@ def translate_to_recipe(
                 hint="give the file that AReaL's --config names",
             )
         stated = {key: value for key, value in flatten(config).items() if value != {}}
-        if any(key.startswith(f"{REJECTION_SAMPLING_KEY}.") for key in stated):
-            own = dataclasses.asdict(RejectionSamplingConfig())
-            defaults |= flatten(own, f"{REJECTION_SAMPLING_KEY}.")
+        for section, model in OPTIONAL_SECTIONS.items():
+            if any(key.startswith(f"{section}.") for key in stated):
+                defaults |= flatten(dataclasses.asdict(model()), f"{section}.")
         absent = {
             key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
         }

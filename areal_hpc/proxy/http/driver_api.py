@@ -17,7 +17,7 @@ from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
-from areal_hpc.session.rewards import find_interaction_to_reward, get_final_reward, parse_reward
+from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
 from areal_hpc.session.soundness import find_description_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
@@ -127,7 +127,7 @@ class DriverApi:
         while True:
             session = self._require_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
-                return wire.AwaitSessionReply(session.ended, get_final_reward(session.tree))
+                return wire.AwaitSessionReply(session.ended, session.reward)
             await asyncio.sleep(SESSION_END_POLL_S)
 
     def grant_capacity(self) -> wire.GrantCapacityReply:
@@ -208,7 +208,7 @@ class DriverApi:
         if not session.ended:
             self._recorder.record(events.SessionEnded(session.session_id, time.time()))
         return wire.EndSessionReply(
-            "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
+            "ended", len(session.tree), session.reward, self._router.serving_count
         )
 
     def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
@@ -239,7 +239,7 @@ class DriverApi:
                 raise ProxyRequestError(409, f"{name} is not one of this ticket", key="session_ids")
             if not session.ended:
                 raise ProxyRequestError(409, f"{name} is open", key="session_ids")
-            if get_final_reward(session.tree) is None:
+            if session.reward is None:
                 hint = "set a reward before the session ends"
                 raise ProxyRequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))

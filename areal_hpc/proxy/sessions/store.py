@@ -16,7 +16,7 @@ from areal_hpc.session.export import (
     export_rows,
     plan_rows,
 )
-from areal_hpc.session.rewards import give_reward, parse_reward
+from areal_hpc.session.rewards import compute_episode_reward, give_reward, parse_reward
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
@@ -77,6 +77,11 @@ class Session:
     def must_persist(self) -> bool:
         """True if what is said must outlive this process."""
         return not self.request.disposable
+
+    @property
+    def reward(self) -> float | None:
+        """What its episode earned so far; None before any reward."""
+        return compute_episode_reward(self.tree, self.request.export.is_credited)
 
     def touch(self) -> None:
         """Put off the idle timeout."""

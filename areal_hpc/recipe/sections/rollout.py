@@ -40,18 +40,15 @@ class AgentExecutionConfig(BaseConfig):
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     export_style: Literal["concat", "individual"] = "concat"
-    """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
-    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount per turn: the share of a later turn's reward that an earlier turn gets."""
+    """Packing: `concat`: a row per branch of the conversation; `individual`: one per model call."""
     credit: Literal["tree", "chronological"] = "tree"
-    """Who shares a reward: `tree`: the turns that led to it; `chronological`: all earlier calls."""
+    """Whom a reward passes back to: `tree`: what led to it; `chronological`: all earlier calls."""
     drop_retry_orphans: bool = True
     """Drop unused replies to a retried request; false if the agent resamples on purpose."""
 
-    def build_export_settings(self, is_discounted: bool) -> ExportSettings:
-        """How rows are made; `is_discounted` if the agent has passed rewards back itself."""
-        discount = 0.0 if is_discounted else self.turn_discount
-        return ExportSettings(self.export_style, discount, self.credit, self.drop_retry_orphans)
+    def build_export_settings(self, is_credited: bool) -> ExportSettings:
+        """How rows are made; `is_credited` if the agent has passed rewards back itself."""
+        return ExportSettings(self.export_style, self.credit, self.drop_retry_orphans, is_credited)
 
 
 class EpisodeLimitsConfig(BaseConfig):
@@ -79,7 +76,7 @@ class RolloutConfig(BaseConfig):
     min_samples: Annotated[int | None, Field(ge=2)] = None
     """Train a group with at least this many episodes when the others failed; null: all."""
     filter_same_reward: bool = False
-    """Leave groups whose final rewards are all equal out of training; they teach nothing."""
+    """Leave groups whose episodes all earned the same out of training; they teach nothing."""
     should_accept: str = ""
     """`package.module:function` of `{"rewards": array, "task": row}`: whether to train it."""
     curriculum: str = ""

@@ -83,13 +83,67 @@ class AdamConfig(BaseConfig):
     """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
 
 
-class ObjectiveConfig(BaseConfig):
-    """The clipped policy-gradient objective; pi_b is the policy that sampled a token."""
+class OverlongConfig(BaseConfig):
+    """Treatment of replies that reached their limit of tokens, or came near it."""
 
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    mask: bool = False
+    """A reply that was cut at its limit leaves the loss; its reward still counts in its group."""
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The most that a long reply takes off what it earned (DAPO's soft penalty: 1)."""
+    expected_tokens: Annotated[int, Field(ge=0)] | None = None
+    """A reply up to this long costs nothing."""
+    cache_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Over so many tokens more the penalty grows to its most."""
+
+    @model_validator(mode="after")
+    def _check_penalty_keys(self) -> OverlongConfig:
+        lengths = (self.expected_tokens, self.cache_tokens)
+        if (self.penalty > 0) != (None not in lengths) or lengths.count(None) == 1:
+            raise ValueError(
+                "penalty, expected_tokens and cache_tokens belong together, got "
+                f"penalty={self.penalty}, expected_tokens={lengths[0]}, cache_tokens={lengths[1]}: "
+                "set all three, or none"
+            )
+        return self
+
+
+class ObjectiveConfig(BaseConfig):
+    """The policy-gradient objective; pi_b is the policy that sampled a token."""
+
+    preset: Literal[
+        "default", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "icepop"
+    ] = "default"
+    """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Each reply earns all rewards of its episode, or its own and what passes back to it."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With credit=turn: the share of what followers of a reply earn that passes back to it."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    """Subtracted from what a reply earned: a mean of its group, of others in it, of the batch."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """The differences are divided by their standard deviation over the group, the batch, or not."""
+    std_ddof: Literal[0, 1] = 1
+    """Degrees of freedom that a standard deviation loses; 0 is AReaL's, biased one."""
+    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
+    """Differences of a group that vary less than this teach nothing: their advantages are zero."""
+    surrogate: Literal["clip", "cispo", "none"] = "clip"
+    """Of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; A log pi."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Ratios are of each token, or the geometric mean over the row (GSPO)."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + this."""
+    clip_dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """A term with A < 0 is at least this times A, whatever its ratio; null: it has no bound."""
+    loss_agg: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+    ] = "token_mean"
+    """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
+    loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
+    """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Replies that are cut, or nearly."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
@@ -102,8 +156,40 @@ class ObjectiveConfig(BaseConfig):
     """Lower bound; 0 is none."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
-    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
-    """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
+
+    @model_validator(mode="after")
+    def _check_credit_keys(self) -> ObjectiveConfig:
+        if self.credit == "episode" and self.turn_discount != 1:
+            raise ValueError(
+                "with credit=episode all replies earn the same, and no turn is discounted by "
+                f"turn_discount={self.turn_discount}: set credit=turn"
+            )
+        if self.scale_rewards == "none" and self.std_ddof != 1:
+            raise ValueError(
+                f"with scale_rewards=none there is no standard deviation, got std_ddof="
+                f"{self.std_ddof}: leave it out, or set scale_rewards=group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_surrogate_keys(self) -> ObjectiveConfig:
+        if self.clip_dual is not None and self.surrogate != "clip":
+            raise ValueError(
+                f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "
+                "leave it out"
+            )
+        if self.ratio_level == "sequence" and self.surrogate == "none":
+            raise ValueError(
+                "surrogate=none has no ratio, so ratio_level=sequence means nothing: "
+                "set ratio_level=token, or surrogate=clip"
+            )
+        if (self.loss_scale_tokens is None) == (self.loss_agg == "seq_mean_token_sum_norm"):
+            raise ValueError(
+                "loss_scale_tokens belongs to loss_agg=seq_mean_token_sum_norm, got "
+                f"loss_scale_tokens={self.loss_scale_tokens} with loss_agg={self.loss_agg}: set "
+                "both (to rollout.sampling.max_new_tokens, for one), or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_correction_keys(self) -> ObjectiveConfig:
@@ -171,6 +257,11 @@ class TrainerConfig(BaseConfig):
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
     @property
+    def ratios_are_one(self) -> bool:
+        """True if the proximal policy is always the one that is trained."""
+        return self.minibatches == 1 and self.objective.proximal != "none"
+
+    @property
     def activations(self) -> ActivationConfig:
         """How activations wait for the backward pass."""
         return ActivationConfig(
@@ -179,6 +270,20 @@ class TrainerConfig(BaseConfig):
             recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
+
+    @model_validator(mode="after")
+    def _check_that_ratios_differ(self) -> TrainerConfig:
+        one = self.objective
+        wanted = [f"surrogate={one.surrogate}"] * (one.surrogate == "cispo")
+        wanted += [f"ratio_level={one.ratio_level}"] * (one.ratio_level == "sequence")
+        if wanted and self.ratios_are_one:
+            raise ValueError(
+                f"objective.{' and objective.'.join(wanted)} would have no effect: with "
+                f"minibatches=1 and objective.proximal={one.proximal} every ratio is 1. Set "
+                "minibatches=2 or more, or objective.proximal=none with "
+                "objective.off_policy_correction=none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

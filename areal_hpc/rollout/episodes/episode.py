@@ -250,7 +250,7 @@ async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -
 async def _send_rewards_and_end_session(
     rewards: dict[str | None, Reward], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
-    """Give the rewards to the proxy and end the session. The reward of the last interaction."""
+    """Give the rewards to the proxy and end the session; all of them added up."""
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)

@@ -85,7 +85,7 @@ class GroupFilter:
     def get_rejection_reason(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
         """Why the group is not trained; empty if it is.
 
-        `rewards` has that of the last rewarded interaction of each episode.
+        `rewards` has all of each episode, added up.
 
         Raises:
             AgentError: The user's function raised, or returned neither true nor false.

@@ -4,18 +4,13 @@ Rows of shards before format v2 know little of their calls: what none of a batch
 from its metrics, not zero.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from areal_hpc.errors import ShardError
-from areal_hpc.shards.checked_shards import CheckedShards
-from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.row_record import CallRecord, RowRecord
-
-logger = logging.getLogger(__name__)
+from areal_hpc.wire.trajectory import TrajectoryRow
 
 CUT_FINISH_REASON = "length"
 """How a reply ends that reached its limit of tokens."""
@@ -38,20 +33,12 @@ class EpisodeRecord:
         return max(0.0, self.ended_at - self.started_at) if self.started_at else 0.0
 
 
-def read_episode_records(manifest: BatchManifest, shards: CheckedShards) -> list[EpisodeRecord]:
-    """The episodes of a batch.
-
-    Raises:
-        ShardError: A shard is gone, or what it says of a row cannot be read.
-    """
-    rows_of: dict[str, list[int]] = {}
-    for ticket in manifest.tickets:
-        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
+def group_episode_records(batch: Sequence[TrajectoryRow]) -> list[EpisodeRecord]:
+    """The episodes of a batch."""
     found: dict[str, list[RowRecord]] = {}
-    for shard, rows in rows_of.items():
-        for record in shards.read_records(shard, rows):
-            session = record.session_id or f"row {len(found)}"  # a row of before format v2
-            found.setdefault(session, []).append(record)
+    for row in batch:
+        session = row.record.session_id or f"row {len(found)}"  # a row of before format v2
+        found.setdefault(session, []).append(row.record)
     return [merge_rows(records) for records in found.values()]
 
 
@@ -62,15 +49,6 @@ def merge_rows(records: Sequence[RowRecord]) -> EpisodeRecord:
         if call.trained or call.id not in calls:
             calls[call.id] = call
     return EpisodeRecord(first.cell, first.started_at, first.ended_at, calls)
-
-
-def summarize_recorded_episodes(manifest: BatchManifest, shards: CheckedShards) -> dict[str, float]:
-    """Metrics of a batch's episodes; none if what is recorded of them cannot be read."""
-    try:
-        return summarize_episodes(read_episode_records(manifest, shards))
-    except ShardError as error:  # the tokens can be read: what is said of them is no condition
-        logger.warning("metrics of episodes are left out: %s", error)
-        return {}
 
 
 def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:

@@ -68,6 +68,16 @@ class Pack:
     """The rows' channels at the predicted tokens."""
 
 
+def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
+    """Tokens that the loss sees: nothing predicts the first one of a row."""
+    return sum(int(np.count_nonzero(row.loss_mask_T[1:])) for row in rows)
+
+
+def split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
+    """Rows dealt out in turn, so that each part sees every group; no part is empty."""
+    return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
+
+
 def compute_padded_length(length: int, split: PackParallelism) -> int:
     """Tokens a sequence takes in a pack."""
     return -(-length // split.sequence_multiple) * split.sequence_multiple

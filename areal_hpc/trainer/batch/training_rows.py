@@ -11,21 +11,26 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
+from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.collectives import read_on_all_ranks
-from areal_hpc.trainer.objective.advantages import compute_group_advantages
+from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
+from areal_hpc.trainer.objective.reply_credit import credit_batch
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
+from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
-ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL, STALENESS_CHANNEL = (
+ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
     "advantage",
     "behavior",
     "current",
-    "age",
 )
-"""Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
-current weights did the sampling, and how many versions old those that did it are."""
+STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
+"""Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
+weights did the sampling; if the objective needs them, how many versions old those that did it are,
+and what terms are multiplied by."""
 
 
 def read_batch(
@@ -57,7 +62,10 @@ def read_rows_by_ticket(
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    found = {name: iter(shards.read_rows(name, rows)) for name, rows in rows_of.items()}
+    found = {
+        name: map(_add_record, shards.read_rows(name, rows), shards.read_records(name, rows))
+        for name, rows in rows_of.items()
+    }
     batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
     for ticket, rows in zip(manifest.tickets, batch, strict=True):
         for row in rows:
@@ -69,6 +77,10 @@ def read_rows_by_ticket(
                     hint="restore manifests/ and shards/ from the same copy",
                 )
     return batch
+
+
+def _add_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
+    return replace(row, record=record)
 
 
 def drop_unsound_tickets(
@@ -112,30 +124,52 @@ def build_rows(
     objective: ObjectiveConfig,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
-    advantages_B = compute_group_advantages(
-        [row.reward for row in batch],
-        [row.ticket_id for row in batch],
-        [row.episode for row in batch],
-        objective.min_reward_std,
-    )
+    credit = credit_batch(batch, objective)
+    advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
+    masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
+    scales = compute_row_scales(
+        [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
+        [(one.ticket_id, one.episode) for one in batch],
+        objective,
+    )
     rows = []
-    for trajectory, advantage in zip(batch, advantages_B, strict=True):
+    for place, (trajectory, spans) in enumerate(zip(batch, credit.spans, strict=True)):
         size = trajectory.num_tokens
+        advantages_T = np.zeros(size, dtype=np.float32)
+        for begin, end, number in spans:
+            advantages_T[begin:end] = advantages_K[number]
         channels = {
-            ADVANTAGE_CHANNEL: np.full(size, advantage, dtype=np.float32),
+            ADVANTAGE_CHANNEL: advantages_T,
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
             CURRENT_WEIGHTS_CHANNEL: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
+        if scales is not None:
+            channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
             )
-        rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
+        rows.append(TrainingRow(trajectory.input_ids_T, masks[place], channels))
     return rows
+
+
+def measure_largest_advantage(rows: Sequence[TrainingRow]) -> float:
+    """Of the tokens that the loss sees, without its sign; 0 without any."""
+    seen = [np.abs(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows]
+    return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
+
+
+def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
+    """The row's loss mask without the replies that were cut at their limit of tokens."""
+    mask_T = row.loss_mask_T.copy()
+    for call in row.record.calls:
+        if call.finish_reason == CUT_FINISH_REASON:
+            mask_T[call.prompt_tokens : call.prompt_tokens + call.reply_tokens] = 0
+    return mask_T
 
 
 def list_current_weight_names(

@@ -1,39 +1,94 @@
-"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2). Pure numpy."""
+"""Advantages: what replies earned, less a baseline, in units of their spread. Pure numpy.
 
-from collections.abc import Sequence
+| `baseline` | subtracted from a number x of a group | source |
+|---|---|---|
+| `group_mean` | the mean of its group's | GRPO, arXiv:2402.03300, section 4.1.2 |
+| `leave_one_out` | the mean of the group's other episodes | RLOO, arXiv:2402.14740, section 3 |
+| `batch_mean` | the mean of the batch's | REINFORCE++, arXiv:2501.03262 |
+| `none` | nothing | REINFORCE |
+
+`scale_rewards` divides the differences by their own standard deviation, over the group or the
+batch. Where they need not add up to zero, that is the root of their mean square. So no advantage
+exceeds (m-1)/sqrt(m) for m of them that add up to zero with `std_ddof=1`, nor sqrt(m) otherwise.
+"""
 
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.trainer.objective.reply_credit import BatchCredit
 
-def compute_group_advantages(
-    rewards: Sequence[float],
-    groups: Sequence[int],
-    episodes: Sequence[int],
-    min_reward_std: float,
-) -> npt.NDArray[np.float32]:
-    """Advantage of each row over its group, in (unbiased) standard deviations of the group [B].
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
-    Every row has a reward, a group (its ticket) and an episode of that group. An episode counts
-    once, however many rows its forks gave it. Groups that vary less than `min_reward_std` get zero
-    advantage, as do groups of one episode.
+
+def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> FloatArray:
+    """The advantage of each number of a batch, times its weight [K].
+
+    Differences that vary less than `min_reward_std`, over the group (or the batch, if they are
+    scaled by its spread), are zero.
     """
-    rewards_B = np.asarray(rewards, dtype=np.float64)
-    groups_B, episodes_B = np.asarray(groups), np.asarray(episodes)
-    advantages_B = np.zeros(len(rewards_B), dtype=np.float32)
-    for group in np.unique(groups_B):
-        members = groups_B == group
-        own = rewards_B[members]
-        earned = compute_mean_episode_rewards(own, episodes_B[members])
-        spread = earned.std(ddof=1) if len(earned) > 1 else 0.0
-        if spread >= min_reward_std:
-            advantages_B[members] = (own - earned.mean()) / spread
-    return advantages_B
+    by_batch = np.zeros_like(credit.groups_K)
+    baselines_K = {
+        "group_mean": lambda: _compute_means(credit.earned_K, credit.groups_K),
+        "leave_one_out": lambda: _compute_means_of_others(credit),
+        "batch_mean": lambda: _compute_means(credit.earned_K, by_batch),
+        "none": lambda: np.zeros_like(credit.earned_K),
+    }[objective.baseline]()
+    advantages_K = credit.earned_K - baselines_K
+    sets_K = by_batch if objective.scale_rewards == "batch" else credit.groups_K
+    for one in np.unique(sets_K):
+        members = sets_K == one
+        lost = objective.std_ddof if sums_to_zero(credit, members, objective) else 0
+        spread = _measure_spread(advantages_K[members], int(members.sum()) - lost)
+        if spread < objective.min_reward_std:
+            advantages_K[members] = 0.0
+        elif objective.scale_rewards != "none":
+            advantages_K[members] /= spread
+    return advantages_K * credit.weights_K
 
 
-def compute_mean_episode_rewards(
-    rewards: npt.ArrayLike, episodes: npt.ArrayLike
-) -> npt.NDArray[np.float64]:
+def _measure_spread(differences: FloatArray, free: int) -> float:
+    """The root of their mean square about zero, of so many degrees of freedom; 0 of none."""
+    return float(np.sqrt((differences * differences).sum() / free)) if free else 0.0
+
+
+def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: ObjectiveConfig) -> bool:
+    """True if the differences of these numbers, which are scaled together, add up to zero."""
+    match objective.baseline:
+        case "group_mean":
+            return True
+        case "leave_one_out":  # of one number an episode they are n / (n - 1) of the former
+            keys = np.stack([credit.groups_K[members_K], credit.episodes_K[members_K]])
+            return len(np.unique(keys, axis=1).T) == len(keys.T)
+        case "batch_mean":
+            return objective.scale_rewards == "batch"
+        case "none":
+            return False
+
+
+def _compute_means(earned_K: FloatArray, sets_K: npt.NDArray[np.int64]) -> FloatArray:
+    """The mean of each number's set."""
+    means_K = np.empty_like(earned_K)
+    for one in np.unique(sets_K):
+        members = sets_K == one
+        means_K[members] = earned_K[members].mean()
+    return means_K
+
+
+def _compute_means_of_others(credit: BatchCredit) -> FloatArray:
+    """The mean of the numbers of the other episodes of its group; its own if there are none."""
+    means_K = credit.earned_K.copy()
+    for group in np.unique(credit.groups_K):
+        of_group = credit.groups_K == group
+        for episode in np.unique(credit.episodes_K[of_group]):
+            others = of_group & (credit.episodes_K != episode)
+            if others.any():
+                means_K[of_group & ~others] = credit.earned_K[others].mean()
+    return means_K
+
+
+def compute_mean_episode_rewards(rewards: npt.ArrayLike, episodes: npt.ArrayLike) -> FloatArray:
     """The mean reward of the rows of each distinct episode [number of episodes]."""
     _, places = np.unique(np.asarray(episodes), return_inverse=True)
     sums = np.bincount(places, weights=np.asarray(rewards))

@@ -1,7 +1,9 @@
 """Weights for tokens that other weights sampled than those an update starts from.
 
-The importance weight of a token is w = pi_proximal / pi_behavior. Unbounded it is unbiased and
-useless; `trainer.objective.off_policy_correction` says what is done about large and small ones.
+The importance weight of a token is w = pi_proximal / pi_behavior. It corrects for the token alone:
+not for what other weights would have said before and after it, so even unbounded it is biased, and
+then it varies without bounds too. `trainer.objective.off_policy_correction` says what is done about
+large and small ones.
 When weights are clamped it is called truncated importance sampling (TIS,
 fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
 (arXiv:2510.18855), when whole rows are, rejection.
@@ -9,11 +11,31 @@ docs/objectives.md lists the settings, and AReaL's names for them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group, whose gradient is the sum of its ranks' gradients. A collective."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sum on every rank."""
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each rank's loss depends on the sum."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,13 +50,16 @@ class TokenRowMap:
     """The ranks that hold parts of the same rows; None when each row is whole here."""
 
     def compute_row_means(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The mean over the row's scored tokens, at each of them [N]. A collective of `group`."""
+        """The mean over the row's scored tokens, at each of them [N]. A collective of `group`.
+
+        A gradient flows to all tokens of the row; then the backward pass is a collective too.
+        """
         ones_N = torch.ones_like(values_N)
         sums_2R = values_N.new_zeros((2, self.count), dtype=torch.float64)
-        sums_2R.index_add_(1, self.row_N, torch.stack([values_N, ones_N]).double())
+        sums_2R = sums_2R.index_add(1, self.row_N, torch.stack([values_N, ones_N]).double())
         if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(sums_2R, group=self.group)
-        return (sums_2R[0] / sums_2R[1])[self.row_N].to(values_N.dtype)
+            sums_2R = _SumOverRanks.apply(sums_2R, self.group)  # type: ignore[no-untyped-call]
+        return (sums_2R[0] / sums_2R[1].clamp(min=1))[self.row_N].to(values_N.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

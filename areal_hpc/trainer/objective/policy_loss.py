@@ -1,6 +1,7 @@
-"""The clipped policy gradient with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
+"""Policy gradients with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -9,9 +10,19 @@ from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct
 
 LOSS_SUM_NAMES = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
 """Sums of a loss over tokens, besides their number: `clipped` counts tokens whose gradient the clip
-removed, `outside` those whose behavior weight was out of bounds; `weight` adds up behavior weights
-before the bounds, `applied` and its squares those that terms were multiplied by, `kl` the
-divergence of the proximal from the behavior policy."""
+removed (with cispo: whose ratio it bounded), `outside` those whose behavior weight was out of
+bounds; `weight` adds up behavior weights before the bounds, `applied` and its squares those that
+terms were multiplied by, `kl` the divergence of the proximal from the behavior policy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surrogate:
+    """Terms of the objective at some tokens."""
+
+    terms_N: torch.Tensor
+    """To be made large: the gradient flows through them."""
+    clipped_N: torch.Tensor
+    """Tokens at which the clip acted."""
 
 
 def compute_policy_loss(
@@ -21,10 +32,13 @@ def compute_policy_loss(
     advantages_N: torch.Tensor,
     rows: TokenRowMap,
     config: ObjectiveConfig,
+    scale_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
-    """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
+    """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
-    The gradient flows through `logprobs_N`, those of the weights being trained.
+    The gradient flows through `logprobs_N`, those of the weights being trained. Terms are
+    multiplied by `scale_N` (`loss_aggregation.py`). With `ratio_level=sequence` a collective of
+    `rows.group`, and its backward pass too.
 
     Returns:
         The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
@@ -34,13 +48,15 @@ def compute_policy_loss(
     proximal_N = proximal_N.detach()
     correction = correct_off_policy(proximal_N, behavior_N, rows, config)
     raw_N, weight_N = correction.raw_N, correction.weight_N
-    ratio_N = (logprobs_N - proximal_N).exp()
-    free_N = ratio_N * advantages_N
-    bound_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
-    total = -(torch.minimum(free_N, bound_N) * weight_N).sum()
+    log_ratio_N = logprobs_N - proximal_N
+    if config.ratio_level == "sequence":
+        log_ratio_N = rows.compute_row_means(log_ratio_N)
+    surrogate = compute_surrogate(logprobs_N, log_ratio_N.exp(), advantages_N, config)
+    terms_N = surrogate.terms_N * weight_N
+    total = -(terms_N if scale_N is None else terms_N * scale_N).sum()
     measured = (
         total.detach(),
-        (bound_N < free_N).sum(),
+        surrogate.clipped_N.sum(),
         correction.outside_N.sum(),
         raw_N.sum(),
         weight_N.sum(),
@@ -49,6 +65,32 @@ def compute_policy_loss(
     )
     sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
     return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
+
+
+def compute_surrogate(
+    logprobs_N: torch.Tensor,
+    ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    config: ObjectiveConfig,
+) -> Surrogate:
+    """What `surrogate` makes of ratio and advantage.
+
+    `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, eq. 7); with `clip_dual` c, where A < 0,
+    max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585).
+    `none`: A log pi.
+    """
+    bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.surrogate == "none":
+        return Surrogate(advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0)
+    if config.surrogate == "cispo":
+        return Surrogate(bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N)
+    free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
+    terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
+    if config.clip_dual is not None:
+        floor_N = config.clip_dual * advantages_N
+        is_raised_N = (advantages_N < 0) & (terms_N < floor_N)
+        terms_N, clipped_N = torch.where(is_raised_N, floor_N, terms_N), clipped_N | is_raised_N
+    return Surrogate(terms_N, clipped_N)
 
 
 def interpolate_logprobs(

@@ -82,7 +82,7 @@ def test_a_session_survives_kill_9_and_is_sealed_once(stage: Stage, ref: TicketR
 
 
 def test_rows_follow_the_sessions_options_after_a_crash(stage: Stage, ref: TicketRef) -> None:
-    export = ExportSettings("individual", turn_discount=0.5)
+    export = ExportSettings("individual", "chronological")
     session_id, key = stage.open_session(ref, export=export)
     stage.chat(key, QUESTION)
     stage.chat(key, [*QUESTION, *turn("hello world")])
@@ -91,10 +91,10 @@ def test_rows_follow_the_sessions_options_after_a_crash(stage: Stage, ref: Ticke
     stage.restart_proxy()
     assert stage.finish_ticket(ref, session_id) == 3
     assert stage.seal() == 1
-    assert [one.rewards for one in stage.ledger.settled] == [[0.25, 0.5, 1.0]]
+    assert [one.rewards for one in stage.ledger.settled] == [[1.0] * 3]
     rows = stage.sealed_rows(ref)
     assert [row.loss_mask_T.sum() for row in rows] == [5, 5, 5]
-    assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
+    assert [row.reward for row in rows] == [1.0] * 3
 
 
 def test_a_ticket_sealed_before_the_crash_is_in_the_index(stage: Stage, ref: TicketRef) -> None:

@@ -102,8 +102,11 @@ def assert_a_team_handed_over(team: Scene) -> None:
     for transfer in TRANSFERS:
         assert transfer in team.prompt(team.turns[2])
     assert team.heard == [team.said(team.turns[2], skip_special_tokens=True)]
-    # ... and shares the reward of the last.
-    assert team.rewards == [0.25, 0.5, 1.0]
+    # ... and is followed by it, so that rewards pass back.
+    assert team.rewards == [1.0] * 3
+    replies = [turn.interaction_id for turn in team.turns]
+    followers = [row.record.calls[-1].followers for row in team.rows]
+    assert followers == [[replies[1]], [replies[2]], []]
     spoken = [turn.num_output_tokens for turn in team.turns]
     assert [team.trained(row) for row in team.rows] == spoken
 

@@ -28,7 +28,7 @@ TASK = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "
 """Every answer is right: the model says anything."""
 FORCED = {"tool_choice": "required", "parallel_tool_calls": False}
 """A random model would not call a tool by itself; a grammar makes it."""
-INDIVIDUAL = msgspec.structs.asdict(ExportSettings(style="individual", turn_discount=0.5))
+INDIVIDUAL = msgspec.structs.asdict(ExportSettings(style="individual"))
 
 
 @dataclass(frozen=True)

@@ -170,18 +170,13 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     [
         (
             Steady(),
-            {
-                "export_style": "individual",
-                "turn_discount": 0.9,
-                "credit": "chronological",
-                "sampling": "recipe",
-            },
+            {"export_style": "individual", "credit": "chronological", "sampling": "recipe"},
             SessionLimits(3, 50),
-            ExportSettings("individual", 0.9, "chronological", True),
+            ExportSettings("individual", "chronological", True, False),
         ),
-        (Workflow(), {"turn_discount": 0.9}, SessionLimits(), ExportSettings(turn_discount=0.0)),
+        (Workflow(), {}, SessionLimits(), ExportSettings(is_credited=True)),
     ],
-    ids=["agent", "workflow, whose discount is not applied again"],
+    ids=["agent", "workflow, whose rewards are not passed back again"],
 )
 def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     tmp_path: Path, agent: Agent, how: dict[str, Any], limits: SessionLimits, export: ExportSettings

@@ -30,7 +30,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
-    export = ExportSettings("individual", turn_discount=0.0)  # as a driver asks for workflows
+    export = ExportSettings("individual", is_credited=True)  # as a driver asks for workflows
     session = StartSessionRequest(
         "train", TicketRef(ticket_id, 0), seed=1, export=export, records_calls=True
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
@@ -34,11 +35,17 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **parallel: int
+    ranks: RankServer,
+    stale: Path,
+    folder: Path,
+    objective: dict[str, Any],
+    max_tokens: int = 64,
+    **parallel: int,
 ) -> list[dict[str, float]]:
     paths = RunPaths(shutil.copytree(stale, folder))
     settings = {
         "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
+        "max_tokens_per_microbatch": max_tokens,
     }  # fmt: skip
     size = math.prod(parallel.values())
     outcome = ranks.run(paths, "replay", size, trainer=settings)
@@ -56,6 +63,46 @@ def test_rows_are_judged_whole_in_layouts(ranks: RankServer, stale: Path, tmp_pa
             assert {name: line[name] for name in COMPARED} == pytest.approx(
                 {name: other[name] for name in COMPARED}, rel=1e-4, abs=1e-6
             ), (parallel, line["step"])
+
+
+SEQUENCE_OBJECTIVES: tuple[dict[str, Any], ...] = (
+    {
+        "ratio_level": "sequence", "clip_low": 1e-5, "clip_high": 1e-5,
+        "loss_agg": "seq_mean_token_mean", "baseline": "leave_one_out", "scale_rewards": "batch",
+    },
+    {
+        "surrogate": "cispo", "ratio_level": "sequence", "clip_low": 1e-3, "clip_high": 1e-3,
+        "loss_agg": "seq_mean_token_sum_norm", "loss_scale_tokens": 9,
+    },
+)  # fmt: skip
+"""Ratios of rows, through whose mean the gradient flows in the first; sums over episodes."""
+
+
+@pytest.mark.parametrize("objective", SEQUENCE_OBJECTIVES, ids=["clip", "cispo"])
+def test_sequence_losses_do_not_depend_on_split_or_layout(
+    ranks: RankServer, stale: Path, tmp_path: Path, objective: dict[str, Any]
+) -> None:
+    expected = train(ranks, stale, tmp_path / "1", objective)
+    assert 0.01 < max(line["ratio/clip_fraction"] for line in expected) < 0.99
+    layouts: tuple[tuple[int, dict[str, int]], ...] = (
+        (96, {}), (100_000, {"cp": 2}), (64, {"dp": 2}), (96, {"tp": 2}), (64, {"pp": 2}),
+    )  # fmt: skip
+    for number, (max_tokens, parallel) in enumerate(layouts):
+        found = train(ranks, stale, tmp_path / f"2-{number}", objective, max_tokens, **parallel)
+        for line, other in zip(found, expected, strict=True):
+            assert {name: line[name] for name in COMPARED} == pytest.approx(
+                {name: other[name] for name in COMPARED}, rel=2e-5, abs=1e-6
+            ), (parallel, line["step"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains_a_recorded_run(
+    ranks: RankServer, stale: Path, tmp_path: Path, name: str
+) -> None:
+    more = {"loss_scale_tokens": 30} if name == "dr_grpo" else {}
+    lines = train(ranks, stale, tmp_path / name, {**PRESETS[name].objective, **more})
+    assert len(lines) == STEPS
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
 
 
 def test_proximal_policies_differ_in_effect(ranks: RankServer, stale: Path, tmp_path: Path) -> None:

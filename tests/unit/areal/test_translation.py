@@ -58,7 +58,8 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     assert (objective.off_policy_correction, objective.off_policy_correction_high) == ("mask", 4.0)
     assert rollout.max_concurrent_rollouts == 256  # episodes, not groups
     assert rollout.limits.max_turns == 8
-    assert (rollout.agent.mode, rollout.agent.turn_discount) == ("subproc", 0.9)
+    assert rollout.agent.mode == "subproc"
+    assert (objective.credit, objective.turn_discount) == ("turn", 0.9)
     assert rollout.sampling.temperature == 0.8
     assert (inference.cells, inference.replicas_per_cell) == (1, 4)
     assert (inference.tool_call_parser, inference.context_length) == ("qwen25", 2048)
@@ -109,6 +110,43 @@ def test_the_proximal_policy_follows_three_switches(
     assert found["trainer.objective.proximal"] == proximal
     assert found["trainer.objective.off_policy_correction"] == correction
     assert found.get("trainer.objective.off_policy_correction_high") == high
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        ({"mean_level": "group", "std_level": "group"}, ("group_mean", "group", 1)),
+        ({"std_unbiased": False}, ("batch_mean", "batch", 0)),
+        ({"mean_level": None, "std_level": None}, ("none", "none", None)),
+        (
+            {"mean_level": "group", "std_level": None, "mean_leave1out": True},
+            ("leave_one_out", "none", None),
+        ),
+    ],
+)
+def test_the_norm_of_rewards_is_baseline_and_scale(
+    norm: dict[str, Any], expected: tuple[str, str, int | None]
+) -> None:
+    tree = {"actor": {"reward_norm": norm}, "gconfig": {"n_samples": 4}}
+    found = recipe_of(tree)
+    baseline, scale, ddof = expected
+    assert found["trainer.objective.baseline"] == baseline
+    assert found["trainer.objective.scale_rewards"] == scale
+    assert found.get("trainer.objective.std_ddof", ddof) == ddof
+    assert not [key for key in reasons(tree) if "reward_norm" in key]
+    assert "trainer.objective.baseline" not in recipe_of({"gconfig": {"n_samples": 4}})
+
+
+def test_a_norm_by_another_deviation_than_that_of_its_mean_is_lost() -> None:
+    for norm in ({"mean_level": "group"}, {"mean_level": "group", "mean_leave1out": True}):
+        assert reasons({"actor": {"reward_norm": norm}})["actor.reward_norm.mean_level"]
+
+
+def test_the_second_bound_and_the_level_of_ratios_are_carried_over() -> None:
+    actor = {"c_clip": 3.0, "importance_sampling_level": "sequence", "ppo_n_minibatches": 4}
+    found = recipe_of({"actor": actor})
+    assert found["trainer.objective.clip_dual"] == 3.0
+    assert found["trainer.objective.ratio_level"] == "sequence"
 
 
 @pytest.mark.parametrize(

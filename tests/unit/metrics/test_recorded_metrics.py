@@ -11,9 +11,11 @@ from tests.support.environments import CHECKOUT
 
 ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
 NOT_THERE = re.compile(
-    # What its agent, its single cell, its transport, or rows of before format v2 do not have.
+    # What its agent, its single cell, its transport, or rows of before format v2 do not have, and
+    # what came later.
     r"reward/(part|metric)/.*|generation/(slowest_cell_ratio|tokens_per_s|cached_prompt_fraction)"
     r"|episode/(duration_.*|tool_time_fraction)|weights/write_s|time/cell_wait_s|cells/idle_s"
+    r"|advantage/abs_max"
 )
 
 

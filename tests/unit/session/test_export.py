@@ -17,8 +17,8 @@ from areal_hpc.session.export import (
     plan_rows,
 )
 from areal_hpc.session.rewards import (
+    compute_episode_reward,
     find_interaction_to_reward,
-    get_final_reward,
     give_reward,
     parse_reward,
 )
@@ -78,20 +78,19 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
     say(tree, [user("c")], "three", during=(2, 3)).reward = 0.75
     for style in ("concat", "individual"):
         rows = export_rows(tree, KEY, rule=ExportSettings(style))
-        assert [row.reward for row in rows] == [1.0, 0.75, 0.75]
-        rows = export_rows(tree, KEY, rule=ExportSettings(style, turn_discount=0.5))
-        assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
+        assert [row.reward for row in rows] == [1.0] * 3
+        calls = [row.record.calls[-1] for row in rows]
+        assert [call.followers for call in calls] == [[calls[1].id], [calls[2].id], []]
 
 
-def test_a_row_has_all_rewards_given_along_it_or_the_discounted_share_of_its_turn() -> None:
+def test_every_row_has_the_rewards_of_its_whole_episode() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    said[0].reward, said[2].reward = -0.25, 1.0
-    (row,) = export_rows(tree, KEY, rule=ExportSettings(turn_discount=0.5))
+    said[0].reward, said[1].reward = -0.25, 1.0
+    (row,) = export_rows(tree, KEY)
     assert row.reward == 0.75
-    said[0].reward = None
-    rows = export_rows(tree, KEY, rule=ExportSettings("individual", turn_discount=0.5))
-    assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
+    rows = export_rows(tree, KEY, rule=ExportSettings("individual"))
+    assert [row.reward for row in rows] == [0.75] * 3
     for row, one in zip(rows, said, strict=True):
         assert row.num_tokens == one.num_sequence_tokens
         assert row.loss_mask_T.tolist() == [0] * one.prompt_tokens + [1] * one.num_output_tokens
@@ -117,8 +116,8 @@ def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
     give_reward(right, Reward(0.5, parts={"format": 0.5}))
     record = RowRecord(session_id="s", task_index=3)
     expected: dict[ExportStyle, list[float]] = {
-        "concat": [0.25, 0.5],
-        "individual": [0.375, 0.25, 0.5],
+        "concat": [0.75] * 2,
+        "individual": [0.75] * 3,
     }
     for style, rewards in expected.items():
         rows = export_rows(tree, KEY, record, ExportSettings(style))
@@ -160,6 +159,37 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
     assert [plan.trained for plan in plans] == [{first.interaction_id}, {right.interaction_id}]
     plans = plan_rows(tree, ExportSettings("individual", credit="chronological"))
     assert {left.interaction_id} in [plan.trained for plan in plans]
+
+
+def test_a_reply_that_its_client_left_is_never_trained() -> None:
+    tree, (first, left, _) = branches(None, 1.0)
+    left.finish_reason = "abort"
+    for style in ("concat", "individual"):
+        for credit in ("tree", "chronological"):
+            plans = plan_rows(tree, ExportSettings(style, credit))
+            trained = frozenset[str]().union(*(plan.trained for plan in plans))
+            assert left.interaction_id not in trained
+            assert first.interaction_id in trained
+
+
+def test_a_reply_that_was_rewarded_is_trained_when_the_client_left_the_next_one() -> None:
+    tree = InteractionTree()
+    said = chain(tree, "one", "two")
+    said[0].reward, said[1].finish_reason = 1.0, "abort"
+    for style in ("concat", "individual"):
+        (plan,) = plan_rows(tree, ExportSettings(style))
+        assert plan.trained == {said[0].interaction_id}
+        assert plan.reward == 1.0
+
+
+def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
+    tree = InteractionTree()
+    for one, earned in zip(chain(tree, "one", "two"), (0.9, 1.0), strict=True):
+        one.reward = earned
+    rows = export_rows(tree, KEY, rule=ExportSettings("individual", is_credited=True))
+    assert [(row.reward, row.record.is_credited) for row in rows] == [(0.9, True), (1.0, True)]
+    (row,) = export_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    assert row.reward == 1.0
 
 
 def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
@@ -252,9 +282,10 @@ def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert (value, type(value)) == (1.0, float)
 
 
-def test_the_final_reward_is_the_last_one_given() -> None:
+def test_an_episode_earned_all_rewards_that_were_given_in_it() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    assert get_final_reward(tree) is None
-    said[1].reward = 0.5
-    assert get_final_reward(tree) == 0.5
+    assert compute_episode_reward(tree) is None
+    said[0].reward, said[1].reward = 0.25, 0.5
+    assert compute_episode_reward(tree) == 0.75
+    assert compute_episode_reward(tree, is_credited=True) == 0.5

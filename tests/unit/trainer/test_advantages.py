@@ -1,36 +1,379 @@
+"""Advantages: one number a reply, against a reference that follows the definitions literally."""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.objective.advantages import compute_group_advantages
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    SCALE_CHANNEL,
+    build_rows,
+)
+from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.reply_credit import BatchCredit, credit_batch, measure_penalty
+from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.sample_episodes import MadeUpTurn, build_batch
+
+REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0, 40.0]))
 
 
-def test_a_group_is_judged_against_its_own_mean() -> None:
-    advantages = compute_group_advantages(
-        [1.0, 0.0, 5.0, 5.0, 7.0], [3, 3, 9, 9, 9], [0, 1, 0, 1, 2], 1e-4
+@st.composite
+def made_up_episodes(draw: st.DrawFn) -> list[MadeUpTurn]:
+    count = draw(st.integers(1, 4))
+    turns = [MadeUpTurn(draw(st.integers(0, 3)), draw(REWARDS)) for _ in range(count)]
+    return [*turns[:-1], replace(turns[-1], reward=draw(st.sampled_from([0.0, 1.0, 0.3])))]
+
+
+BATCHES = st.lists(st.lists(made_up_episodes(), min_size=2, max_size=4), min_size=1, max_size=3)
+OBJECTIVES = st.builds(
+    lambda credit, discount, baseline, scale, ddof: ObjectiveConfig(
+        credit=credit,
+        turn_discount=discount if credit == "turn" else 1.0,
+        baseline=baseline,
+        scale_rewards=scale,
+        std_ddof=1 if scale == "none" else ddof,
+    ),
+    st.sampled_from(["episode", "turn"]),
+    st.sampled_from([1.0, 0.5]),
+    st.sampled_from(["group_mean", "leave_one_out", "batch_mean", "none"]),
+    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from([0, 1]),
+)
+
+
+def token_advantages(rows: list[TrajectoryRow], objective: ObjectiveConfig) -> dict[Any, float]:
+    """The advantage of each trained token, by its episode and its id, which is unique there."""
+    found: dict[Any, float] = {}
+    built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+    for row, one in zip(rows, built, strict=True):
+        for place in np.flatnonzero(row.loss_mask_T):
+            key = (row.ticket_id, row.episode, int(row.input_ids_T[place]))
+            assert key not in found
+            found[key] = float(one.channels[ADVANTAGE_CHANNEL][place])
+    return found
+
+
+def credit_of(rewards: list[float], groups: list[int], episodes: list[int]) -> BatchCredit:
+    ones = np.ones(len(rewards))
+    return BatchCredit(np.array(rewards), np.array(groups), np.array(episodes), ones, [])
+
+
+# Against a reference -----------------------------------------------------------------------------
+
+
+def expected_numbers(turns: list[MadeUpTurn], objective: ObjectiveConfig) -> dict[int, float]:
+    """What each reply earned, by its number; conversations here follow one another."""
+    trained = set(expected_trained(turns))
+    if objective.credit == "episode":
+        return dict.fromkeys(trained, math.fsum(one.reward or 0.0 for one in turns))
+    followers = expected_followers(turns)
+
+    def earned(number: int) -> float | None:
+        passed = [one for f in followers[number] if (one := earned(f)) is not None]
+        back = objective.turn_discount * float(np.mean(passed)) if passed else None
+        given = [one for one in (turns[number].reward, back) if one is not None]
+        return float(sum(given)) if given else None
+
+    found = {number: earned(number) for number in trained}
+    return {number: value for number, value in found.items() if value is not None}
+
+
+def expected_followers(turns: list[MadeUpTurn]) -> list[list[int]]:
+    followers: list[list[int]] = [[] for _ in turns]
+    root: list[int] = []
+    for number, turn in enumerate(turns):
+        if turn.parent < number:
+            followers[turn.parent].append(number)
+            root.append(root[turn.parent])
+        else:
+            root.append(number)
+    members = {one: [n for n in range(len(turns)) if root[n] == one] for one in dict.fromkeys(root)}
+    phases: list[list[list[int]]] = []
+    for conversation in members.values():
+        if phases and conversation[0] < max(max(one) for one in phases[-1]):
+            phases[-1].append(conversation)  # before the others were over
+        else:
+            phases.append([conversation])
+    for phase, after in itertools.pairwise(phases):
+        for conversation in phase:
+            followers[conversation[-1]] = [one[0] for one in after]
+    return followers
+
+
+def expected_trained(turns: list[MadeUpTurn]) -> list[int]:
+    followers = expected_followers(turns)
+
+    def reached(number: int) -> bool:
+        return turns[number].reward is not None or any(map(reached, followers[number]))
+
+    def after_reward(number: int) -> bool:
+        parent = turns[number].parent
+        return turns[number].reward is not None or (parent < number and after_reward(parent))
+
+    return [n for n in range(len(turns)) if reached(n) or after_reward(n)]
+
+
+def expected_weights(turns: list[MadeUpTurn], objective: ObjectiveConfig) -> dict[int, float]:
+    """Paths from the beginning to a reply, each with the chance to be taken at random."""
+    numbers = expected_numbers(turns, objective)
+    if objective.credit == "episode":
+        return dict.fromkeys(numbers, 1.0)
+    followers = expected_followers(turns)
+    begins = [n for n in numbers if not any(n in followers[m] for m in numbers)]
+    found = dict.fromkeys(numbers, 0.0)
+
+    def walk(number: int, chance: float) -> None:
+        found[number] += chance
+        after = [f for f in followers[number] if f in numbers]
+        for one in after:
+            walk(one, chance / len(after))
+
+    for one in begins:
+        walk(one, 1 / len(begins))
+    return found
+
+
+def expected_advantages(
+    batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig
+) -> dict[tuple[int, int, int], float]:
+    """By group, episode and number of the reply."""
+    units = []  # group, episode, replies, number, weight
+    for group, episodes in enumerate(batch):
+        for episode, turns in enumerate(episodes):
+            numbers = expected_numbers(turns, objective)
+            weights = expected_weights(turns, objective)
+            if objective.credit == "episode":
+                units.append((group, episode, list(numbers), next(iter(numbers.values())), 1.0))
+            else:
+                units += [(group, episode, [n], numbers[n], weights[n]) for n in numbers]
+    differences = []
+    for group, episode, _, number, _ in units:
+        own = [one[3] for one in units if one[0] == group]
+        others = [one[3] for one in units if one[0] == group and one[1] != episode]
+        baseline = {
+            "group_mean": np.mean(own),
+            "leave_one_out": np.mean(others) if others else number,
+            "batch_mean": np.mean([one[3] for one in units]),
+            "none": 0.0,
+        }[objective.baseline]
+        differences.append(number - float(baseline))
+    found = {}
+    for (group, episode, replies, _, weight), difference in zip(units, differences, strict=True):
+        together = [
+            (one[:2], d)
+            for one, d in zip(units, differences, strict=True)
+            if objective.scale_rewards == "batch" or one[0] == group
+        ]
+        values = np.array([d for _, d in together])
+        one_each = max(Counter(key for key, _ in together).values()) == 1
+        centered = (
+            objective.baseline == "group_mean"
+            or (objective.baseline == "leave_one_out" and one_each)
+            or (objective.baseline == "batch_mean" and objective.scale_rewards == "batch")
+        )
+        if not centered:
+            spread = np.sqrt(np.mean(values**2))
+        else:
+            spread = np.std(values, ddof=objective.std_ddof) if len(values) > 1 else 0.0
+        if spread < objective.min_reward_std:
+            value = 0.0
+        else:
+            value = difference / (1.0 if objective.scale_rewards == "none" else spread)
+        for reply in replies:
+            found[group, episode, reply] = float(value * weight)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(BATCHES, OBJECTIVES, st.sampled_from(["concat", "individual"]))
+def test_advantages_equal_the_reference(
+    batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig, style: Any
+) -> None:
+    expected = expected_advantages(batch, objective)
+    found = token_advantages(build_batch(batch, ExportSettings(style)), objective)
+    trained = {
+        (group, episode, reply)
+        for group, episodes in enumerate(batch)
+        for episode, turns in enumerate(episodes)
+        for reply in expected_trained(turns)
+    }
+    assert {(group, episode, token // 10) for group, episode, token in found} == trained
+    for (group, episode, token), advantage in found.items():
+        target = expected.get((group, episode, token // 10), 0.0)
+        assert advantage == pytest.approx(target, rel=1e-6, abs=1e-7)
+
+
+# What holds of all -------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(BATCHES, OBJECTIVES, st.randoms())
+def test_packing_makes_no_difference(
+    batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig, random: Any
+) -> None:
+    """Neither the style, nor the order of rows."""
+    concat, individual = (
+        build_batch(batch, ExportSettings(style)) for style in ("concat", "individual")
     )
-    assert advantages[:2] == pytest.approx([2**-0.5, -(2**-0.5)])
-    assert advantages[2] == advantages[3] < 0 < advantages[4]
+    expected = token_advantages(concat, objective)
+    assert token_advantages(individual, objective) == expected
+    random.shuffle(concat)
+    assert token_advantages(concat, objective) == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(BATCHES, OBJECTIVES)
+def test_scaled_advantages_are_bounded(
+    batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig
+) -> None:
+    if objective.scale_rewards == "none":
+        return
+    credit = credit_batch(build_batch(batch, ExportSettings()), objective)
+    advantages_K = compute_advantages(credit, objective)
+    for group in range(len(batch)):
+        by_batch = objective.scale_rewards == "batch"
+        m = len(credit.earned_K) if by_batch else int((credit.groups_K == group).sum())
+        own_K = advantages_K[credit.groups_K == group]
+        is_centered = objective.baseline == "group_mean" and objective.std_ddof == 1
+        bound = (m - 1) / math.sqrt(m) if is_centered else math.sqrt(m)
+        assert np.abs(own_K).max() <= bound * (1 + 1e-9)
+        if objective.baseline == "group_mean" and objective.credit == "episode":
+            assert own_K.sum() == pytest.approx(0.0, abs=1e-9 * m)
+
+
+def test_a_nearly_equal_group_does_not_explode() -> None:
+    """Rows (1, 0) and (.5, .5003) of two episodes had advantages of 4,713."""
+    batch = [
+        [
+            [MadeUpTurn(9, 1.0), MadeUpTurn(9, 0.0)],
+            [MadeUpTurn(9, 0.5), MadeUpTurn(9, 0.5003)],
+        ]
+    ]
+    for credit in ("episode", "turn"):
+        rows = build_batch(batch, ExportSettings("individual"))
+        found = token_advantages(rows, ObjectiveConfig(credit=credit))
+        assert max(map(abs, found.values())) <= 3 / math.sqrt(4)
+
+
+def test_a_shared_reply_is_credited_with_all_of_its_branches() -> None:
+    """Its first branch alone decided before: the other one's reward pushed against it."""
+    good = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 1.0)]
+    bad = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 0.0)]
+    found = token_advantages(build_batch([[good, bad]], ExportSettings()), ObjectiveConfig())
+    assert found[0, 0, 0] > 0 > found[0, 1, 0]
+    turn = ObjectiveConfig(credit="turn", baseline="none", scale_rewards="none")
+    found = token_advantages(build_batch([[good, bad]], ExportSettings()), turn)
+    assert [found[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
 
 
 def test_a_group_that_agrees_teaches_nothing() -> None:
-    advantages = compute_group_advantages([1.0, 1.0, 0.5], [0, 0, 1], [0, 1, 0], 1e-4)
-    assert advantages.tolist() == [0.0] * 3
+    for objective in (
+        ObjectiveConfig(),
+        ObjectiveConfig(scale_rewards="none"),
+        ObjectiveConfig(baseline="leave_one_out", scale_rewards="none"),
+    ):
+        credit = credit_of([0.1] * 7 + [0.5], [0] * 7 + [1], [*range(7), 0])
+        assert compute_advantages(credit, objective).tolist() == [0.0] * 8
 
 
-@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3)), min_size=1, max_size=40))
-def test_advantages_of_a_group_add_up_to_nothing(rows: list[tuple[float, int]]) -> None:
-    rewards, groups = zip(*rows, strict=True)
-    advantages = compute_group_advantages(rewards, groups, range(len(rewards)), 1e-4)
-    for group in set(groups):
-        own = advantages[np.array(groups) == group]
-        assert abs(own.sum()) < 1e-3
-        assert len(own) < 2 or own.std(ddof=1) == pytest.approx(1.0, abs=1e-3) or not own.any()
+def test_the_default_is_what_it_was_to_the_last_bit() -> None:
+    generator = np.random.default_rng(3)
+    for _ in range(50):
+        rewards = generator.choice([0.0, 0.1, 1 / 3, 1.0], size=generator.integers(2, 9))
+        if rewards.std() < 1e-3:
+            continue
+        credit = credit_of(rewards.tolist(), [0] * len(rewards), [*range(len(rewards))])
+        found = compute_advantages(credit, ObjectiveConfig()).astype(np.float32)
+        expected = ((rewards - rewards.mean()) / rewards.std(ddof=1)).astype(np.float32)
+        assert found.tobytes() == expected.tobytes()
 
 
-def test_an_episode_that_forked_into_many_rows_counts_once() -> None:
-    plain = compute_group_advantages([1.0, 0.0, 0.0], [7, 7, 7], [0, 1, 2], 1e-4)
-    forked = compute_group_advantages([1.0, 0.0, 0.0, 0.0, 0.0], [7] * 5, [0, 1, 1, 1, 2], 1e-4)
-    assert forked[0] == pytest.approx(plain[0])
-    assert forked[1:].tolist() == pytest.approx([plain[1]] * 4)
+def test_rows_of_before_calls_were_recorded_have_the_mean_of_their_episode() -> None:
+    batch = [[[MadeUpTurn(9, 1.0), MadeUpTurn(9, 0.0)], [MadeUpTurn(9, 0.0), MadeUpTurn(9, 0.0)]]]
+    rows = [
+        replace(row, record=type(row.record)(), reward=reward)
+        for row, reward in zip(
+            build_batch(batch, ExportSettings()), (1.0, 0.0, 0.0, 0.0), strict=True
+        )
+    ]
+    for credit in ("episode", "turn"):
+        objective = ObjectiveConfig(credit=credit, baseline="none", scale_rewards="none")
+        assert set(token_advantages(rows, objective).values()) == {0.5, 0.0}
+
+
+def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
+    turns = [MadeUpTurn(9, 0.9), MadeUpTurn(0, None), MadeUpTurn(1, 1.0)]
+    objective = ObjectiveConfig(baseline="none", scale_rewards="none")
+    for style in ("concat", "individual"):
+        rows = build_batch([[turns]], ExportSettings(style, is_credited=True))
+        found = token_advantages(rows, objective)
+        assert [found[0, 0, token] for token in (0, 10, 20)] == pytest.approx([0.9, 1.0, 1.0])
+
+
+# Long replies ------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
+    batch = [
+        [
+            [MadeUpTurn(9, None), MadeUpTurn(0, 1.0, is_cut=True)],
+            [MadeUpTurn(9, None), MadeUpTurn(0, 0.0)],
+        ]
+    ]
+    objective = ObjectiveConfig(
+        overlong=OverlongConfig(mask=True), loss_agg="seq_mean_token_mean", scale_rewards="none"
+    )
+    for style in ("concat", "individual"):
+        rows = build_batch(batch, ExportSettings(style))
+        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+        found = {
+            (row.episode, int(one.input_ids_T[place]) // 10): (
+                float(one.channels[ADVANTAGE_CHANNEL][place]),
+                float(one.channels[SCALE_CHANNEL][place]),
+            )
+            for row, one in zip(rows, built, strict=True)
+            for place in np.flatnonzero(one.loss_mask_T)
+        }
+        # Six tokens are left, two of them of the first episode.
+        assert found == {(0, 0): (0.5, 1.5), (1, 0): (-0.5, 0.75), (1, 1): (-0.5, 0.75)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(4, 0.0), (10, 0.0), (12, 0.25), (18, 1.0), (40, 1.0)]
+)
+def test_the_penalty_grows_from_the_expected_length(tokens: int, expected: float) -> None:
+    """DAPO: 0 up to L_max - L_cache, then a straight line down to -1 at L_max."""
+    overlong = OverlongConfig(penalty=1.0, expected_tokens=10, cache_tokens=8)
+    assert measure_penalty(tokens, overlong) == expected
+    assert measure_penalty(tokens, OverlongConfig()) == 0.0
+
+
+def test_long_replies_earn_less_each_or_in_sum() -> None:
+    turns = [MadeUpTurn(9, None, 9), MadeUpTurn(0, None, 2), MadeUpTurn(1, 1.0, 7)]
+    overlong = OverlongConfig(penalty=0.5, expected_tokens=5, cache_tokens=4)
+    plain: dict[str, Any] = {"baseline": "none", "scale_rewards": "none", "overlong": overlong}
+    for style in ("concat", "individual"):
+        rows = build_batch([[turns]], ExportSettings(style))
+        found = token_advantages(rows, ObjectiveConfig(**plain))
+        assert set(found.values()) == {0.25}
+        found = token_advantages(rows, ObjectiveConfig(credit="turn", **plain))
+        assert [found[0, 0, token] for token in (0, 10, 20)] == [0.25, 0.75, 0.75]
+
+
+@pytest.mark.parametrize(
+    "values", [{"penalty": 1.0}, {"expected_tokens": 5, "cache_tokens": 3}, {"cache_tokens": 3}]
+)
+def test_a_penalty_needs_its_lengths(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        OverlongConfig(**values)

@@ -96,7 +96,7 @@ class Reader:
             TicketRef(next(self._tickets), 0),
             sampling=SamplingDefaults(max_new_tokens=FAR_TOKENS),
             seed=7,
-            export=ExportSettings("individual", turn_discount=0.0),
+            export=ExportSettings("individual", is_credited=True),
             records_calls=isinstance(agent, RolloutWorkflow),
         )
         outcome = await play(self._order, agent, session, self.names()["data"])

@@ -1,0 +1,177 @@
+"""Presets of the objective: names of algorithms for values of keys, and no code of their own.
+
+A key that the recipe says wins over its preset. A recipe that was resolved names every key: there
+another preset replaces what the former one had set.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.recipe.base import BaseConfig, get_section_class
+from areal_hpc.recipe.sections.rollout import SamplingConfig
+
+PRESET_KEY = "trainer.objective.preset"
+SCALE_KEY = "trainer.objective.loss_scale_tokens"
+_MAX_TOKENS_KEY = "rollout.sampling.max_new_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An algorithm, where it is described, and the keys that it differs from the default in."""
+
+    source: str
+    objective: Mapping[str, Any]
+    """Below `trainer.objective`."""
+    others: Mapping[str, Any]
+    """Dotted keys of other sections."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every key that it sets, dotted."""
+        own = {f"trainer.objective.{name}": value for name, value in self.objective.items()}
+        return own | dict(self.others)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "default": Preset("decoupled PPO on group advantages, TIS", {}, {}),
+    "grpo": Preset(
+        "arXiv:2402.03300, section 4.1",
+        {"clip_low": 0.2, "clip_high": 0.2, "loss_agg": "seq_mean_token_mean"},
+        {},
+    ),
+    "dr_grpo": Preset(
+        "arXiv:2503.20783, section 3.2",
+        {"scale_rewards": "none", "loss_agg": "seq_mean_token_sum_norm"},
+        {},
+    ),
+    "dapo": Preset(
+        "arXiv:2503.14476, section 3; overlong.penalty needs lengths of your own",
+        {"clip_low": 0.2, "clip_high": 0.28, "loss_agg": "token_mean"},
+        {"rollout.filter_same_reward": True},
+    ),
+    "gspo": Preset(
+        "arXiv:2507.18071, sections 4 and 5.1",
+        {
+            "ratio_level": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "loss_agg": "seq_mean_token_mean",
+        },
+        {"trainer.minibatches": 4},
+    ),
+    "cispo": Preset(
+        "arXiv:2506.13585; the paper sets no lower bound",
+        {"surrogate": "cispo", "clip_low": 1.0},
+        {"trainer.minibatches": 4},
+    ),
+    "rloo": Preset(
+        "arXiv:2402.14740, section 3",
+        {
+            "baseline": "leave_one_out",
+            "scale_rewards": "none",
+            "surrogate": "none",
+            "loss_agg": "seq_mean_token_sum",
+        },
+        {},
+    ),
+    "reinforce": Preset(
+        "the policy gradient without a baseline",
+        {
+            "baseline": "none",
+            "scale_rewards": "none",
+            "surrogate": "none",
+            "loss_agg": "seq_mean_token_sum",
+        },
+        {},
+    ),
+    "icepop": Preset(
+        "arXiv:2510.18855",
+        {
+            "off_policy_correction": "mask",
+            "off_policy_correction_low": 0.5,
+            "off_policy_correction_high": 5.0,
+        },
+        {},
+    ),
+}
+
+
+def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recipe's tree with the keys that its preset sets and that it does not say itself.
+
+    Whatever is not as a recipe should be stays so, for its model to refuse.
+    """
+    preset = PRESETS.get(str(_find(tree, PRESET_KEY) or "default"), PRESETS["default"])
+    for key, value in preset.values.items():
+        tree = _set_missing(tree, key, value)
+    if _find(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
+        longest = _find(tree, _MAX_TOKENS_KEY)
+        if _find(tree, SCALE_KEY) is None:
+            longest = longest or SamplingConfig().max_new_tokens
+            tree = _set_missing(_remove(tree, SCALE_KEY), SCALE_KEY, longest)
+    return tree
+
+
+def replace_preset(tree: Mapping[str, Any], name: str, root: type[BaseConfig]) -> Mapping[str, Any]:
+    """A resolved recipe's tree without what its preset set, where another one takes its place."""
+    before = PRESETS.get(str(_find(tree, PRESET_KEY)), PRESETS["default"]).values
+    after = PRESETS[name].values if name in PRESETS else {}
+    for key in dict.fromkeys([*before, *after]):
+        if _find(tree, key) == before.get(key, get_default(root, key)):
+            tree = _remove(tree, key)
+    if _find(tree, "trainer.objective.loss_agg") is None:
+        tree = _remove(tree, SCALE_KEY)
+    return tree
+
+
+def describe_preset(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What a resolved recipe's preset has set, and where the recipe says otherwise."""
+    name = str(_find(tree, PRESET_KEY))
+    preset = PRESETS[name]
+    if name == "default":
+        return
+    yield f"{PRESET_KEY}={name} ({preset.source})"
+    for key, value in preset.values.items():
+        found = _find(tree, key)
+        by = "preset" if found == value else f"recipe; the preset has {value}"
+        yield f"  {key}={found}  ({by})"
+
+
+def get_default(root: type[BaseConfig], key: str) -> Any:
+    """The default of a dotted key."""
+    *sections, name = key.split(".")
+    model = root
+    for section in sections:
+        found = get_section_class(model.model_fields[section].annotation)
+        assert found is not None, key
+        model = found
+    return model.model_fields[name].default
+
+
+def _find(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, Mapping):
+            return None
+        tree = tree.get(part)
+    return tree
+
+
+def _set_missing(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
+    """The tree with a key, unless it has it, or something that is no section in its way."""
+    head, _, rest = key.partition(".")
+    if not rest:
+        return {head: value, **tree}
+    inner = tree.get(head, {})
+    if inner is None or not isinstance(inner, Mapping):
+        return tree
+    return {**tree, head: _set_missing(inner, rest, value)}
+
+
+def _remove(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The tree without a key."""
+    head, _, rest = key.partition(".")
+    if not rest:
+        return {name: value for name, value in tree.items() if name != head}
+    inner = tree.get(head)
+    return {**tree, head: _remove(inner, rest)} if isinstance(inner, Mapping) else tree

@@ -1,0 +1,131 @@
+"""Tasks and objectives whose expected gradient is compared with the true one."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.presets import PRESETS
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from tests.support.bias_toy import (
+    CONTEXTS,
+    VOCAB,
+    ToyEpisode,
+    ToyTask,
+    act_otherwise,
+    compute_expected_gradient,
+    draw_gradients,
+    keep_shortest,
+    keep_those_that_succeed,
+    keep_unequal,
+    list_branched_episodes,
+    list_linear_episodes,
+    make_policy,
+    make_task,
+    measure_cosine,
+    softmax,
+    take_best,
+    take_nucleus,
+)
+
+SEEDS = (1, 2, 3, 4)
+DRAWS = 20_000
+EVERYWHERE = np.ones((CONTEXTS, VOCAB))
+LATER = EVERYWHERE.copy()
+LATER[1:4] = 0
+"""All but the second reply."""
+
+
+def _linear(kind: str) -> Callable[[int], ToyTask]:
+    return lambda seed: make_task(list_linear_episodes(seed, kind), make_policy(seed))
+
+
+def _fails_when_long(episode: ToyEpisode) -> float:
+    return 0.2 if len(episode.choices) == 3 else 1.0
+
+
+def _stale(sigma: float) -> Callable[[int], ToyTask]:
+    def make(seed: int) -> ToyTask:
+        policy = make_policy(seed)
+        noise = np.random.default_rng(seed + 3000).normal(0, sigma, policy.shape)
+        acting = softmax(np.log(policy) + noise)
+        return act_otherwise(_linear("graded")(seed), acting, EVERYWHERE, is_target=False)
+
+    return make
+
+
+def _nucleus(seed: int) -> ToyTask:
+    acting = take_nucleus(make_policy(seed), 0.7)
+    return act_otherwise(_linear("binary")(seed), acting, EVERYWHERE, is_target=True)
+
+
+def _greedy(seed: int) -> ToyTask:
+    acting = take_best(make_policy(seed), slice(1, 4))
+    return act_otherwise(_linear("binary")(seed), acting, LATER, is_target=True)
+
+
+def _retried(seed: int) -> ToyTask:
+    return make_task(
+        list_linear_episodes(seed, "binary"), make_policy(seed), success=_fails_when_long
+    )
+
+
+SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
+    "binary rewards": _linear("binary"),
+    "graded rewards (lognormal)": _linear("graded"),
+    "skewed rewards (a few of 20)": _linear("skewed"),
+    "a reward for each turn": _linear("turn"),
+    "two branches, a judge for each": lambda seed: make_task(
+        list_branched_episodes(seed), make_policy(seed)
+    ),
+    "binary, `filter_same_reward`": lambda seed: keep_unequal(_linear("binary")(seed)),
+    "binary, `extra_samples=1`": lambda seed: keep_shortest(_linear("binary")(seed)),
+    "binary, 80 % of long episodes fail and are repeated": _retried,
+    "binary, the same, `min_samples=2` of 3": lambda seed: keep_those_that_succeed(
+        _linear("binary")(seed), _fails_when_long
+    ),
+    "binary, `top_p=0.7`": _nucleus,
+    "binary, the second turn is greedy": _greedy,
+    "graded, noise of .3 on all logits": _stale(0.3),
+    "graded, noise of 1 on all logits": _stale(1.0),
+}
+
+EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}
+OBJECTIVES: dict[str, ObjectiveConfig] = {
+    **{
+        name: ObjectiveConfig(
+            **preset.objective, **({"loss_scale_tokens": 3} if name == "dr_grpo" else {})
+        )
+        for name, preset in PRESETS.items()
+    },
+    "group_mean, none, sums": ObjectiveConfig(scale_rewards="none", **EXACT),
+    "rloo, credit=turn": ObjectiveConfig(
+        credit="turn", baseline="leave_one_out", scale_rewards="none", **EXACT
+    ),
+    "reinforce, credit=turn": ObjectiveConfig(
+        credit="turn", baseline="none", scale_rewards="none", **EXACT
+    ),
+}
+"""Presets and, where they are not exact, what makes them so. At the weights that a step begins
+with, where ratios are 1."""
+
+
+def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
+    """Cosine with the true gradient, and the ratio of norms, in groups of two."""
+    task = SCENARIOS[scenario](seed)
+    if PRESETS.get(name) and PRESETS[name].others.get("rollout.filter_same_reward"):
+        task = keep_unequal(task)
+    found = compute_expected_gradient(task, OBJECTIVES[name])
+    ratio = float(np.linalg.norm(found) / np.linalg.norm(task.truth))
+    return measure_cosine(found, task.truth), ratio
+
+
+def measure_eight(kind: str, name: str, seed: int) -> tuple[float, float]:
+    """Cosine in groups of eight, with its standard error: groups are drawn."""
+    task = _linear(kind)(seed)
+    parts = draw_gradients(task, OBJECTIVES[name], 8, DRAWS)
+    cosine = measure_cosine(sum(parts, np.zeros_like(task.truth)), task.truth)
+    spread = statistics.stdev(measure_cosine(one, task.truth) for one in parts)
+    return cosine, spread / len(parts) ** 0.5

@@ -1,0 +1,86 @@
+"""The policy losses and their gradients once more: in numpy and float64, a token at a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Some tokens of some rows, with everything that a loss may look at."""
+
+    logprobs: Array
+    proximal: Array
+    behavior: Array
+    advantages: Array
+    rows: npt.NDArray[np.int64]
+    episodes: npt.NDArray[np.int64]
+
+
+def make_tokens(seed: int, count: int = 40, rows: int = 6, spread: float = 0.5) -> Tokens:
+    generator = np.random.default_rng(seed)
+    row_of = np.sort(generator.integers(0, rows, count))
+    logprobs = generator.normal(-2, 1, count)
+    proximal = logprobs + generator.normal(0, spread, count)
+    behavior = proximal + generator.normal(0, spread, count)
+    advantages = generator.normal(0, 1, rows)[row_of]
+    return Tokens(logprobs, proximal, behavior, advantages, row_of, row_of // 2)
+
+
+def aggregate(tokens: Tokens, objective: ObjectiveConfig) -> Array:
+    """What each term weighs in the loss of the batch."""
+    n = len(set(tokens.episodes.tolist()))
+    weights = np.empty(len(tokens.rows))
+    for place, episode in enumerate(tokens.episodes):
+        length = int((tokens.episodes == episode).sum())
+        weights[place] = {
+            "token_mean": 1 / len(tokens.rows),
+            "seq_mean_token_mean": 1 / (n * length),
+            "seq_mean_token_sum": 1 / n,
+            "seq_mean_token_sum_norm": 1 / (n * (objective.loss_scale_tokens or 1)),
+        }[objective.loss_agg]
+    return weights
+
+
+def loss_and_gradient(
+    tokens: Tokens, objective: ObjectiveConfig, weights: Array
+) -> tuple[float, Array]:
+    """The sum of weighted terms, and its derivative by each log-probability."""
+    loss, gradient = 0.0, np.zeros(len(tokens.rows))
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    cap = objective.off_policy_correction_high
+    for place, row in enumerate(tokens.rows):
+        own = np.flatnonzero(tokens.rows == row)
+        if objective.ratio_level == "sequence":
+            shares = {int(one): 1 / len(own) for one in own}
+        else:
+            shares = {place: 1.0}
+        logs = sum(share * (tokens.logprobs[i] - tokens.proximal[i]) for i, share in shares.items())
+        ratio, advantage = float(np.exp(logs)), float(tokens.advantages[place])
+        weight = weights[place]
+        if objective.off_policy_correction == "clamp":
+            weight = weight * min(
+                float(np.exp(tokens.proximal[place] - tokens.behavior[place])), cap
+            )
+        if objective.surrogate == "none":
+            loss -= weight * advantage * tokens.logprobs[place]
+            gradient[place] -= weight * advantage
+        elif objective.surrogate == "cispo":
+            bounded = min(max(ratio, low), high)
+            loss -= weight * bounded * advantage * tokens.logprobs[place]
+            gradient[place] -= weight * bounded * advantage
+        else:
+            free, bound = ratio * advantage, min(max(ratio, low), high) * advantage
+            term, slope = (free, free) if free <= bound else (bound, 0.0)
+            if objective.clip_dual is not None and advantage < 0:
+                floor = objective.clip_dual * advantage
+                term, slope = (floor, 0.0) if floor > term else (term, slope)
+            loss -= weight * term
+            for one, share in shares.items():
+                gradient[one] -= weight * slope * share
+    return loss, gradient

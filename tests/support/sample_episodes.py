@@ -1,0 +1,68 @@
+"""Made-up episodes with branches, as trees of interactions and as the rows of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_hpc.session.export import EpisodeKey, export_rows
+from areal_hpc.session.tree import (
+    Interaction,
+    InteractionTree,
+    VersionSpan,
+    pack_ids,
+    pack_logprobs,
+)
+from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+
+@dataclass(frozen=True)
+class MadeUpTurn:
+    """A reply: the number of the one that it extends (itself begins a conversation), its reward."""
+
+    parent: int
+    reward: float | None
+    tokens: int = 2
+    is_cut: bool = False
+
+
+def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
+    """The interactions, one asked after the other; a reply extends an earlier one, or none."""
+    tree = InteractionTree()
+    added: list[Interaction] = []
+    for number, turn in enumerate(turns):
+        parent = added[turn.parent] if 0 <= turn.parent < number else None
+        ids = [number * 10 + place for place in range(turn.tokens)]
+        one = Interaction(
+            interaction_id=f"reply-{number}",
+            parent_id=parent.interaction_id if parent else None,
+            reuse="none" if parent is None else "reused",
+            context=b"",
+            new_messages=[{"role": "user", "content": f"question {number}"}],
+            reply={"role": "assistant", "content": f"reply {number}"},
+            prompt_tokens=(parent.num_sequence_tokens if parent else 0) + 1,
+            new_ids=pack_ids([200 + number]),
+            output_ids=pack_ids(ids),
+            logprobs=pack_logprobs([-1.0] * turn.tokens),
+            spans=[VersionSpan(1 << 32, 0, turn.tokens)],
+            finish_reason="length" if turn.is_cut else "stop",
+            closed=not turn.is_cut,
+            temperature=1.0,
+            asked_at=float(2 * number),
+            answered_at=float(2 * number + 1),
+            reward=turn.reward,
+        )
+        tree.add(one)
+        added.append(one)
+    return tree
+
+
+def build_batch(
+    groups: Sequence[Sequence[Sequence[MadeUpTurn]]], rule: ExportSettings
+) -> list[TrajectoryRow]:
+    """The rows of groups of episodes, as a proxy would export them."""
+    return [
+        row
+        for ticket, group in enumerate(groups)
+        for episode, turns in enumerate(group)
+        for row in export_rows(build_tree(turns), EpisodeKey(ticket, 0, episode), rule=rule)
+    ]

@@ -1,0 +1,107 @@
+"""Presets set keys, a key that the recipe says wins, and a plan tells both apart."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from areal_hpc.recipe.loading import build_recipe, load_recipe, merge_overrides
+from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset, get_default
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+
+BASE: dict[str, Any] = {
+    "experiment_name": "e",
+    "trial_name": "t",
+    "cluster": {"fileroot": "/tmp"},
+    "model": {"path": "/tmp"},
+    "train_dataset": {"generator": "examples.quickstart.task:generate"},
+    "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent"},
+}
+
+
+def build(preset: str, **objective: Any) -> Recipe:
+    return build_recipe({**BASE, "trainer": {"objective": {"preset": preset, **objective}}})
+
+
+def find(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_every_preset_is_known_to_the_recipe() -> None:
+    assert get_args(ObjectiveConfig.model_fields["preset"].annotation) == (*PRESETS,)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
+    recipe, plain = build(name), build("default")
+    values = PRESETS[name].values
+    for key, value in values.items():
+        assert find(recipe, key) == value
+    touched = {*values, "trainer.objective.preset"}
+    if name == "dr_grpo":
+        touched.add("trainer.objective.loss_scale_tokens")
+        assert recipe.trainer.objective.loss_scale_tokens == 512
+    for field in ObjectiveConfig.model_fields:
+        if (key := f"trainer.objective.{field}") not in touched:
+            assert find(recipe, key) == find(plain, key)
+
+
+def test_the_default_preset_is_no_preset() -> None:
+    assert build_recipe(BASE) == build("default")
+    tree: dict[str, Any] = {"trainer": {"optimizer": {}}}
+    assert apply_preset(tree) == tree
+
+
+def test_a_key_that_the_recipe_says_wins_and_the_plan_tells_both() -> None:
+    recipe = build("gspo", clip_low=0.1)
+    assert (recipe.trainer.objective.clip_low, recipe.trainer.minibatches) == (0.1, 4)
+    lines = list(describe_preset(recipe.model_dump(mode="json")))
+    assert lines[0].startswith("trainer.objective.preset=gspo (arXiv:2507.18071")
+    assert "  trainer.objective.clip_low=0.1  (recipe; the preset has 0.0003)" in lines
+    assert "  trainer.minibatches=4  (preset)" in lines
+    assert list(describe_preset(build("default").model_dump())) == []
+
+
+def test_sums_are_divided_by_the_longest_reply_unless_the_recipe_says_otherwise() -> None:
+    recipe = build_recipe(
+        {
+            **BASE,
+            "rollout": {**BASE["rollout"], "sampling": {"max_new_tokens": 99}},
+            "trainer": {"objective": {"preset": "dr_grpo"}},
+        }
+    )
+    assert recipe.trainer.objective.loss_scale_tokens == 99
+    assert build("dr_grpo", loss_scale_tokens=7).trainer.objective.loss_scale_tokens == 7
+    assert build("dr_grpo", loss_agg="token_mean").trainer.objective.loss_scale_tokens is None
+
+
+def test_another_preset_replaces_what_a_resolved_recipe_has_of_the_first(tmp_path: Path) -> None:
+    resolved = build("dr_grpo", clip_high=0.9)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(resolved.model_dump(mode="json")))
+    assert load_recipe(path) == resolved
+    change = "trainer.objective.preset=gspo"
+    for recipe in (load_recipe(path, [change]), merge_overrides(resolved, [change])):
+        objective = recipe.trainer.objective
+        assert (objective.scale_rewards, objective.loss_scale_tokens) == ("group", None)
+        assert (objective.clip_low, objective.ratio_level) == (3e-4, "sequence")
+        assert objective.clip_high == 0.9  # neither the default nor of the first preset
+        assert recipe.trainer.minibatches == 4
+
+
+def test_a_preset_of_a_recipe_that_a_person_wrote_leaves_all_that_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**BASE, "trainer": {"objective": {"clip_low": 0.2}}}))
+    recipe = load_recipe(path, ["trainer.objective.preset=gspo"])
+    assert (recipe.trainer.objective.clip_low, recipe.trainer.objective.clip_high) == (0.2, 4e-4)
+
+
+def test_defaults_are_found_by_their_dotted_key() -> None:
+    assert get_default(Recipe, "trainer.objective.clip_low") == 0.2
+    assert get_default(Recipe, "rollout.sampling.max_new_tokens") == 512
+    assert get_default(Recipe, "trainer.minibatches") == 1

@@ -1,0 +1,148 @@
+"""Every surrogate and aggregation against float64, and mini-batches against the whole batch."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TrainerConfig
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.loss_aggregation import (
+    compute_minibatch_factors,
+    compute_row_scales,
+)
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from tests.support.loss_reference import Tokens, aggregate, loss_and_gradient, make_tokens
+
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"loss_agg": "token_mean"},
+    {"loss_agg": "seq_mean_token_mean"},
+    {"loss_agg": "seq_mean_token_sum"},
+    {"loss_agg": "seq_mean_token_sum_norm", "loss_scale_tokens": 7},
+]
+SURROGATES: list[dict[str, Any]] = [
+    {"surrogate": "clip"},
+    {"surrogate": "clip", "clip_low": 0.01, "clip_high": 0.02},
+    {"surrogate": "clip", "clip_dual": 1.3},
+    {"surrogate": "clip", "ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.1},
+    {"surrogate": "clip", "ratio_level": "sequence", "clip_dual": 1.1},
+    {"surrogate": "cispo"},
+    {"surrogate": "cispo", "clip_low": 1.0},
+    {"surrogate": "cispo", "ratio_level": "sequence"},
+    {"surrogate": "none"},
+]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"off_policy_correction": "none"},
+    {"off_policy_correction": "clamp", "off_policy_correction_high": 1.5},
+]
+
+
+def compute(
+    tokens: Tokens, objective: ObjectiveConfig, dtype: torch.dtype = torch.float64, parts: int = 1
+) -> tuple[float, np.ndarray[Any, Any], int]:
+    """The loss as the trainer computes it, over mini-batches of rows at frozen weights."""
+    logprobs = torch.tensor(tokens.logprobs, dtype=dtype, requires_grad=True)
+    rows = list(range(int(tokens.rows.max()) + 1))
+    lengths = [int((tokens.rows == row).sum()) for row in rows]
+    episodes = [row // 2 for row in rows]
+    scales = compute_row_scales(lengths, episodes, objective)
+    dealt = [rows[hand::parts] for hand in range(parts)]
+    factors = compute_minibatch_factors([sum(lengths[row] for row in part) for part in dealt])
+    loss, clipped = torch.zeros((), dtype=dtype), 0
+    for part, factor in zip(dealt, factors, strict=True):
+        own = np.flatnonzero(np.isin(tokens.rows, part))
+        proximal, behavior, advantages = (
+            torch.tensor(values[own], dtype=dtype)
+            for values in (tokens.proximal, tokens.behavior, tokens.advantages)
+        )
+        row_map = TokenRowMap(torch.tensor(tokens.rows[own]), len(rows))
+        scale = None if scales is None else torch.tensor(scales, dtype=dtype)[tokens.rows[own]]
+        total, sums, _ = compute_policy_loss(
+            logprobs[own], proximal, behavior, advantages, row_map, objective, scale
+        )
+        loss = loss + total * factor / len(own) / parts
+        clipped += int(sums["clipped"])
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.double().numpy(), clipped
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda one: one["loss_agg"])
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda one: "-".join(map(str, one.values())))
+def test_loss_and_gradient_equal_the_reference(
+    surrogate: dict[str, Any], aggregation: dict[str, Any]
+) -> None:
+    acted = 0
+    for seed, correction in itertools.product(range(6), CORRECTIONS):
+        objective = ObjectiveConfig(**surrogate, **aggregation, **correction)
+        tokens = make_tokens(seed)
+        expected, slopes = loss_and_gradient(tokens, objective, aggregate(tokens, objective))
+        loss, gradient, clipped = compute(tokens, objective)
+        assert loss == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert np.abs(gradient - slopes).max() <= 1e-12 * max(1.0, np.abs(slopes).max())
+        loss, gradient, _ = compute(tokens, objective, torch.float32)
+        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert np.abs(gradient - slopes).max() <= 1e-6 * max(1.0, np.abs(slopes).max())
+        acted += clipped
+    assert (acted > 0) is (surrogate["surrogate"] != "none")
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda one: one["loss_agg"])
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_the_mean_of_the_minibatch_gradients_is_the_full_one(
+    aggregation: dict[str, Any], parts: int
+) -> None:
+    """Each part divided by its own tokens before: a token weighed up to twice another."""
+    for surrogate in SURROGATES:
+        objective = ObjectiveConfig(**surrogate, **aggregation)
+        tokens = make_tokens(9, count=60, rows=10)
+        whole, expected, _ = compute(tokens, objective)
+        loss, found, _ = compute(tokens, objective, parts=parts)
+        assert loss == pytest.approx(whole, rel=1e-12)
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_one_minibatch_of_a_token_mean_is_multiplied_by_nothing() -> None:
+    assert compute_minibatch_factors([17]) == [1.0]
+    assert compute_row_scales([3, 4], ["a", "b"], ObjectiveConfig()) is None
+
+
+def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
+    """A ratio of e^12 made a gradient of 162,755."""
+    objective = ObjectiveConfig(off_policy_correction="none", clip_dual=3.0)
+    tokens = Tokens(*(np.array([one]) for one in (-1.0, -13.0, -13.0, -1.0, 0, 0)))
+    loss, gradient, clipped = compute(tokens, objective)
+    assert (loss, gradient.tolist(), clipped) == (3.0, [0.0], 1)
+    _, gradient, _ = compute(tokens, ObjectiveConfig(off_policy_correction="none"))
+    assert gradient[0] == pytest.approx(162_755, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"turn_discount": 0.5}, "credit=turn"),
+        ({"scale_rewards": "none", "std_ddof": 0}, "std_ddof"),
+        ({"clip_dual": 1.0}, "greater than 1"),
+        ({"clip_dual": 3.0, "surrogate": "cispo"}, "surrogate=clip"),
+        ({"ratio_level": "sequence", "surrogate": "none"}, "ratio_level=token"),
+        ({"loss_agg": "seq_mean_token_sum_norm"}, "loss_scale_tokens"),
+        ({"loss_scale_tokens": 5}, "loss_agg=seq_mean_token_sum_norm"),
+    ],
+)
+def test_keys_without_a_meaning_are_refused(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ObjectiveConfig(**values)
+
+
+@pytest.mark.parametrize("values", [{"surrogate": "cispo"}, {"ratio_level": "sequence"}])
+def test_ratios_that_are_always_one_are_refused(values: dict[str, Any]) -> None:
+    for proximal in ("recompute", "log_linear"):
+        objective = {**values, "proximal": proximal}
+        with pytest.raises(ValueError, match="no effect"):
+            TrainerConfig(objective=objective)  # type: ignore[arg-type]
+        TrainerConfig(objective=objective, minibatches=2)  # type: ignore[arg-type]
+    naive = {**values, "proximal": "none", "off_policy_correction": "none"}
+    TrainerConfig(objective=naive)  # type: ignore[arg-type]
