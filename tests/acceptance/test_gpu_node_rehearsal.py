@@ -5,8 +5,11 @@ The kills are those of `test_kill_matrix.py`, which this does not repeat.
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.gpu.measured_steps import measure_engine
 from tests.support.node_tier import (
     EXPERT_LAYOUTS,
     LAYOUTS,
@@ -37,3 +40,15 @@ def test_a_layout_agrees_in_sixteen_bits_as_far_as_transformers_does(tmp_path: P
 
 def test_a_real_server_agrees_and_takes_weights(tmp_path: Path) -> None:
     assert serve_and_update(plan_for("cpu", "float32"), ("", ""), tmp_path).transport == "broadcast"
+
+
+def test_a_flag_that_sglang_does_not_know_is_found_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    plan = plan_for("cpu", "float32")
+    inference = {**plan.inference, "extra_args": ["--atention-backend", "fa3"]}
+    wrong = msgspec.structs.replace(plan, inference=inference)
+    with pytest.raises(ClusterError, match="SGLang has no option --atention-backend") as refused:
+        measure_engine(wrong, ("", ""), tmp_path)
+    assert refused.value.problems[0].hint == "did you mean --attention-backend?"
+    assert not list(tmp_path.rglob("*.log"))

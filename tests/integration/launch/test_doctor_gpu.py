@@ -13,14 +13,13 @@ from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
 from areal_hpc.launch.doctor.gpu.measured_steps import (
     list_rank_gpus,
     measure_collectives,
-    measure_engine,
 )
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.commands import areal_hpc, write_program
 
-pytestmark = pytest.mark.timeout(400)
-RUN_TIMEOUT_S = 380.0
+pytestmark = pytest.mark.timeout(600)
+RUN_TIMEOUT_S = 580.0
 
 
 @pytest.fixture
@@ -52,17 +51,6 @@ def test_a_rehearsal_runs_every_step_and_leaves_its_figures(tmp_path: Path) -> N
     assert engine["change"] > 10 * engine["updated_max_gap"]
     assert {"transfer", "verify"} <= engine["update_s"].keys()
     assert not list(scratch.glob("areal-hpc-doctor-*"))
-
-
-def test_a_flag_that_sglang_does_not_know_is_found_before_it_starts(
-    plan: GpuCheckPlan, tmp_path: Path
-) -> None:
-    inference = {**plan.inference, "extra_args": ["--atention-backend", "fa3"]}
-    wrong = msgspec.structs.replace(plan, inference=inference)
-    with pytest.raises(ClusterError, match="SGLang has no option --atention-backend") as refused:
-        measure_engine(wrong, ("", ""), tmp_path)
-    assert refused.value.problems[0].hint == "did you mean --attention-backend?"
-    assert not list(tmp_path.rglob("*.log"))
 
 
 def test_a_rank_that_fails_ends_the_others_and_says_why(plan: GpuCheckPlan, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """What the tier of a GPU node reads out of a run."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from tests.support.environments import CHECKOUT
-from tests.support.node_tier import EXPERT_LAYOUTS, LAYOUTS, summarize_run
+from tests.support.node_tier import EXPERT_LAYOUTS, LAYOUTS, summarize_run, write_model
+from tests.support.parity_table import MIXTURE
 
 
 def test_a_run_is_summed_up_from_its_metrics() -> None:
@@ -21,6 +24,10 @@ def test_a_run_is_summed_up_from_its_metrics() -> None:
     assert worse["last_reward"] == pytest.approx(0.5)
 
 
-def test_layouts_fit_a_node_of_eight() -> None:
-    layouts = [*LAYOUTS.values(), *EXPERT_LAYOUTS.values()]
-    assert all(ParallelConfig.model_validate(one).world_size <= 8 for one in layouts)
+def test_layouts_fit_a_node_of_eight_and_their_models(tmp_path: Path) -> None:
+    for family, layouts in (("qwen3", LAYOUTS), (MIXTURE, EXPERT_LAYOUTS)):
+        arch = read_architecture(write_model(family, tmp_path / family))
+        for sizes in layouts.values():
+            parallel = ParallelConfig.model_validate(sizes)
+            assert parallel.world_size <= 8
+            assert list(find_layout_problems(arch, parallel)) == []
