@@ -227,7 +227,7 @@ class ExportedInteraction(Struct, frozen=True):
     """`session.export.build_areal_batch`, as nested lists."""
 
 
-class ExportReply(Struct, frozen=True):
+class ExportReply(Struct, frozen=True, omit_defaults=True):
     """Rows by the id of the interaction they end with."""
 
     interactions: dict[str, ExportedInteraction]

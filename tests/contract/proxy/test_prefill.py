@@ -84,12 +84,8 @@ def test_what_the_template_prints_before_a_reply_stands_before_its_beginning(
     tmp_path: Path,
 ) -> None:
     reasoning = "<think>\n\n</think>\n\n"
-    template = CHATML.replace(
-        "message.role + '\\n' + message.content",
-        "message.role + '\\n' + "
-        "('<think>\\n\\n</think>\\n\\n' if loop.last and message.role == 'assistant' else '')"
-        " + message.content",
-    )
+    shown = f"('{reasoning}' if loop.last and message.role == 'assistant' else '')"
+    template = CHATML.replace("+ message.content", f"+ {shown} + message.content")
     stage = Stage(tmp_path, model_dir=write_model_dir(tmp_path / "model", template=template))
     try:
         ask(stage, stage.open_session()[1], "prefix")

@@ -23,7 +23,7 @@ def test_both_sdks_find_the_model_under_any_name(stage: Stage, key: str, name: s
         assert client.models.retrieve(name).id == name
         assert [one.id for one in client.models.list()] == ["tiny"]
     with stage.anthropic(key) as anthropic:
-        assert anthropic.models.retrieve(name, betas=["b"]).display_name == name
+        assert anthropic.models.retrieve(name, extra_query={"beta": "true"}).display_name == name
         assert [one.id for one in anthropic.models.list()] == ["tiny"]
 
 
@@ -240,7 +240,7 @@ def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     for reader in readers:
         reader.join(60)
     for route, text in texts.items():
-        assert "hello" in text
+        assert text.index("ping") < text.rindex("data: ")
         is_comment = route != "/messages"
         assert (": ping\n\n" in text, 'event: ping\ndata: {"type":"ping"}\n\n' in text) == (
             is_comment,
