@@ -19,19 +19,24 @@ _type_info = cache(inspect.type_info)
 
 def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for name in _list_declared_hints(type(request)):
+    for name, wire_name in _list_declared_hints(type(request)):
         if getattr(request, name) is not None:
-            yield inside + name
-    for name in request.__struct_fields__:
+            yield inside + wire_name
+    for name, wire_name in _pair_names(type(request)):
         value = getattr(request, name)
         if isinstance(value, Struct):
-            yield from list_ignored_params(value, f"{inside}{name}.")
+            yield from list_ignored_params(value, f"{inside}{wire_name}.")
 
 
 @cache
-def _list_declared_hints(form: type[Struct]) -> tuple[str, ...]:
+def _list_declared_hints(form: type[Struct]) -> tuple[tuple[str, str], ...]:
     declared = get_type_hints(form, include_extras=True)
-    return tuple(name for name, kind in declared.items() if kind == Hint)
+    return tuple(names for names in _pair_names(form) if declared[names[0]] == Hint)
+
+
+def _pair_names(form: type[Struct]) -> Iterator[tuple[str, str]]:
+    """Each field's name, and that which it has in requests."""
+    return zip(form.__struct_fields__, form.__struct_encode_fields__, strict=True)
 
 
 def drop_nulls(body: bytes, form: Any) -> bytes:

@@ -23,6 +23,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """The one tool that must be called."""
     parallel: bool = True
     """A reply may hold several calls."""
+    allowed: tuple[str, ...] = ()
+    """The tools that may be called; all when there is none."""
 
     @property
     def must_call(self) -> bool:

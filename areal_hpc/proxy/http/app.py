@@ -28,6 +28,7 @@ from areal_hpc.proxy.dialects.validation import decode_json
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.driver_api import DriverApi
+from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query
 from areal_hpc.proxy.http.routes import Route, RouteResult, Routes, render_openapi
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
@@ -54,7 +55,6 @@ DIALECT_BY_ROUTE = {
     "/responses": responses.RESPONSES_DIALECT,
 }
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
-_EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class ProxyApp:
@@ -103,9 +103,15 @@ class ProxyApp:
                     completions.metrics.render,
                     form=METRICS_CONTENT_TYPE,
                 ),
-                Route("GET", "/openapi.json", "anyone", lambda: render_openapi(self._routes)),
+                Route(
+                    "GET",
+                    "/openapi.json",
+                    "anyone",
+                    lambda: render_openapi((*self._google_routes, *self._routes)),
+                ),
             )
         )
+        self._google_routes = GoogleApi(model, completions).build_routes()
 
     def _list_agent_routes(self) -> Iterator[Route]:
         for path, dialect in DIALECT_BY_ROUTE.items():
@@ -130,11 +136,13 @@ class ProxyApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        refused: FormatError = openai_format.format_error
+        key = read_google_key(scope)
+        routes = self._routes if key is None else self._google_routes
+        refused: FormatError = routes.refused
         allowed = ""
         try:
-            methods, named = self._routes.find_routes(scope["path"])
-            route, key = methods.get(scope["method"]), ""
+            methods, named = routes.find_routes(scope["path"])
+            route, key = methods.get(scope["method"]), key or ""
             refused = (route or next(iter(methods.values()))).refused
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
@@ -245,15 +253,19 @@ class ProxyApp:
             if session.ended and not route.when_ended:
                 raise ProxyRequestError(403, "the session has ended")
             yield session
-        if named and scope["query_string"]:
+        if route.takes_query:
+            yield read_query(scope)
+        elif named and scope["query_string"]:
             parameter = unquote(scope["query_string"].partition(b"=")[0])
             raise ProxyRequestError(400, "this route takes no parameters", key=parameter)
-        if named:
+        if route.rewrite is not None:
+            body = route.rewrite(body)
+        if named and route.request is None:
             yield named
         elif route.request is not None and route.ignores_unknown and self._model.ignores_unknown:
             unknown: list[str] = []
             yield decode_json(body, route.request, unknown=unknown)
-            path = route.path.removeprefix("/v1")
+            path = route.label
             self._completions.metrics.count_ignored_parameters(path, unknown)
         elif route.request is not None:
             yield decode_json(body, route.request)
@@ -359,7 +371,9 @@ async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> Non
     events = exchange.stream_events(live)
     try:
         block: bytes | None = await anext(events)
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+        form = exchange.stream_media_type.encode()
+        headers = [(b"content-type", form), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         while block is not None:
             await send({"type": "http.response.body", "body": block, "more_body": True})
             try:
