@@ -182,19 +182,20 @@ def _build_call_part(block: ContentBlock) -> dict[str, Any]:
 def _build_error(refusal: ProxyRequestError) -> dict[str, Any]:
     """A google.rpc.Status; the parameter at fault is a field violation."""
     default = "INTERNAL" if refusal.status >= 500 else "INVALID_ARGUMENT"
-    message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
+    status = _STATUS_BY_CODE.get(refusal.status, default)
+    problem = refusal.message
+    message = f"{refusal.param}: {problem}" if refusal.param else problem
     if isinstance(refusal, PromptTooLongError):  # clients know it by these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
-        message = (
+        message = problem = (
             f"The input token count ({refusal.prompt_tokens}) exceeds the maximum number of "
             f"tokens allowed ({most_tokens})."
         )
-    status = _STATUS_BY_CODE.get(refusal.status, default)
     fields: dict[str, Any] = {"code": refusal.status, "message": message, "status": status}
     if refusal.param:
-        violation = {"field": refusal.param, "description": refusal.message}
         kind = "type.googleapis.com/google.rpc.BadRequest"
-        fields["details"] = [{"@type": kind, "fieldViolations": [violation]}]
+        violations = [{"field": refusal.param, "description": problem}]
+        fields["details"] = [{"@type": kind, "fieldViolations": violations}]
     return {"error": fields}
 
 
