@@ -14,7 +14,7 @@ from msgspec import inspect
 from areal_hpc.errors import ProxyRequestError
 
 
-def spell_in_camel_case(body: bytes, form: Any) -> bytes:
+def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
     """A JSON request whose declared names are all in camel case; a client's own data is left alone.
 
     What is not JSON comes back as it is.
@@ -22,6 +22,7 @@ def spell_in_camel_case(body: bytes, form: Any) -> bytes:
     Raises:
         ProxyRequestError: 400, one parameter stands there in both spellings.
     """
+    body = bytes(body)
     if _build_snake_pattern(form).search(body) is None:
         return body
     try:
