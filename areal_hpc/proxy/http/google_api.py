@@ -88,7 +88,13 @@ class GoogleApi:
         for prefix in GOOGLE_PREFIXES:
             named = prefix + "/models/{model}:"
             yield post(named + _GENERATE, self._generate, GenerateContentRequest)
-            yield post(named + _STREAM, self._stream, GenerateContentRequest, streams=True)
+            yield post(
+                named + _STREAM,
+                self._stream,
+                GenerateContentRequest,
+                streams=True,
+                json_type="array",
+            )
             yield post(named + _COUNT, self._count_tokens, CountTokensRequest)
             yield get(prefix + "/models", self._list_models)
             yield get(prefix + "/models/{model...}", self._get_model)

@@ -42,6 +42,8 @@ class Route:
     """The body of an error."""
     form: str = "application/json"
     """Content type of the answer."""
+    json_type: Literal["object", "array"] = "object"
+    """What the answer is if it is JSON."""
     streams: bool = False
     """It may answer with server-sent events."""
     when_ended: bool = False
@@ -130,8 +132,8 @@ _ERROR_SCHEMA = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["message"],
+            "properties": {name: {"type": "string"} for name in ("message", "type", "status")},
         }
     },
 }
@@ -164,7 +166,7 @@ def render_openapi(routes: Iterable[Route]) -> bytes:
 
 
 def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
-    kind = "object" if route.form == "application/json" else "string"
+    kind = route.json_type if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
