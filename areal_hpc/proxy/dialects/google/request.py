@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text
 from areal_hpc.proxy.dialects.google.schema import build_json_schema
-from areal_hpc.proxy.dialects.google.tools import ToolConfig, choose_tools, parse_tools
+from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
@@ -135,8 +135,8 @@ def build_model_call(
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
-    functions = parse_tools([one for one in raw if one is not None], model, ignored)
-    choice, tools = choose_tools(request.tool_config, functions, model)
+    tools = parse_tools([one for one in raw if one is not None], model, ignored)
+    choice = read_tool_choice(request.tool_config, tools, model)
     top_k = first_given(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],

@@ -132,10 +132,10 @@ def _build_tool(function: _FunctionDeclaration, place: str) -> dict[str, Any]:
     return build_function_tool(function.name, function.description, built, None)
 
 
-def choose_tools(
+def read_tool_choice(
     asked: ToolConfig | None, tools: Sequence[dict[str, Any]], model: ServedModel
-) -> tuple[ToolChoice, Sequence[dict[str, Any]]]:
-    """The choice that a request makes, and the tools with what it asks of their arguments.
+) -> ToolChoice:
+    """The choice that a request makes. Calls follow their schemas unless the mode is AUTO.
 
     Raises:
         ProxyRequestError: 400, naming what cannot hold.
@@ -151,8 +151,7 @@ def choose_tools(
     if missing := [name for name in names if name not in offered]:
         problem = f"there is no function {missing[0]!r}"
         raise ProxyRequestError(400, problem, key=f"{_CHOICE_KEY}.allowedFunctionNames")
-    if config.mode == "VALIDATED":  # arguments as their schemas say, for whatever is called
-        tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
     mode = {"ANY": "required", "NONE": "none"}.get(config.mode, "auto")
     choice = parse_tool_choice(model, tools, mode, None, parallel=True)
-    return msgspec.structs.replace(choice, allowed=tuple(names)), tools
+    follows = config.mode in ("ANY", "VALIDATED")
+    return msgspec.structs.replace(choice, allowed=tuple(names), follows_schemas=follows)
