@@ -198,6 +198,8 @@ class ProxyRequestError(ArealError):
 
     code: ClassVar[str | None] = None
     """OpenAI's name of the error, where clients act on it."""
+    may_be_repeated: ClassVar[bool] = True
+    """False where clients that repeat calls after an error of the server should not."""
 
     def __init__(self, status: int, message: str, *, key: str = "", hint: str = "") -> None:
         super().__init__(message, key=key, hint=hint)
@@ -213,6 +215,15 @@ class ProxyRequestError(ArealError):
     def param(self) -> str | None:
         """The parameter at fault."""
         return self.problems[0].key or None
+
+
+class CallFailedError(ProxyRequestError):
+    """A model call that engines failed at so often that it is taken to be at fault itself."""
+
+    may_be_repeated = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(502, message)
 
 
 class PromptTooLongError(ProxyRequestError):

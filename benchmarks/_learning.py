@@ -17,11 +17,11 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, BEHAVIOR_LO
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,
@@ -146,7 +146,7 @@ class Trainee:
     def mean_logprob(self, rows: Sequence[TrainingRow]) -> float:
         """Over the scored tokens, without a gradient."""
         sums = run_forward_backward(self.policy, self.pack(rows), grpo_loss, backward=False).sums
-        return sums["logprob"] / sums["tokens"]
+        return float(sums["logprob"] / sums["tokens"])
 
 
 def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
@@ -160,8 +160,8 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         batch.rows,
         ObjectiveConfig(),
     )
-    sums |= {"tokens": len(logprobs_N), "places": batch.places, "logprob": held_N.sum().item()}
-    return total, LossStats(sums, {"weight": weight_max})
+    counts = {"tokens": len(logprobs_N), "places": batch.places}
+    return total, LossStats({**sums, **counts, "logprob": held_N.sum()}, {"weight": weight_max})
 
 
 def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: int) -> float:

@@ -86,6 +86,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
     _add_show_command(verbs)
+    _add_export_command(verbs)
     help_ = "verify all digests; list damaged files"
     verbs.add(
         "verify",
@@ -121,6 +122,26 @@ def _add_show_command(verbs: CommandGroup) -> None:
     show.add_argument("--tokens", action="store_true", help="one line per token")
 
 
+def _add_export_command(verbs: CommandGroup) -> None:
+    export = verbs.add(
+        "export",
+        _export_rows,
+        help="write recorded rows to a file for other programs",
+        description="Write recorded rows to one file: all that is recorded, as JSON lines or "
+        "Parquet (versions are packed as docs/shard-format-v2.md says); conversations for "
+        "supervised fine-tuning; or trajectories in ATIF 1.8, one a line.",
+        example="areal-hpc shards export runs/quickstart/demo --format parquet --out rows.parquet\n"
+        "areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl "
+        '--where "kind=train and reward>=1"',
+    )
+    export.add_argument("run", type=Path, help="a run directory, or one shard file")
+    formats = ("jsonl", "parquet", "sft", "atif")
+    export.add_argument("--format", choices=formats, required=True, help="of the file")
+    export.add_argument("--out", type=Path, required=True, help="the file; it must not exist")
+    where = "only rows that match an expression, as for areal-hpc shards show"
+    export.add_argument("--where", default="", metavar="EXPRESSION", help=where)
+
+
 def _parse_row_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
@@ -131,7 +152,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.health import format_alert, list_failures, read_alerts
-    from areal_hpc.view.jobs import describe_jobs, fetch_run_jobs, get_run_state
+    from areal_hpc.view.jobs import describe_jobs, describe_steps, fetch_run_jobs, get_run_state
     from areal_hpc.view.summary import describe_run_now, format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
@@ -145,6 +166,8 @@ def _show_status(arguments: argparse.Namespace) -> int:
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
+    if steps := describe_steps(paths):
+        lines += ["", *steps]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
         lines += ["", format_summary(paths)]
     print("\n".join(lines))
@@ -302,6 +325,31 @@ def _show_rows(arguments: argparse.Namespace) -> int:
         print(format_groups(rows, shutil.get_terminal_size((100, 24)).columns))
     if len(rows) < matching or not rows:
         print(f"\n{len(rows)} of {matching} rows that match" if rows else "no row matches")
+    return 0
+
+
+def _export_rows(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from areal_hpc.view.transcripts.export import export_rows
+    from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+
+    path = arguments.run.resolve()
+    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    rows, _ = find_rows(path, RowQuery(arguments.where))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("writing", total=len(rows))
+        report = export_rows(
+            rows,
+            arguments.format,
+            arguments.out,
+            paths,
+            lambda done: progress.update(task, completed=done),
+        )
+    left_out = f"; {report.left_out} without messages left out" if report.left_out else ""
+    print(f"{arguments.out}: {report.written} rows{left_out}")
     return 0
 
 

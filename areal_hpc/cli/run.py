@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.plan import describe_plan
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
-    from areal_hpc.launch.plan import JobStage
     from areal_hpc.recipe.recipe import Recipe
-    from areal_hpc.rundir.jobs import ProcessSpec
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -27,10 +27,13 @@ def add_commands(commands: CommandGroup) -> None:
         help="train a recipe on this machine",
         description="Train a recipe on this machine. Run the same command again to resume.",
         example="areal-hpc run recipes/quickstart.yaml\n"
-        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16",
+        "areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16\n"
+        "salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation",
     )
     dry_run = "print the jobs, processes, GPUs and memory; start nothing"
     run.add_argument("--dry-run", action="store_true", help=dry_run)
+    in_allocation = "run the jobs as steps (srun) of the Slurm allocation that this shell holds"
+    run.add_argument("--in-allocation", action="store_true", help=in_allocation)
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
     commands.add(
         "plan",
@@ -77,64 +80,31 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        print("\n".join(_describe_plan(recipe)))
+        lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
+        if arguments.in_allocation:
+            lines = chain(lines, [""], _describe_steps(recipe))
+        print("\n".join(lines))
         print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
         return 0
-    return run(recipe, fresh=arguments.fresh).exit_code
+    result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
+    return result.exit_code
+
+
+def _describe_steps(recipe: Recipe) -> Iterator[str]:
+    """Lines: the steps of the allocation that this shell holds."""
+    from areal_hpc.jobs.environment import get_interpreters
+    from areal_hpc.launch.places.held_allocation import describe_steps
+    from areal_hpc.slurm.allocation import read_allocation
+
+    yield from describe_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
 
-    print("\n".join(_describe_plan(load_recipe(arguments.recipe, arguments.overrides))))
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    print("\n".join(describe_plan(recipe)))
     return 0
-
-
-def _describe_plan(recipe: Recipe) -> Iterator[str]:
-    """Lines: jobs with their processes and GPUs, stage after stage, and what the GPUs hold."""
-    from areal_hpc.launch.host_memory import build_host_memory_report
-    from areal_hpc.launch.memory import build_memory_report
-    from areal_hpc.launch.plan import plan_run
-
-    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
-        total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
-        needs = f"{_count(total, 'GPU')} at once" if total else "no GPU"
-        yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
-        for job in stage.jobs:
-            count = _count(job.tasks, "node" if job.is_task_a_node else "task")
-            gpus = f"{_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
-            yield f"  job {job.name}: {count}, {gpus}"
-            for cell in job.cells:
-                yield f"    {cell.name}: {_count(job.tasks_per_cell, 'task')}"
-                yield from _describe_processes(cell.processes)
-            yield from _describe_processes(job.processes)
-        for line in _describe_gpu_assignment(stage, recipe):
-            yield f"  {line}"
-    yield from ["", *build_memory_report(recipe), *build_host_memory_report(recipe)]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-def _describe_processes(processes: Sequence[ProcessSpec]) -> Iterator[str]:
-    for process in processes:
-        where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
-        yield f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}"
-
-
-def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
-    """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
-
-    try:
-        visible = find_usable_gpus(recipe, os.environ)
-        if not visible.ids:
-            return
-        for line in format_assignment(assign_gpus(stage, visible, recipe)):
-            yield f"GPUs with areal-hpc run on this machine: {line}"
-    except RecipeError as error:
-        yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
 
 
 def _print_recipe_keys(arguments: argparse.Namespace) -> int:

@@ -19,8 +19,9 @@ from areal_hpc.client.recorded_interaction import RecordedInteraction
 from areal_hpc.client.tokenizer import load_session_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope, Send
+from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
 from areal_hpc.proxy.http.driver_api import DriverApi
+from areal_hpc.proxy.http.event_stream import Send
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import generate_key, hash_key
@@ -72,7 +73,13 @@ class ArealOpenAI(AsyncOpenAI):
         template, encoder = load_session_tokenizer(tokenizer)
         context_tokens = engine_max_tokens or _get_max_sequence_tokens(tokenizer)
         model = ServedModel(
-            "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
+            "areal",
+            template,
+            encoder,
+            context_tokens,
+            tool_call_parser,
+            reasoning_parser,
+            dropped_tools=ProxyConfig().dropped_tools,
         )
         key = generate_key()
         # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.

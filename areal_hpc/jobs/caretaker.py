@@ -26,7 +26,6 @@ from areal_hpc.jobs.requeue import (
     build_exclude_list,
     release_held_jobs,
 )
-from areal_hpc.jobs.topology import expand_node_list
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
@@ -41,6 +40,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.paths import JobPaths, RunPaths
+from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
 from areal_hpc.slurm.resubmit import submit_again
 from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_jobs

@@ -20,7 +20,6 @@ from areal_hpc.jobs.restart_policy import (
     FailureCounts,
     RestartDecision,
 )
-from areal_hpc.jobs.topology import expand_node_list
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
     LaunchFile,
@@ -33,6 +32,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.resubmit import resubmit_after_end, update_dependents
 
 log = logging.getLogger(__name__)

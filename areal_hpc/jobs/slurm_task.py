@@ -37,7 +37,6 @@ from areal_hpc.jobs.shared_job import split_exits_by_cell
 from areal_hpc.jobs.topology import (
     JOB_START_VARIABLE,
     TaskPosition,
-    expand_node_list,
     find_interface,
     find_own_address,
     get_slurm_restart_count,
@@ -53,6 +52,7 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.allocation import expand_node_list
 
 log = logging.getLogger(__name__)
 

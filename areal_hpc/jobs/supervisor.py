@@ -16,7 +16,7 @@ import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
 from areal_hpc.jobs.environment import set_up_logging
-from areal_hpc.jobs.local_task import LocalTask
+from areal_hpc.jobs.local_task import LocalTask, StepTask
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
@@ -63,7 +63,7 @@ FINAL_EXIT_CODES = (
 
 
 def run_task(launch_path: str) -> None:
-    """Run one task of a job to its end. This is the function that submitit calls.
+    """Run one task of a job to its end. submitit calls this, and so does this module as a program.
 
     Exits with 0 when the job is complete, with the failed process's code otherwise. The
     outcome is also left in the job's folder, because not every launcher sees exit codes.
@@ -71,15 +71,17 @@ def run_task(launch_path: str) -> None:
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
     position = detect_task_position(os.environ)
     os.umask(launch.umask)  # Slurm hands on that of whoever submitted
-    if launch.slurm is None and os.getpid() != os.getsid(0):
+    if launch.slurm is None and launch.step is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
     set_up_logging()
     stop = StopRequest.install()
-    task: SlurmTask | LocalTask
+    task: SlurmTask | LocalTask | StepTask
     if launch.slurm is not None:
         events = EventLog(Path(launch.events), launch.job.name)
         task = SlurmTask(launch, launch.slurm, position, events)
+    elif launch.step is not None:
+        task = StepTask(launch, launch.step, position)
     else:
         task = LocalTask(launch, position)
     outcome = task.finish(_Supervisor(launch, position, stop, task).run())
@@ -89,6 +91,8 @@ def run_task(launch_path: str) -> None:
 
 def get_incarnation(launch: LaunchFile) -> str:
     """Which start of the job this is, as `TaskExit` says it."""
+    if launch.step is not None:
+        return launch.step.incarnation
     if launch.slurm is None:
         return ""
     return f"{scontrol.get_own_job_id(os.environ)}.{get_slurm_restart_count(os.environ)}"
@@ -110,7 +114,7 @@ class _Supervisor:
         launch: LaunchFile,
         position: TaskPosition,
         stop: StopRequest,
-        task: SlurmTask | LocalTask,
+        task: SlurmTask | LocalTask | StepTask,
     ) -> None:
         self._launch = launch
         self._position = position
@@ -123,7 +127,7 @@ class _Supervisor:
         self._cell: SharedCell | None = None
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
-            LOCAL_RANK_RESTART_POLL_S if launch.slurm is None else SLURM_RANK_RESTART_POLL_S,
+            SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
         self._children = self._starter.prepare(self._part)
         if launch.job.cells and launch.slurm is not None:
@@ -334,3 +338,7 @@ class _Supervisor:
             rank != self._position.rank and one.incarnation == self._incarnation
             for rank, one in exits.items()
         )
+
+
+if __name__ == "__main__":
+    run_task(sys.argv[1])

@@ -98,7 +98,7 @@ class ProcessStarter:
             **os.environ,
             **self._surroundings,
             **build_visible_gpus_variable(spec, self._launch, self._position.rank),
-            **self._launch.variables.get(spec.role, {}),
+            **select_variables(spec, self._launch.variables),
             **self._recipe_variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
@@ -109,6 +109,15 @@ class ProcessStarter:
         }
         process.start(python, environ)
         log.info("started %s (start %d)", spec.name, process.starts)
+
+
+def select_variables(
+    spec: ProcessSpec, variables: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Those of a process's role, and SGLang's where the process starts servers on its GPUs."""
+    starts_servers = spec.role == "agents" and spec.uses_gpus
+    of_servers = variables.get("serve", {}) if starts_servers else {}
+    return {**of_servers, **variables.get(spec.role, {})}
 
 
 def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:

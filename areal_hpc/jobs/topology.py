@@ -148,23 +148,3 @@ def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
         return _read_position(environ, "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID"))
     return _read_position(environ, "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID"))
-
-
-def expand_node_list(nodelist: str) -> list[str]:
-    """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
-    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    return [node for part in parts for node in _expand_part(part)]
-
-
-def _expand_part(part: str) -> list[str]:
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    spans, _, after = rest.partition("]")
-    numbers: list[str] = []
-    for span in spans.split(","):
-        first, _, last = span.partition("-")
-        numbers += [
-            f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)
-        ]
-    return [before + number + end for number in numbers for end in _expand_part(after)]

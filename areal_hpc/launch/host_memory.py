@@ -60,7 +60,9 @@ class ProcessMemory:
         return BASE_BYTES[self.process] + sum(self.held.values()) + sum(self.at_most.values())
 
 
-def estimate_host_memory(recipe: Recipe) -> tuple[ProcessMemory, ...]:
+def estimate_host_memory(
+    recipe: Recipe, ranks_per_node: int | None = None
+) -> tuple[ProcessMemory, ...]:
     """Host memory of each process of the trainer's job and of a cell, the largest rank's for all.
 
     The SFT stage has the same ranks, before any of these.
@@ -70,7 +72,7 @@ def estimate_host_memory(recipe: Recipe) -> tuple[ProcessMemory, ...]:
     """
     arch, _ = find_architecture(recipe.model)
     return (
-        _estimate_rank_memory(recipe, arch),
+        _estimate_rank_memory(recipe, arch, ranks_per_node or _count_ranks_per_node(recipe)),
         ProcessMemory("trainer", "ledger"),
         ProcessMemory("cell", "inference"),
         _estimate_server_memory(recipe, arch),
@@ -97,10 +99,15 @@ def parse_slurm_memory(text: str) -> int:
     return int(found[1]) << {"K": 10, "": 20, "M": 20, "G": 30, "T": 40}[found[2]]
 
 
-def find_host_memory_problems(recipe: Recipe, node_bytes: Mapping[str, int]) -> list[Problem]:
-    """What the recipe's sizes alone put on a node that has less memory, job by job."""
+def find_host_memory_problems(
+    recipe: Recipe, node_bytes: Mapping[str, int], ranks_per_node: int | None = None
+) -> list[Problem]:
+    """What the recipe's sizes alone put on a node that has less memory, job by job.
+
+    Trainer ranks lie as `cluster.slurm` says, unless it is known how many a node has.
+    """
     try:
-        processes = estimate_host_memory(recipe)
+        processes = estimate_host_memory(recipe, ranks_per_node)
     except RecipeError:  # told by who needs the model
         return []
     return [
@@ -178,7 +185,7 @@ def _count_checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
     return each * count_model_parameters(arch) // recipe.trainer.parallel.world_size
 
 
-def _estimate_rank_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
+def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
     """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
     stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
@@ -193,7 +200,7 @@ def _estimate_rank_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory:
     return ProcessMemory(
         "trainer",
         "trainer",
-        _count_ranks_per_node(recipe),
+        ranks_per_node,
         {name: size for name, size in held.items() if size},
         {name: size for name, size in at_most.items() if size},
     )

@@ -1,37 +1,33 @@
-"""Local launcher: run a plan's jobs on this machine and restart those that fail."""
+"""Foreground launcher: run a plan's jobs here, or where a `JobPlace` says; restart failed ones."""
 
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
-from areal_hpc.jobs.environment import build_role_variables, get_interpreters
+from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
-from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
 from areal_hpc.launch import setup
-from areal_hpc.launch.gpu_assignment import (
-    GpuAssignment,
-    assign_gpus,
-    find_gpu_problems,
-    find_usable_gpus,
-    format_assignment,
-)
-from areal_hpc.launch.host_memory import find_allocation_problems
+from areal_hpc.launch.places import held_allocation, this_machine
+from areal_hpc.launch.places.held_allocation import AllocationEndError, HeldAllocation
+from areal_hpc.launch.places.place import JobPlace
+from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile
+from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
-from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
+from areal_hpc.slurm.allocation import Allocation
+from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
@@ -57,12 +53,15 @@ def run(
     stop: StopEvent,
     fresh: bool = False,
     sys_path: Sequence[str] = (),
+    allocation: Allocation | None = None,
 ) -> None:
     """Run a recipe from where it stands to its end; `stop` stops all jobs.
 
+    Jobs run on this machine, or as steps of the allocation that it is given.
+
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
-        ClusterError: Another launcher works in this run directory.
+        ClusterError: Another launcher works in this run directory, or the allocation ends.
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
@@ -72,19 +71,39 @@ def run(
         fresh=fresh,
         sys_path=sys_path,
         known_problems=[
-            *find_gpu_problems(recipe, os.environ),
+            *(
+                this_machine.find_shortages(recipe)
+                if allocation is None
+                else held_allocation.find_shortages(recipe, allocation)
+            ),
             *find_shared_jobs(recipe),
-            *find_allocation_problems(recipe, os.environ),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
+        end_reason = ""
         try:
-            for stage in ready.stages:
-                if stop.is_set():
-                    raise RunInterruptedError
-                LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
+            with open_place(recipe, ready, allocation) as place:
+                for stage in ready.stages:
+                    if stop.is_set():
+                        raise RunInterruptedError
+                    LocalLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(stage)
+        except AllocationEndError as error:
+            end_reason = error.problems[0].message
+            raise
         finally:  # of a launcher that was killed there is no such event
-            events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name)
+            events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name, reason=end_reason)
+
+
+@contextmanager
+def open_place(
+    recipe: Recipe, ready: PreparedRun, allocation: Allocation | None
+) -> Iterator[JobPlace]:
+    """Where jobs run: this machine, or the allocation."""
+    if allocation is None:
+        yield ThisMachine(recipe, ready)
+    else:
+        with HeldAllocation(recipe, ready, allocation) as place:
+            yield place
 
 
 def find_shared_jobs(recipe: Recipe) -> list[Problem]:
@@ -120,7 +139,9 @@ def run_stage(
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(paths, setup.create_attempt_log_dir(paths), pythons, (stage,))
-        LocalLauncher(recipe, ready, reporter, stop).run_stage_jobs(stage)
+        LocalLauncher(recipe, ready, reporter, stop, ThisMachine(recipe, ready)).run_stage_jobs(
+            stage
+        )
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
@@ -145,7 +166,7 @@ class _Job:
     """A submitted job, and what must be known to decide whether to submit it again."""
 
     spec: JobSpec
-    handle: LocalJobHandle
+    handle: JobHandle
     begun_at_step: int
     submitted_at: float
     failures: int = 0
@@ -161,49 +182,40 @@ class LocalLauncher:
         ready: PreparedRun,
         reporter: ProgressReporter,
         stop: StopEvent,
+        place: JobPlace,
     ) -> None:
         self._recipe = recipe
         self._paths = ready.paths
         self._log_dir = ready.paths.log_dir(ready.attempt)
-        self._pythons = ready.pythons
         self._reporter = reporter
         self._stop = stop
+        self._place = place
         self._events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         self._jobs: list[_Job] = []
-        self._gpus: GpuAssignment = {}
 
     def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        usable = find_usable_gpus(self._recipe, os.environ)
-        self._gpus = assign_gpus(stage, usable, self._recipe)
-        for line in format_assignment(self._gpus):
-            self._reporter.print_line(f"GPUs     {line}")
+        for line in self._place.prepare_stage(stage):
+            self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
                 handle = self._submit_job(spec)
                 self._jobs.append(_Job(spec, handle, self._read_last_step(), time.monotonic()))
             self._watch_jobs(stage)
         finally:
-            grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
-            stop_jobs([job.handle for job in self._jobs], grace_s)
+            stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
 
-    def _submit_job(self, spec: JobSpec) -> LocalJobHandle:
-        cluster = self._recipe.cluster
-        launch = LaunchFile(
-            job=spec,
-            job_dir=str(self._paths.job(spec.name).root),
-            log_dir=str(self._log_dir),
-            events=str(self._paths.events),
-            pythons=self._pythons,
-            variables=build_role_variables(self._recipe),
-            recipe=str(self._paths.recipe),
-            launcher_lock=str(self._paths.lock),
-            umask=UMASKS[cluster.readable_by],
-            stop_grace_s=cluster.stop_grace_s,
-            gpus=self._gpus[spec.name],
-        )
-        handle = submit_local(launch, run_task)
+    def _decide_stop_grace_s(self, stage: JobStage) -> float:
+        """What supervisors give their processes, which on other nodes includes time for a save."""
+        grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
+        with suppress(OSError):  # jobs are stopped even while the storage is away
+            jobs = (self._paths.job(one.name) for one in stage.jobs)
+            grace_s += max(map(read_checkpoint_duration_s, jobs))
+        return grace_s
+
+    def _submit_job(self, spec: JobSpec) -> JobHandle:
+        handle = self._place.submit_job(spec)
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 
@@ -219,6 +231,7 @@ class LocalLauncher:
             if self._stop.is_set():
                 raise RunInterruptedError
             with storage.tolerate():
+                self._place.check_time()
                 is_over = self._check_jobs(stage)
             time.sleep(POLL_S)
 
@@ -230,6 +243,7 @@ class LocalLauncher:
         for job in list(self._jobs):
             failure = self._find_failure(job)
             if failure is not None and not stage.done_marker.exists():
+                self._place.check_after_failure()
                 self._handle_job_failure(job, failure)
         return False
 
@@ -268,7 +282,7 @@ class LocalLauncher:
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
         if not task_exits:
-            what, key = "without an exit status", self._paths.job(handle.name).submitit_dir
+            what, key = "without an exit status", handle.output_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code
         return JobFailedError(f"job {handle.name} ended {what}", key=str(key), hint=hint, code=code)

@@ -19,6 +19,7 @@ from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_doubts
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.allocation_note import refuse_live_launcher
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
@@ -79,6 +80,7 @@ def lock_prepared_run(
     with restrict_new_files(recipe.cluster.readable_by):
         secure_run_dir(paths.root, recipe.cluster.readable_by)
         with hold_lock(paths.lock):
+            refuse_live_launcher(paths, say)
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:

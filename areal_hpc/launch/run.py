@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from areal_hpc.recipe.loading import (
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.allocation import read_allocation
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.run_state import read_run_snapshot
 from areal_hpc.view.summary import summarize_run
@@ -67,6 +69,7 @@ def run(
     sys_path: Sequence[str] = (),
     notes: Sequence[str] = (),
     new_run_hint: str = FRESH_HINT,
+    in_allocation: bool = False,
     **overrides: Any,
 ) -> RunResult:
     """Train a recipe in the foreground from where it stands to its end, and show the progress.
@@ -77,17 +80,19 @@ def run(
         sys_path: Folders from which the user's code is imported, beside the present one.
         notes: Lines to print first.
         new_run_hint: Printed when the run is finished already: how to start a new one.
+        in_allocation: Run jobs as steps of the Slurm allocation that this process runs in.
         overrides: Keys of the recipe, such as `trainer={"total_steps": 2}`.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
-        ClusterError: Another launcher works in this run directory.
+        ClusterError: Another launcher works in this run directory, or the allocation ends.
         JobFailedError: A job failed for good.
     """
     recipe = _load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
     if not fresh and report_if_finished(recipe, paths, new_run_hint):
         return _read_result(paths, "finished")
+    allocation = read_allocation(os.environ) if in_allocation else None
     try:
         with (
             catch_stop_signals(STOPPING_MESSAGE) as stop,
@@ -101,6 +106,7 @@ def run(
                 stop=stop,
                 fresh=fresh,
                 sys_path=sys_path,
+                allocation=allocation,
             )
     except errors.RunInterruptedError:
         draw_learning_curve(paths)

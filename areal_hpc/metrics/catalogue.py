@@ -146,6 +146,14 @@ CATALOGUE: tuple[Metric, ...] = (
         ("throughput/wall_tokens_per_s", "tokens/s", "up", "`tokens/trained` / `time/step_s`"),
         ("throughput/train_phase_tokens_per_s", "tokens/s", "up",
          "`tokens/trained` / `time/train_s`"),
+        ("throughput/tokens_per_s_per_gpu", "tokens/s", "up",
+         "the same / ranks: each has a GPU, or none where `trainer.device` is `cpu`"),
+        ("throughput/mfu", "share", "up",
+         "model FLOP/s utilization: operations of the step / (`time/train_s` x ranks x peak FLOP/s "
+         "of the GPU in bfloat16). Operations: 3 (2 w t + 2 v h s + 2 l a n) for w weights of the "
+         "layers that a token meets, t tokens, v vocabulary, h hidden size, s scored tokens, "
+         "l layers, a heads x their size, n sum of squared row lengths. null on a CPU, in float32 "
+         "and for a GPU of unknown peak"),
         ("time/step_s", "s", "down", "from the row before to this one"),
         ("limit", "", "-",
          "what most of that time went to: `generation` (batch_wait, cell_wait), `training` "

@@ -1,13 +1,19 @@
 """Prometheus metrics of the proxy."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
 
 log = logging.getLogger(__name__)
+
+MAX_LOGGED_KINDS = 1000
+"""Names come from clients: of so many the log tells, and as many have a counter of their own."""
+_INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
 class ProxyMetrics:
@@ -28,13 +34,21 @@ class ProxyMetrics:
         self.failovers = self._make_counter(
             "failovers", "Replies continued on another replica after one was lost."
         )
+        self.failed_calls = self._make_counter(
+            "failed_calls", "Model calls given up because engines failed at each try of them."
+        )
+        self._refusals = self._make_counter(
+            "refusals", "Requests answered with an error.", "route", "status"
+        )
         self._ignored = self._make_counter(
             "ignored_parameters",
             "Requests by the parameters in them that have no effect.",
             "route",
             "parameter",
         )
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str, str]] = set()
+        self._ignored_names: set[str] = set()
+        self._logged_refusals: set[tuple[str, str, int, str]] = set()
 
     def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
@@ -57,13 +71,45 @@ class ProxyMetrics:
             "unsealed_tickets", "Finished tickets that are not sealed yet.", lambda: len(finished)
         )
 
-    def count_ignored_parameters(self, route: str, names: Iterable[str]) -> None:
-        """Count a request's parameters without effect. The log hears of each one once."""
+    def count_ignored_parameters(self, route: str, client: str, names: Iterable[str]) -> None:
+        """Count a request's parameters without effect.
+
+        The log hears once of each client, route and parameter, as long as they are few; so many
+        parameters of a route have a counter of their own.
+        """
         for name in names:
-            if (route, name) not in self._logged:
-                self._logged.add((route, name))
-                log.info("%s: %s has no effect here; it is counted from now on", route, name)
-            self._ignored.labels(route, name).inc()
+            kind = (client, route, name)
+            if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
+                self._logged.add(kind)
+                log.info(
+                    "%s: %.100s has no effect here; client %.100r; it is counted from now on",
+                    route,
+                    name,
+                    client,
+                )
+            if len(self._ignored_names) < MAX_LOGGED_KINDS:
+                self._ignored_names.add(name)
+            label = name[:100] if name in self._ignored_names else "others"
+            self._ignored.labels(route, label).inc()
+
+    def count_refusal(self, route: str, client: str, refusal: ProxyRequestError) -> None:
+        """Count a request that was answered with an error.
+
+        The log hears once of each client, route, status and parameter, as long as they are few.
+        """
+        self._refusals.labels(route, refusal.status).inc()
+        parameter = _INDEX_PATTERN.sub("[]", refusal.param or "")
+        kind = (route, client, refusal.status, parameter)
+        if kind not in self._logged_refusals and len(self._logged_refusals) < MAX_LOGGED_KINDS:
+            self._logged_refusals.add(kind)
+            log.info(
+                "%s: client %.100r gets status %d%s: %.300r; it is counted from now on",
+                route,
+                client,
+                refusal.status,
+                f" for {parameter[:100]!r}" if parameter else "",
+                refusal.message,
+            )
 
     def render(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format 0.0.4."""

@@ -54,7 +54,11 @@ class ProxyService:
         *,
         online: bool = False,
     ) -> None:
-        model = replace(model, ignores_unknown=limits.unknown_parameters == "ignore")
+        model = replace(
+            model,
+            ignores_unknown=limits.unknown_parameters == "ignore",
+            dropped_tools=limits.dropped_tools,
+        )
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))

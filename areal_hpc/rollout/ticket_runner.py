@@ -266,6 +266,7 @@ class TicketRunner:
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
             records_calls=self._records_calls[split],
             task_index=grant.task_index,
+            sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
         )
         return EpisodeSpec(session, task, limits.timeout_s)

@@ -53,6 +53,7 @@ async def play_trial_episode(
         disposable=True,
         limits=SessionLimits(limits.max_turns, limits.max_tokens),
         records_calls=is_workflow,
+        sampling_from=rollout.agent.sampling,
     )
     spec = EpisodeSpec(session, task, limits.timeout_s)
     return await run_episode(spec, agent, proxy, http_client)

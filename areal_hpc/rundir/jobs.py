@@ -117,6 +117,19 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """Within this a task has started on every node, and each sees what the others wrote."""
 
 
+class StepLaunchInfo(Struct, frozen=True):
+    """Facts that a job needs which runs as a step of an allocation."""
+
+    incarnation: str
+    """Which start of the job this is: `<job id>.<restart>.<number>`."""
+    start_number: int
+    """Of the job, from 1, over all launches of the run."""
+    heartbeat: str
+    """A file that the launcher writes again and again: without a change the job stops."""
+    interface: str = ""
+    """Network interface whose address other nodes use; empty: where the host's name leads."""
+
+
 class LaunchFile(Struct, frozen=True):
     """A job as it is handed to its supervisors: the spec plus what this launch adds."""
 
@@ -142,7 +155,9 @@ class LaunchFile(Struct, frozen=True):
     """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the
     environment of the job says, as Slurm made it."""
     slurm: SlurmLaunchInfo | None = None
-    """None for jobs of this machine."""
+    """None for jobs of a foreground launcher."""
+    step: StepLaunchInfo | None = None
+    """None for jobs that are no step of an allocation that the launcher runs in."""
 
     @property
     def paths(self) -> JobPaths:
@@ -159,7 +174,8 @@ class TaskExit(Struct, frozen=True):
     reason: str = ""
     log: str = ""
     incarnation: str = ""
-    """Which start of the job says so, `<job id>.<restart>`; empty for jobs of this machine."""
+    """Which start of the job says so, `<job id>.<restart>`, and behind it the number of a step;
+    empty for jobs of this machine."""
     faulty_node: str = ""
     """The node that is to blame, and is not to be given again."""
     gave_up: bool = False

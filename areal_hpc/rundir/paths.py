@@ -55,6 +55,8 @@ class RunPaths(_Folder):
     """One folder a job: process configurations and submitit's files."""
     submissions = _PathDescriptor("jobs/submissions.jsonl")
     """Every job that was handed to Slurm: one JSON object a line."""
+    allocation = _PathDescriptor("jobs/allocation.json")
+    """Heartbeat of a launcher in an allocation, and the nodes of its steps."""
     excluded_nodes = _PathDescriptor("jobs/excluded_nodes.jsonl")
     """Nodes that failed this run's probe: one JSON object a line."""
     cancelled_marker = _PathDescriptor("CANCELLED")
@@ -172,6 +174,8 @@ class JobPaths(_Folder):
     """The job array of a sweep that the job is a member of."""
     submitit_dir = _PathDescriptor("submitit")
     """Submitit's pickle of the job, and its logs."""
+    steps_dir = _PathDescriptor("steps")
+    """What srun and the supervisors print, where the job is a step of an allocation."""
     starts_dir = _PathDescriptor("starts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
     rank_restarts_dir = _PathDescriptor("rank_restarts")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -83,6 +83,8 @@ class ChatTemplate:
         self._globals = {**environment.globals, **(special_tokens or {})}
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """Names that the template reads from outside."""
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(
                 f"the chat template does not parse: {error}",

@@ -8,7 +8,7 @@ it said, even where tokenizing its text again would split it differently.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,8 @@ from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import PromptReuse
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
-"""Stands for a reply while its surroundings are rendered."""
+PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
+"""Stand for a reply, or the beginning of one, while its surroundings are rendered."""
 ABORT_FINISH_REASON = "abort"
 """How an interaction ends that its client left while the model spoke."""
 
@@ -73,6 +74,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     """Of the prompt, that the engine had computed before."""
     sampling: bytes = b""
     """JSON of the sampling parameters that the engine was asked for."""
+    ignored: list[str] = []
+    """Names of what the request asked for in vain: hints, unknown parameters, hosted tools."""
     reward: float | None = None
     """What counts: as the agent gave it, or as its own client discounted it."""
     given_reward: Reward | None = None
@@ -183,15 +186,26 @@ class InteractionTree:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        prefill: str | None = None,
     ) -> OpenTurn:
-        """What a conversation in normal form continues, and the rendering of what is new."""
+        """What a conversation in normal form continues, and the rendering of what is new.
+
+        The text ends with `prefill` where the reply is to go on from that.
+
+        Raises:
+            ChatTemplateError: The template raised, or does not tell where a reply begins.
+        """
+
+        def render(conversation: Sequence[Message]) -> str:
+            return _render_opening(template, conversation, tools, variables, prefill)
+
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            suffix = _render_text_after_reply(template, messages, known - 1, tools, variables)
+            suffix = _render_text_after_reply(render, messages, known - 1)
             if suffix is not None:
                 return OpenTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
-        text = template.render(messages, tools=tools, variables=variables)
+        text = render(messages)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return OpenTurn(None, reuse, context, list(messages), text, forked)
 
@@ -305,12 +319,29 @@ def join_ids_json(*parts: bytes) -> bytes:
     return b",".join(part for part in parts if part)
 
 
-def _render_text_after_reply(
+def _render_opening(
     template: ChatTemplate,
     messages: Sequence[Message],
-    reply_index: int,
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
+    prefill: str | None,
+) -> str:
+    """A conversation up to where the model speaks: after `prefill`, if that is given.
+
+    What the template prints before a reply's text stands before it, such as an empty reasoning.
+    """
+    if prefill is None:
+        return template.render(messages, tools=tools, variables=variables)
+    begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
+    text = template.render([*messages, begun], tools=tools, variables=variables)
+    before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
+    if not placeholder or PREFILL_PLACEHOLDER in rest:
+        raise ChatTemplateError("it does not tell where a reply's text begins, to go on from there")
+    return before + prefill
+
+
+def _render_text_after_reply(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], reply_index: int
 ) -> str | None:
     """The text after a reply's own text; None if the template does not tell the two apart.
 
@@ -322,7 +353,7 @@ def _render_text_after_reply(
     reply: Message = {"role": "assistant", "content": REPLY_PLACEHOLDER}
     conversation = [*messages[:reply_index], reply, *messages[reply_index + 1 :]]
     try:
-        text = template.render(conversation, tools=tools, variables=variables)
+        text = render(conversation)
     except ChatTemplateError:
         return None
     _, placeholder, suffix = text.partition(REPLY_PLACEHOLDER)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import psutil
@@ -41,18 +41,56 @@ NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
+class JobHandle(Protocol):
+    """A job that a foreground launcher started."""
+
+    @property
+    def name(self) -> str:
+        """Name within the run."""
+
+    @property
+    def job_id(self) -> str:
+        """Identifier of this start, for the event log."""
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+
+    def is_done(self) -> bool:
+        """True once no task of the job runs any more."""
+
+    def read_task_exits(self) -> list[TaskExit]:
+        """Exit statuses of the tasks that have ended, lowest rank first."""
+
+    def request_stop(self) -> None:
+        """Ask every task to stop. Returns at once."""
+
+    def kill(self) -> None:
+        """Kill all processes of the job."""
+
+
 class LocalJobHandle:
     """A submitted job."""
 
     def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
-        self.name = launch.job.name
+        self._name = launch.job.name
         self._launch = launch
         self._job = job
+
+    @property
+    def name(self) -> str:
+        """Name within the run."""
+        return self._name
 
     @property
     def job_id(self) -> str:
         """The executor's id of the job."""
         return str(self._job.job_id)
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+        return self._launch.paths.submitit_dir
 
     def is_done(self) -> bool:
         """True once no task of the job runs any more."""
@@ -82,7 +120,7 @@ class LocalJobHandle:
 
 def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
-    launch_path = _write_launch(launch)
+    launch_path = write_launch(launch)
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
@@ -96,7 +134,7 @@ def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
         signal.signal(signal.SIGINT, previous)
 
 
-def _write_launch(launch: LaunchFile) -> Path:
+def write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -141,7 +179,7 @@ def write_job_files(request: JobRequest, launch: LaunchFile, entry: Entry) -> Jo
 
     `sbatch job.sbatch` is then enough to start it.
     """
-    launch_path = _write_launch(launch)
+    launch_path = write_launch(launch)
     request.folder.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
         request.folder / PAYLOAD_FILE
@@ -262,7 +300,7 @@ def _build_refusal_error(
     return RecipeError(message, key="cluster.slurm", hint=hint)
 
 
-def stop_jobs(handles: Sequence[LocalJobHandle], grace_s: float) -> None:
+def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:
     """Stop every job: politely first, by force after `grace_s`."""
     for handle in handles:
         handle.request_stop()

@@ -42,6 +42,7 @@ from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_byt
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
+from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
 from areal_hpc.trainer.objective.loss_metrics import (
     STEP_HISTOGRAM_BINS,
@@ -49,11 +50,11 @@ from areal_hpc.trainer.objective.loss_metrics import (
     STEP_SUM_NAMES,
     build_loss_metrics,
 )
+from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,
@@ -168,11 +169,11 @@ class Learner:
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
-            "throughput/train_phase_tokens_per_s": trained_tokens / timer.seconds["train"],
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **build_norm_metrics(norms),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
+            **measure_training_speed(self.policy, rows, trained_tokens, timer.seconds["train"]),
             "memory/trainer_peak_bytes": all_reduce_max(read_peak_memory_bytes(self.policy.device)),
             **timer.build_metrics(),
         }
@@ -242,7 +243,7 @@ class Learner:
 
     def _take_optimizer_steps(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
-    ) -> tuple[LossStats, list[float]]:
+    ) -> tuple[ReducedStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
 
         With a single part the weights at the start of the batch are those of its only forward

@@ -59,6 +59,14 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
         return logits
 
 
+def begin_copy_of_split_sizes(dispatcher: Any) -> None:
+    """Begin to copy to the host what an exchange of a mixture's tokens must know there.
+
+    The dispatcher decides when to wait for it.
+    """
+    dispatcher._maybe_dtoh_and_synchronize("before_permutation_1")
+
+
 def enable_norm_recompute() -> None:
     """Let norms be recomputed where Transformer Engine is absent. Safe to repeat.
 

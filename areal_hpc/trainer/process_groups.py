@@ -30,6 +30,7 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import raise_if_peer_lost, report_first_failure
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
+from areal_hpc.trainer.megatron_replacements import raise_if_megatron_is_replaced
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
 from areal_hpc.trainer.torch_private import get_default_store
@@ -56,9 +57,11 @@ def run_rank(
     ranks, too.
 
     Raises:
+        ClusterError: The environment has a package that changes what Megatron computes.
         SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
+    raise_if_megatron_is_replaced()
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
     name_flight_records(get_task_log_dir(paths.logs_dir))

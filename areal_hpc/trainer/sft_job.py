@@ -20,6 +20,7 @@ from areal_hpc.trainer.memory import explain_out_of_memory
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft_data import (
@@ -27,7 +28,7 @@ from areal_hpc.trainer.sft_data import (
     get_batch_indices,
     read_demonstrations,
 )
-from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
 from areal_hpc.trainer.untrained import build_nonfinite_records, build_norm_metrics, is_step_taken
 
 logger = logging.getLogger(__name__)
@@ -152,5 +153,5 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
     """Cross entropy summed over the replies' tokens."""
     total = -logprobs_N.sum()
     return total, LossStats(
-        {"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places}
+        {"loss": total.detach().double(), "tokens": len(logprobs_N), "places": batch.places}
     )

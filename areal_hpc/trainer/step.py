@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -29,6 +27,7 @@ from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
 from areal_hpc.trainer.rank_progress import enter_place, note_detail
 from areal_hpc.wire.fault_points import fault_point
@@ -52,65 +51,6 @@ class MicroBatch:
         rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
         longest = max(self.row_lengths, default=0)
         return f"{rows}, {sum(self.row_lengths)} tokens, the longest row {longest}"
-
-
-@dataclass(slots=True, eq=False)
-class LossStats:
-    """Statistics that loss functions add up over tokens: sums, maxima and histograms by name."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Counts by bin, on the CPU in float64."""
-
-    def add(self, other: LossStats) -> None:
-        """Add the statistics of another micro-batch."""
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in other.maxima.items():
-            held = self.maxima.get(name, value)
-            self.maxima[name] = value if math.isnan(value) else max(held, value)
-        for name, counts in other.histograms.items():
-            self.histograms[name] = counts + self.histograms.get(name, 0)
-
-    def reduce_over_ranks(
-        self,
-        names: Sequence[str],
-        maxima: Sequence[str],
-        histograms: Mapping[str, int] | None = None,
-    ) -> LossStats:
-        """These statistics over all ranks, on every rank. A collective.
-
-        `histograms` gives the number of bins of each.
-
-        Only the first tensor-parallel rank of the last stage counts: the others saw the same
-        tokens, or none.
-        """
-        counts = (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
-        own = self if counts else LossStats()
-        sums = torch.tensor([own.sums.get(name, 0.0) for name in names], dtype=torch.float64)
-        tops = torch.tensor([own.maxima.get(name, 0.0) for name in maxima], dtype=torch.float64)
-        counts_of = {
-            name: own.histograms.get(name, torch.zeros(bins, dtype=torch.float64))
-            for name, bins in (histograms or {}).items()
-        }
-        if dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            # A maximum over ranks passes over what is not a number: it travels as a flag beside.
-            odd = tops.isnan()
-            both = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), odd.double()])
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-            tops = both[0].masked_fill(both[1] > 0, torch.nan)
-            for counts_B in counts_of.values():
-                dist.all_reduce(counts_B)
-        return LossStats(
-            dict(zip(names, sums.tolist(), strict=True)),
-            dict(zip(maxima, tops.tolist(), strict=True)),
-            counts_of,
-        )
 
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
@@ -143,9 +83,7 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
         rows=TokenRowMap(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
-        attention=plan_attention(
-            pack, policy.split, policy.frequencies, policy.dtype, policy.arch.rope_scale
-        ),
+        attention=plan_attention(pack, policy.split, policy.frequencies, policy.arch.rope_scale),
         places=len(pack.input_ids_T),
         row_lengths=pack.lengths.tolist(),
     )
@@ -206,9 +144,10 @@ def run_forward_backward(
         total, seen = loss(batch, logprobs_N)
         stats.add(seen)
         if entropy_N is not None:
-            stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64).item()}))
+            stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64)}))
         progress.end_forward()
-        return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
+        tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
+        return total, tokens, {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         fault_point("train.before_forward")

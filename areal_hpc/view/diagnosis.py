@@ -129,6 +129,9 @@ def _diagnose_local_stop(
     if not ends:
         headline = "the launcher was killed, or its machine went down; its jobs stopped with it"
         return Diagnosis(headline, chain, hint)
+    if reason := ends[-1].get("reason"):
+        hint = "run the same command in a new allocation to resume from the last checkpoint"
+        return Diagnosis(f"the run was stopped: {reason}", chain, hint, is_well=True)
     signal_name = ends[-1].get("signal")
     if not signal_name:
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.allocation_note import find_live_allocation
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
@@ -190,6 +191,8 @@ def get_run_state(run: RunJobs) -> str:
         return "finished"
     if paths.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
+    if not alive and (note := find_live_allocation(paths)) is not None:
+        return f"running in allocation {note.job_id}"
     if run.is_local:
         return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
@@ -206,6 +209,14 @@ def get_run_state(run: RunJobs) -> str:
 
 def _describe_end(run: RunJobs) -> str:
     return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
+
+
+def describe_steps(paths: RunPaths) -> list[str]:
+    """A table of the steps of an allocation that a run's jobs are; empty if they are none."""
+    if (note := find_live_allocation(paths)) is None or not note.steps:
+        return []
+    rows = [("job", "step", "nodes")]
+    return format_table(rows + [(one.job, one.step, ",".join(one.nodes)) for one in note.steps])
 
 
 def describe_jobs(run: RunJobs) -> list[str]:

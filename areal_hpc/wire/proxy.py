@@ -79,6 +79,9 @@ class StartSessionRequest(Struct, frozen=True):
     agents that may run what a model wrote go without: they could record what was never said."""
     task_index: Int64 = -1
     """Line of the task set; of the held-out one if `ref` is of an evaluation."""
+    sampling_from: Literal["agent", "recipe"] = "agent"
+    """Whose temperature, top_p and top_k hold: the agent's, `sampling` where its request is silent;
+    or those of `sampling`, whatever it asks for."""
     rights: Literal["all", "calls"] = "all"
     """What `api_key` opens. `calls`: model calls alone; rewards, records and the end need the
     `control_key` of the reply, which an agent is not given."""
@@ -227,6 +230,8 @@ class ExportReply(Struct, frozen=True):
     """Rows by the id of the interaction they end with."""
 
     interactions: dict[str, ExportedInteraction]
+    ignored: dict[str, int] = {}
+    """How often the session's requests asked for what has no effect, by the parameter's name."""
 
 
 class GrantCapacityReply(Struct, frozen=True):

@@ -54,6 +54,8 @@ class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     cell: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
+    ignored: dict[str, int] = {}
+    """How often the episode's requests asked for what has no effect, by the parameter's name."""
     calls: list[CallRecord] = []
     cause: str = ""
     """Of a failed episode: the exception and its line, such as `KeyError at agent.py:31`."""

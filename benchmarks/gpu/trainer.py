@@ -19,13 +19,12 @@ import torch
 
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.utilization import find_peak_flops
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report, wall_ratio
 from benchmarks.trainer import SEED, SIGMA, lognormal_lengths
 
-PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bfloat16, from NVIDIA's data sheets (SXM)."""
 OURS, THEIRS = "packed step", "Hugging Face forward+backward"
 TINY = learning.Sizes("qwen2", hidden=128, layers=2, heads=2, kv_heads=1, ffn=256, vocab=512)
 
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{name}, {sizes.family}, {sizes.parameters / 1e6:.0f}M parameters, bfloat16")
     figures = measure(bench, arguments.rows, arguments.length, arguments.pairs)
     matmul = matmul_flops_per_s(device, 128 if arguments.tiny else 8192)
-    peak = next((value for key, value in PEAK_FLOPS_PER_S.items() if key in name), matmul)
+    peak = find_peak_flops(name) or matmul
     best = figures["flops_per_s_unpadded"]
     figures |= {
         "matmul_flops_per_s": matmul,

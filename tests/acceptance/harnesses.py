@@ -160,7 +160,7 @@ HARNESSES = {
     "gemini-cli-0.61.0": Harness(
         (str(NPM / ".bin" / "gemini"), "--skip-trust", "--yolo", "--model", "gemini-2.5-pro", "-p"),
         (_SHELL, _SHELL, "DONE"),
-        frozenset({"generationConfig.thinkingConfig"}),
+        frozenset({"generationConfig.thinkingConfig.thinkingBudget"}),
         files={".gemini/settings.json": json.dumps(_GEMINI)},
     ),
     "inspect-ai-0.3.285": Harness(

@@ -19,6 +19,8 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
+NO_TRIAL = "rollout.trial_tasks=0"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,16 +34,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, model: Path) -> Iterator[Callable[[type], ScreenedRun]]:
+def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., ScreenedRun]]:
     """Starts the run of an agent; no process of it is left."""
     runs: list[ScreenedRun] = []
 
-    def start_run(agent: type) -> ScreenedRun:
+    def start_run(agent: type, *more: str) -> ScreenedRun:
         overrides = [one for one in CUT_DOWN if not one.startswith("sft.")]
         overrides += ["sft=null", "model.tiny=null", f"model.path={model}"]
         overrides += [
             f"{split}_dataset.generator=tests.support.sums:tasks" for split in ("train", "valid")
         ]
+        overrides += more
         runs.append(ScreenedRun(tmp_path, agent, *overrides, program="areal_hpc", environ={}))
         return runs[-1]
 
@@ -52,7 +55,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[[type], ScreenedRun]
 
 @pytest.mark.parametrize("mistake", AGENT_MISTAKES, ids=lambda mistake: mistake.what)
 def test_a_mistake_of_the_agent_is_told_at_once_and_ends_the_run(
-    start: Callable[[type], ScreenedRun],
+    start: Callable[..., ScreenedRun],
     mistake: AgentMistake,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -64,31 +67,31 @@ def test_a_mistake_of_the_agent_is_told_at_once_and_ends_the_run(
     assert run.screen.count("agent    ") == 1
     assert said in run.screen.partition("\nerror: ")[2]
     assert events_of(run.paths, "episode_unserved") == []
-    assert [one["process"] for one in events_of(run.paths, "process_exited")] == ["trainer"]
+    assert [one["process"] for one in events_of(run.paths, "process_exited")] == ["driver"]
     assert len(events_of(run.paths, "job_submitted")) == 2, "no job was started again"
     assert exit_code_of("why", run.paths.root) == 1
     assert said in capfd.readouterr().out.splitlines()[0]
 
 
 def test_agents_that_hang_or_block_the_event_loop_are_told_with_their_line(
-    start: Callable[[type], ScreenedRun],
+    start: Callable[..., ScreenedRun],
 ) -> None:
-    run = start(broken_agents.Hangs)
+    run = start(broken_agents.Hangs, NO_TRIAL)
     shown_at, line = run.await_line("agent    has run for ")
     assert line_of(broken_agents.Hangs, "Event().wait()") in line
     assert shown_at - events_of(run.paths, "episode_slow")[0]["time"] <= MAX_DELAY_S
     assert re.search(r"for [3-5]\d s without an end", line), "half a minute after it began"
     run.stop()
-    run = start(broken_agents.BlocksLoop)
+    run = start(broken_agents.BlocksLoop, NO_TRIAL)
     shown_at, line = run.await_line("agent    blocks the event loop")
     assert line_of(broken_agents.BlocksLoop, "time.sleep") in line
     assert shown_at - events_of(run.paths, "event_loop_blocked")[0]["time"] <= MAX_DELAY_S
 
 
 def test_a_server_that_dies_is_told_and_phases_are_in_words(
-    start: Callable[[type], ScreenedRun],
+    start: Callable[..., ScreenedRun],
 ) -> None:
-    run = start(broken_agents.Hangs)
+    run = start(broken_agents.Hangs, NO_TRIAL)
     run.await_line("phase    SGLang 0 of cell-0 ")
     run.await_line("phase    evaluation of step 0: 0 of 8 held-out episodes")
     (scheduler,) = [

@@ -76,6 +76,22 @@ def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
 
 
+def test_a_plan_shows_equal_jobs_once_their_share_of_a_node_and_their_environment(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ("cluster.slurm.gpus_per_node=8", "cluster.slurm.network.interface=ib0")
+    secret = "cluster.serve.variables={HF_TOKEN: hf_secret}"
+    assert exit_code_of("plan", "recipes/agentic_code_32b.yaml", *words, secret) == 0
+    shown = capfd.readouterr().out
+    (cells,) = [line for line in shown.splitlines() if "cell-7" in line]
+    assert "jobs cell-0 to cell-7: 1 node, 8 GPUs each; under Slurm 36 processors" in cells
+    assert "job trainer: 64 tasks, 1 GPU each; under Slurm 4 processors a task" in shown
+    assert "serve   CUDA_DEVICE_ORDER=PCI_BUS_ID NCCL_CUMEM_ENABLE=0" in shown
+    assert "HF_TOKEN=(cluster.serve.variables)" in shown
+    assert "hf_secret" not in shown
+    assert "all, under Slurm: GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in shown
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_has_every_command_and_key(
     shell: str, capfd: pytest.CaptureFixture[str]

@@ -42,7 +42,7 @@ OWNERS = {
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict"),
         *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
         *("get_parameter_state_dp_zero", "gbuf_ranges", "model_param_group_index_map"),
-        *("_postprocess", "shard_fp32_from_float16_groups"),
+        *("_postprocess", "_maybe_dtoh_and_synchronize", "shard_fp32_from_float16_groups"),
     ],
     "trainer/model/cpu/megatron_cpu.py": [
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -59,6 +59,10 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
         "sharded_state_dict keep_only_main_replica",
     ),
     (megatron_torch.mcore_to_pyt_state_dict, "state_dict"),
+    (
+        token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize,
+        "self point tokens_per_expert",
+    ),
     (DistributedOptimizer._get_main_param_and_optimizer_states, "self model_param"),
     (DistributedOptimizer._set_main_param_and_optimizer_states, "self model_param tensors"),
     (

@@ -7,7 +7,9 @@ sizes of Qwen2.5-0.5B; on a CPU the same lines run with small sizes. `bounds` sa
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,15 @@ import torch.distributed as dist
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
 from areal_hpc.trainer.optimizer_offload import offload_optimizer
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
@@ -67,6 +71,53 @@ def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     expected = expected.float()
     return float(((found.float() - expected).norm() / expected.norm()).item())
+
+
+def expert_gaps(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Experts in grouped products against each alone in float32, some without a token; twice."""
+    sizes = SimpleNamespace(
+        moe_ffn_hidden_size=96, hidden_size=64, params_dtype=dtype,
+        use_cpu_initialization=device.type == "cpu",
+    )  # fmt: skip
+    counts, gaps = [0, 37, 5, 0, 118, 1, 0], []
+    for _ in range(2):  # in memory that held something else, the second time
+        generator = torch.Generator().manual_seed(4)
+        draw = partial(torch.randn, generator=generator)
+        experts = GroupedExperts(len(counts), sizes, SimpleNamespace(ep=None, expt_dp=None))
+        for parameter in experts.parameters():
+            parameter.data.copy_(draw(parameter.shape) / 8)
+        rows = draw(sum(counts), 64).to(device, dtype).requires_grad_()
+        weights = torch.rand(sum(counts), generator=generator).to(device).requires_grad_()
+        inputs = [rows, weights, *experts.parameters()]
+        found, _ = experts(rows, torch.tensor(counts, device=device), weights)
+        direction = draw(found.shape).to(device)
+        got = torch.autograd.grad((found.float() * direction).sum(), inputs)
+        exact = [one.detach().float().requires_grad_() for one in inputs]
+        expected = loop_over_experts(exact, counts)
+        want = torch.autograd.grad((expected * direction).sum(), exact)
+        empty = [one for one, count in enumerate(counts) if not count]
+        gaps.append(
+            {
+                "value": relative_gap(found, expected),
+                "gradient": max(relative_gap(a, b) for a, b in zip(got, want, strict=True)),
+                "gradient_without_tokens": max(float(one[empty].abs().max()) for one in got[2:]),
+            }
+        )
+        del found, got, want, expected, exact
+        for one in inputs:  # for PyTorch to hand out again
+            [torch.full_like(one, torch.nan) for _ in range(4)]
+    return {name: max(one[name] for one in gaps) for name in gaps[0]}
+
+
+def loop_over_experts(inputs: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """Of rows, their weights, and both stacks of projections."""
+    rows, weights, first, second = inputs
+    outputs = []
+    parts = zip(rows.split(counts), weights.split(counts), first, second, strict=True)
+    for part, scale, gate_up, down in parts:
+        gate, up = (part @ gate_up.t()).chunk(2, -1)
+        outputs.append((torch.nn.functional.silu(gate) * up * scale[:, None]) @ down.t())
+    return torch.cat(outputs)
 
 
 def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> dict[str, Any]:
@@ -159,7 +210,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     expected = flattened(hf_gradients(exact, rows), names)
     return {
         "micro_batches": len(batches),
-        "logprob": stats.maxima["gap"],
+        "logprob": float(stats.maxima["gap"]),
         "logprob_of_transformers": their_gap,
         "gradient": relative_gap(flattened(ours, names), expected),
         "gradient_of_transformers": relative_gap(flattened(theirs, names), expected),
@@ -182,7 +233,7 @@ def learning(
     losses = []
     for _ in range(5):
         sums = trainee.step(rows, rate=1e-5).sums
-        losses.append(sums["loss"] / sums["tokens"])
+        losses.append(float(sums["loss"] / sums["tokens"]))
     (optimizer,) = trainee.optimizer.chained_optimizers
     main = optimizer.optimizer.param_groups[0]["params"][0]
     return {
@@ -267,6 +318,7 @@ def findings(device: torch.device) -> dict[str, Any]:
             name: logprob_gaps(device, dtype, *((8192, 151936) if on_gpu else (300, 4000)))
             for name, dtype in dtypes.items()
         },
+        "experts": {name: expert_gaps(device, dtype) for name, dtype in dtypes.items()},
         "parity": {name: parity(device, dtype) for name, dtype in dtypes.items()},
         "offload": {name: offloaded_steps(device, dtype) for name, dtype in dtypes.items()},
         "learning": (

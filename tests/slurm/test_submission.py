@@ -102,7 +102,8 @@ def test_held_jobs_are_released_by_resume(
 def test_resume_submits_only_what_is_missing(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:
-    said_by(run.submit(TIGHT, *light_overrides(tmp_path)))
+    waits = "cluster.slurm.sbatch_flags=[--begin=now+1hour]"  # a job that ran might end by itself
+    said_by(run.submit(TIGHT, waits, *light_overrides(tmp_path)))
     before = recorded(run)
     cluster.slurm("scancel", before["cell-1"])
     wait_for(lambda: before["cell-1"] not in numbers(cluster), every_s=SLURM_POLL_S)

@@ -38,11 +38,21 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model_dir(folder: Path, *, vocab_size: int = 512) -> Path:
+REASONING_CHATML = CHATML.replace(
+    "{{- '<|im_start|>assistant\n' }}",
+    "{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\n\n</think>\n\n' }}"
+    "{%- endif %}",
+)
+"""One that can be told not to reason, as Qwen3's."""
+
+
+def write_model_dir(folder: Path, *, vocab_size: int = 512, template: str = CHATML) -> Path:
     """What the proxy reads of a model in Hugging Face format."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHATML, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
     return folder

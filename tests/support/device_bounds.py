@@ -51,6 +51,13 @@ def attention_is_plain_attention(found: Findings) -> None:
         assert gaps["gradient"] <= GRADIENT_BOUNDS[dtype], case
 
 
+def experts_are_those_of_a_loop(found: Findings) -> None:
+    for dtype, gaps in found["experts"].items():
+        assert gaps["value"] <= GRADIENT_BOUNDS[dtype], dtype
+        assert gaps["gradient"] <= GRADIENT_BOUNDS[dtype], dtype
+        assert gaps["gradient_without_tokens"] == 0, dtype
+
+
 def logprobs_are_those_of_a_log_softmax(found: Findings) -> None:
     for dtype, gaps in found["logprobs"].items():
         assert gaps["value"] <= 1e-4, dtype  # float32 inside, whatever the logits are
@@ -101,6 +108,7 @@ def benchmarks_tell_their_figures(written: dict[str, dict[str, Any]]) -> None:
 
 CHECKS = (
     attention_is_plain_attention,
+    experts_are_those_of_a_loop,
     logprobs_are_those_of_a_log_softmax,
     the_trainer_agrees_with_transformers,
     steps_follow_the_advantages,

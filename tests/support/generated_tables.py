@@ -5,6 +5,8 @@ from collections.abc import Callable
 from areal_hpc.areal.config.translation import render_rule_table
 from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
+from areal_hpc.proxy.dialects.parameter_table import render_parameter_table
+from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,
     document_table,
@@ -16,9 +18,15 @@ from tests.support import (
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
 
+
+def _render_dialects() -> str:
+    return render_parameter_table({path: one.request for path, one in DIALECT_BY_ROUTE.items()})
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("agents.md", "frameworks"): agents_table.table,
     ("areal-documents.md", "blocks"): document_table.table,
+    ("dialects.md", "parameters"): _render_dialects,
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,
     ("metrics.md", "alerts"): render_alert_table,

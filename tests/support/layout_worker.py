@@ -24,9 +24,9 @@ from areal_hpc.trainer.model.hf_weights import (
     stream_hf,
 )
 from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (
-    LossStats,
     MicroBatch,
     make_micro_batches,
     run_forward_backward,

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -45,7 +45,7 @@ from tests.support.scripted_sglang import (
 )
 from tests.support.waiting import wait_for
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 """What does not happen in such a time never will: it costs nothing where it does."""
 
 
@@ -257,6 +257,7 @@ class Stage:
         export: ExportSettings | None = None,
         limits: SessionLimits | None = None,
         records_calls: bool = True,
+        sampling_from: Literal["agent", "recipe"] = "agent",
         **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
@@ -268,6 +269,7 @@ class Stage:
             export=export or ExportSettings(),
             limits=limits or SessionLimits(),
             records_calls=records_calls,
+            sampling_from=sampling_from,
         )
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text

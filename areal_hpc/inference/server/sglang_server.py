@@ -18,6 +18,7 @@ import psutil
 
 from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
+from areal_hpc.inference.server.compiler_caches import build_cache_variables, make_cache_dir
 from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.inference.server.server_log import ServerLog
 from areal_hpc.inference.server.shared_memory import (
@@ -98,13 +99,10 @@ class SGLangServer:
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
         # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
-        # What torch compiled stays where the next server finds it.
+        # What was compiled stays where the next server finds it.
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
-        compiled_dir = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        # Appended: setproctitle finds nothing to write into once the first variable has been
-        # changed, as torch changes this one, and SGLang's processes are known by their titles.
-        cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_dir)}
-        environment = os.environ | {"TMPDIR": self._scratch_dir} | cache | command.environment
+        caches = build_cache_variables(os.environ, make_cache_dir(Path(self._scratch_dir)))
+        environment = os.environ | {"TMPDIR": self._scratch_dir} | caches | command.environment
         if self.keys.admin:
             keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
             environment |= {KEYS_FILE_VARIABLE: str(keys_file)}

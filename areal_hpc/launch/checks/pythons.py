@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.trainer.megatron_replacements import MEGATRON_REPLACEMENTS, describe_replacement
 
 MODULES_BY_ROLE = {
     "serve": ("sglang",),
@@ -13,6 +14,8 @@ MODULES_BY_ROLE = {
     "agents": ("areal_hpc",),
 }
 """Modules that a role imports before it does anything."""
+REFUSED_BY_ROLE: Mapping[str, tuple[str, ...]] = {"train": MEGATRON_REPLACEMENTS}
+"""Modules that change what a role computes merely by being there."""
 INTERPRETER_TIMEOUT_S = 15.0
 
 # Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
@@ -24,12 +27,12 @@ def find(name):
         return importlib.util.find_spec(name) is not None
     except ImportError:
         return False
-missing = [name for name in sys.argv[1:] if not find(name)]
+found = [name for name in sys.argv[1:] if find(name)]
 try:
     torch = importlib.metadata.version("torch")
 except importlib.metadata.PackageNotFoundError:
     torch = ""
-print(json.dumps({"missing": missing, "torch": torch}))
+print(json.dumps({"found": found, "torch": torch}))
 """
 
 
@@ -40,7 +43,13 @@ def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[P
     """
     asked = {
         role: subprocess.Popen(
-            [python, "-c", _FIND_MODULES_SCRIPT, *MODULES_BY_ROLE[role]],
+            [
+                python,
+                "-c",
+                _FIND_MODULES_SCRIPT,
+                *MODULES_BY_ROLE[role],
+                *REFUSED_BY_ROLE.get(role, ()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,9 +73,13 @@ def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[P
             yield Problem(f"{pythons[role]} does not run: {last}", key, hint)
             continue
         found = json.loads(shown.splitlines()[-1])
-        if found["missing"]:
-            missing = ", ".join(found["missing"])
-            yield Problem(f"the Python of role {role}, {pythons[role]}, lacks {missing}", key, hint)
+        missing = [name for name in MODULES_BY_ROLE[role] if name not in found["found"]]
+        for name in REFUSED_BY_ROLE.get(role, ()):
+            if name in found["found"]:
+                yield describe_replacement(name, pythons[role])
+        if missing:
+            lacks = f"the Python of role {role}, {pythons[role]}, lacks {', '.join(missing)}"
+            yield Problem(lacks, key, hint)
         elif role == "train" and recipe.trainer.device == "cuda" and "+cpu" in found["torch"]:
             yield Problem(
                 f"trainer.device=cuda, but {pythons[role]} has torch {found['torch']}, which "

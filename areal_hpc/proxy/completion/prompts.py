@@ -49,6 +49,9 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_first: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
+    ignored: Sequence[str]
+    prefill: str
+    """What the prompt has of the reply already."""
 
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -77,7 +80,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
-            reply=said.build_message(),
+            reply=said.build_message(self.prefill),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
@@ -92,6 +95,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             replica=answer.replica,
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
+            ignored=[*self.ignored],
         )
 
 
@@ -130,6 +134,7 @@ class PromptBuilder:
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         _check_session_limits(session, call.n)
+        _check_prefill(call)
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
@@ -159,6 +164,8 @@ class PromptBuilder:
             give_up_at=give_up_at,
             parsed_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
             reasons_first=reasons_first,
+            ignored=call.without_effect,
+            prefill=call.prefill or "",
         )
 
     async def _add_grammar(
@@ -211,7 +218,11 @@ class PromptBuilder:
             messages = [normalize(message) for message in messages]
         try:
             return session.tree.build_open_turn(
-                messages, self._model.template, tools=call.tools, variables=call.variables
+                messages,
+                self._model.template,
+                tools=call.tools,
+                variables=call.variables,
+                prefill=call.prefill,
             )
         except ChatTemplateError as error:
             problem = f"the chat template rejects these messages: {error}"
@@ -258,7 +269,17 @@ class PromptBuilder:
         most = session.request.limits.max_tokens
         if most:
             limit = max(1, min(limit, (most - session.sampled_tokens) // call.n))
-        return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
+        least = min(call.sampling.min_new_tokens, limit)
+        return msgspec.structs.replace(call.sampling, max_new_tokens=limit, min_new_tokens=least)
+
+
+def _check_prefill(call: ModelCall) -> None:
+    """Demand that a reply that is begun is free to go on: a grammar holds from the first token."""
+    if call.prefill is None:
+        return
+    for key in (*call.sampling.active_grammar_names, *["tool_choice"] * call.tool_choice.must_call):
+        problem = f"a reply that goes on from a message cannot be held to {key}"
+        raise ProxyRequestError(400, problem, key=call.prompt_key, hint="give one of the two")
 
 
 def _check_session_limits(session: Session, choices: int) -> None:

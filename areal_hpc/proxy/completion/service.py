@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import ProxyRequestError, UntrainableCallError
+from areal_hpc.errors import CallFailedError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.call_quota import CallQuota
+from areal_hpc.proxy.engine.call_tries import CallTries
 from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import (
     EngineLostError,
@@ -34,7 +35,6 @@ from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
-RETRY_PAUSE_S = 0.2
 EMPTY_CHUNK = TokenChunk("", [], [], [])
 GenerateAttempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
@@ -207,11 +207,9 @@ class CompletionService:
         attempt: GenerateAttempt,
         may_repeat: Callable[[], bool],
     ) -> ReplicaAnswer:
-        lost: set[int] = set()
+        session, tries = prompt.session, CallTries()
         while True:
-            replica = await self._router.pick_replica(
-                prompt.session.session_id, prompt.give_up_at, lost
-            )
+            replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
             try:
@@ -219,13 +217,23 @@ class CompletionService:
                 return ReplicaAnswer(generation, replica.index)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
-                self._router.on_replica_lost(replica)
-                lost.add(replica.index)
+                self._router.on_call_lost(replica, error)
+                pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
+                self._count_failed_try(tries, replica, error)
             finally:
-                self._router.on_call_finished(replica)
-            await asyncio.sleep(RETRY_PAUSE_S)
+                self._router.on_call_finished(session, replica)
+            await asyncio.sleep(pause_s)
+
+    def _count_failed_try(
+        self, tries: CallTries, replica: ReplicaView, error: EngineLostError
+    ) -> None:
+        try:
+            tries.on_replica_lost(replica, error)
+        except CallFailedError:
+            self.metrics.failed_calls.inc()
+            raise
 
     def _record_reply(
         self,

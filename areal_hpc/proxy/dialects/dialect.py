@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ from areal_hpc.proxy.sessions.store import Session
 
 class Exchange(ABC):
     """A request that has been understood, and how it is answered."""
+
+    ping_event: ClassVar[bytes] = b": ping\n\n"
+    """What a stream says when nothing has happened for long: a comment, if nothing else."""
 
     def __init__(
         self, call: ModelCall, model: ServedModel, id_prefix: str, streams: bool | None

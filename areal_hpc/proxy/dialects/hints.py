@@ -2,41 +2,47 @@
 
 Clients add hints with every release: how hard to think, what to cache, which tier to bill. A hint
 changes neither how the model samples nor what is said, so it is accepted whatever its value, and
-counted. A dialect declares each as a field of type `Hint`.
+counted. A dialect declares each as a field of type `Hint`. Such fields in messages and items are
+what SDKs hand back of a reply; they are not counted.
 """
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-Hint = Annotated[Any, Meta(description="Accepted without effect.")]
+Hint = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
 """Any value, and None when it is not given."""
 _type_info = cache(inspect.type_info)
 
 
 def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for name, wire_name in _list_declared_hints(type(request)):
-        if getattr(request, name) is not None:
-            yield inside + wire_name
-    for name, wire_name in _pair_names(type(request)):
-        value = getattr(request, name)
+    for field in _list_fields(type(request)):
+        value = getattr(request, field.name)
         if isinstance(value, Struct):
-            yield from list_ignored_params(value, f"{inside}{wire_name}.")
+            yield from list_ignored_params(value, f"{inside}{field.encode_name}.")
+        elif value is not None and is_hint(field.type):
+            yield inside + field.encode_name
 
 
 @cache
-def _list_declared_hints(form: type[Struct]) -> tuple[tuple[str, str], ...]:
-    declared = get_type_hints(form, include_extras=True)
-    return tuple(names for names in _pair_names(form) if declared[names[0]] == Hint)
+def _list_fields(form: type[Struct]) -> tuple[inspect.Field, ...]:
+    declared = inspect.type_info(form)
+    assert isinstance(declared, inspect.StructType)
+    return declared.fields
 
 
-def _pair_names(form: type[Struct]) -> Iterator[tuple[str, str]]:
-    """Each field's name, and that which it has in requests."""
-    return zip(form.__struct_fields__, form.__struct_encode_fields__, strict=True)
+def is_hint(form: inspect.Type) -> bool:
+    """True for the type of a field that is a `Hint`."""
+    return isinstance(form, inspect.Metadata) and bool((form.extra or {}).get("hint"))
+
+
+def list_structs(*forms: inspect.Type) -> list[inspect.StructType]:
+    """The objects that a value of these types may be."""
+    return [one for one in _unwrap_types(forms) if isinstance(one, inspect.StructType)]
 
 
 def drop_nulls(body: bytes, form: Any) -> bytes:
@@ -49,9 +55,10 @@ def drop_nulls(body: bytes, form: Any) -> bytes:
 
 
 def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
-    plain = [*_unwrap_types(forms)]
-    structs = [one for one in plain if isinstance(one, inspect.StructType)]
-    items = tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
+    structs = list_structs(*forms)
+    items = tuple(
+        one.item_type for one in _unwrap_types(forms) if isinstance(one, inspect.ListType)
+    )
     if structs and raw[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
         for struct in structs:

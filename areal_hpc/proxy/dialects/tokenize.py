@@ -7,7 +7,11 @@ from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.prompts import PromptBuilder
-from areal_hpc.proxy.dialects.openai.chat import ChatMessage, normalize_messages, validate_tools
+from areal_hpc.proxy.dialects.openai.chat_request import (
+    ChatMessage,
+    normalize_messages,
+    validate_tools,
+)
 from areal_hpc.proxy.dialects.validation import check_token_ids
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
@@ -58,7 +62,7 @@ async def tokenize(
     else:
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
-            tools=validate_tools(request.tools) or None,
+            tools=validate_tools(request.tools, model, []) or None,
             variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )

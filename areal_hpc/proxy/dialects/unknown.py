@@ -3,7 +3,7 @@
 Clients add fields with every release. Most are hints to a provider, and refusing them would refuse
 the client; so they are left out, counted and logged, as declared hints are. What would change how
 the model samples, or what its reply means, is refused by its name, and so is what looks like a
-parameter that is declared.
+parameter that is used.
 """
 
 import difflib
@@ -13,45 +13,30 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.hints import is_hint, list_structs
+from areal_hpc.proxy.dialects.refusals import find_refusal
 
-_OTHERS_SAMPLING = """
-best_of num_beams use_beam_search length_penalty early_stopping do_sample no_repeat_ngram_size
-bad_words bad_words_ids min_tokens min_new_tokens guided_json guided_regex guided_choice
-guided_grammar structured_outputs structural_tag grammar json_schema typical_p top_a tfs_z mirostat
-mirostat_eta mirostat_tau dry_multiplier dry_base xtc_probability xtc_threshold logits_processors
-custom_logit_processor lora_path adapter ignore_eos stop_regex include_stop_str_in_output
-no_stop_trim
-skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens prompt_logprobs
-allowed_token_ids vllm_xargs
-"""
-"""How other engines and providers sample, under names that are not honored here."""
-_OTHERS_MEANING = """
-functions function_call audio web_search_options background conversation prompt container echo
-suffix mcp_servers max_tool_calls continue_final_message add_generation_prompt documents file_ids
-attachments messages input system
-"""
-"""What a reply means, or who runs what it asks for."""
-_MEANS_SOMETHING = frozenset((_OTHERS_SAMPLING + _OTHERS_MEANING).split())
-"""Refused wherever a dialect does not declare them."""
 _SIMILARITY = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
-def drop_unknown(body: bytes, form: type[msgspec.Struct], inside: str) -> tuple[bytes, list[str]]:
+def drop_unknown(
+    body: bytes, form: type[msgspec.Struct], inside: str, unknown: list[str] | None
+) -> bytes:
     """A JSON object without the members that are not declared, down to declared objects in it.
 
-    Returns:
-        The object, and the names of what was left out, as `tools[].defer_loading`.
+    The names of what was left out are added to `unknown`, as `tools[].defer_loading`; where that is
+    None, only what asks for nothing is left out.
 
     Raises:
-        ProxyRequestError: 400: one of them means something, or looks like one that is declared.
+        ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
+            not be left out.
     """
-    names: list[str] = []
-    return _drop(body, inspect.type_info(form), inside, names), names
+    return _drop(body, inspect.type_info(form), inside, unknown)
 
 
-def _drop(raw: bytes, form: inspect.Type, inside: str, names: list[str]) -> bytes:
-    structs = [*_list_structs(form)]
+def _drop(raw: bytes, form: inspect.Type, inside: str, unknown: list[str] | None) -> bytes:
+    structs = list_structs(form)
     if not structs or raw.lstrip()[:1] != b"{":
         return raw
     members = {field.encode_name: field for struct in structs for field in struct.fields}
@@ -61,28 +46,35 @@ def _drop(raw: bytes, form: inspect.Type, inside: str, names: list[str]) -> byte
     for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
         place = f"{inside}.{name}" if inside else name
         if name in members:
-            kept[name] = msgspec.Raw(_drop(bytes(value), members[name].type, place, names))
+            kept[name] = msgspec.Raw(_drop(bytes(value), members[name].type, place, unknown))
         elif name in tags or not is_closed:
             kept[name] = value
-        elif bytes(value) != b"null":
-            _refuse_if_it_matters(name, place, {*members})
-            names.append(_INDEX_PATTERN.sub("[]", place))
+        elif _asks_for_something(name, place, msgspec.json.decode(value), structs):
+            if unknown is None:
+                raise ProxyRequestError(400, f"the parameter {name!r} is not supported", key=place)
+            unknown.append(_INDEX_PATTERN.sub("[]", place))
     return msgspec.json.encode(kept)
 
 
-def _list_structs(form: inspect.Type) -> list[inspect.StructType]:
-    """The objects that a value may be, out of unions and constraints."""
-    if isinstance(form, inspect.Metadata):
-        return _list_structs(form.type)
-    if isinstance(form, inspect.UnionType):
-        return [struct for one in form.types for struct in _list_structs(one)]
-    return [form] if isinstance(form, inspect.StructType) else []
+def _asks_for_something(
+    name: str, place: str, value: object, structs: list[inspect.StructType]
+) -> bool:
+    """Whether an undeclared member is worth counting.
 
-
-def _refuse_if_it_matters(name: str, place: str, declared: set[str]) -> None:
+    Raises:
+        ProxyRequestError: 400: it would change the reply, or looks like one that is used.
+    """
     problem = f"the parameter {name!r} is not supported"
-    if name in _MEANS_SOMETHING:
-        raise ProxyRequestError(400, f"{problem}, and would change the reply", key=place)
-    near = difflib.get_close_matches(name, sorted(declared), n=1, cutoff=_SIMILARITY)
-    if near:
+    for struct in structs:
+        refusal = find_refusal(name, struct.cls)
+        if refusal is not None:
+            if refusal.allows(value):
+                return False
+            raise ProxyRequestError(
+                400, f"{problem}, and would change the reply", key=place, hint=refusal.way_out
+            )
+    used = {field.encode_name for one in structs for field in one.fields if not is_hint(field.type)}
+    near = difflib.get_close_matches(name, sorted(used), n=1, cutoff=_SIMILARITY)
+    if near and value is not None:
         raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=place)
+    return value is not None

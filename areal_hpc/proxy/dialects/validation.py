@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+WideSeed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""Clients draw seeds of 64 bits; the engine takes fewer."""
 TopK = Annotated[int, Meta(ge=-1)]
 ToolName = Annotated[str, Meta(min_length=1)]
 
@@ -36,8 +39,8 @@ def decode_json(
 ) -> Any:
     """A JSON body, or the part of one that stands under `key`, as the type `form`.
 
-    A null stands for absence, under whatever name. Names that `form` does not declare are added to
-    `unknown` and left out; without such a list they are refused.
+    A null stands for absence, under whatever name. What `form` does not declare is left out if it
+    asks for nothing, or if there is a list `unknown` for its name; else it is refused.
 
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or unknown.
@@ -51,11 +54,7 @@ def decode_json(
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            if unknown is None:
-                raise
-            body, names = drop_unknown(bytes(body), form, key)
-            unknown += names
-            return decoder.decode(body)
+            return decoder.decode(drop_unknown(bytes(body), form, key, unknown))
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -84,6 +83,11 @@ def first_given(asked: Given | None, default: Given) -> Given:
     return default if asked is None else asked
 
 
+def fold_seed(seed: int | None) -> int | None:
+    """A seed that the engine takes: a wide one by its low bits."""
+    return seed if seed is None or abs(seed) <= 2**53 else seed & 0x3FFFFFFF
+
+
 def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
     """An id outside the vocabulary would kill the engine.
 
@@ -104,20 +108,24 @@ class _TypedObject(Struct):
 
 
 def leave_out_hosted_tools(
-    raw: Sequence[msgspec.Raw], hosted: re.Pattern[str], ignored: list[str]
+    raw: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
     """The tools that a model is told of, each with its place in the list.
 
-    A provider's servers would run those whose type matches `hosted`; coding agents offer them by
-    themselves. They are left out when there are others, and named in `ignored` by the pattern's
-    first group.
+    A provider's servers would run the others (`proxy.dropped_tools`); coding agents offer them by
+    themselves. The types of those left out are added to `dropped`.
+
+    Raises:
+        ProxyRequestError: 400: there are no others.
     """
     kinds = [decode_json(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
-    found = [hosted.fullmatch(kind) for kind in kinds]
-    if all(found):
-        return [*enumerate(raw)]
-    ignored += sorted({f"tools[{one[1]}]" for one in found if one is not None})
-    return [(i, one) for i, one in enumerate(raw) if found[i] is None]
+    is_hosted = [any(fnmatchcase(kind, one) for one in model.dropped_tools) for kind in kinds]
+    if is_hosted and all(is_hosted):
+        problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"
+        hint = "offer a function that does the same"
+        raise ProxyRequestError(400, problem, key="tools[0].type", hint=hint)
+    dropped += sorted({kind for kind, hosted in zip(kinds, is_hosted, strict=True) if hosted})
+    return [(i, one) for i, one in enumerate(raw) if not is_hosted[i]]
 
 
 def build_function_tool(
@@ -170,16 +178,3 @@ def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> 
     if schema is None or choice.must_call:
         return None
     return msgspec.json.encode(schema).decode()
-
-
-def build_effort_variables(
-    effort: object, model: ServedModel, key: str, ignored: list[str]
-) -> dict[str, Any]:
-    """Chat-template variables for a reasoning effort; one that has none is added to `ignored`."""
-    if effort == "none" and model.reasoning_parser is not None:
-        return {"enable_thinking": False, "thinking": False}
-    if model.reasoning_parser == "gpt-oss" and effort in ("low", "medium", "high"):
-        return {"reasoning_effort": effort}
-    if effort is not None:
-        ignored.append(key)
-    return {}

@@ -76,6 +76,7 @@ class ReplyFailover:
             and len(generation.output_ids) < sampling.max_new_tokens
             and not sampling.active_grammar_names
             and penalties == (0.0, 0.0, 1.0)
+            and not sampling.min_new_tokens
         )
         self._said = self.join_replies(generation)
 

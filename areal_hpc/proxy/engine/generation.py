@@ -35,6 +35,14 @@ class EngineLostError(Exception):
     """What a stream had said by then; None if it was not sound, or nobody knows."""
 
 
+class EngineFailedError(EngineLostError):
+    """The server received the call and answered with an error of its own; it may be well."""
+
+
+class EngineDiedError(EngineLostError):
+    """The server received the call, or began to, and hung up on it."""
+
+
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """SGLang's `sampling_params`; what is left out has SGLang's default."""
 
@@ -55,6 +63,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     ebnf: str | None = None
     structural_tag: str | None = None
     skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
 
     @property
     def active_grammar_names(self) -> list[str]:

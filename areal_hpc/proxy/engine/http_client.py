@@ -7,6 +7,7 @@ send bytes to a server of our own and to wake up once, when all of its answer ha
 
 import asyncio
 import contextlib
+import errno
 import math
 from collections import deque
 from collections.abc import AsyncIterator
@@ -18,6 +19,10 @@ TIMER_RESOLUTION_S = 0.001
 """uvloop's timers count milliseconds."""
 KEEP_ALIVE_S = 15.0
 """Connections that idled for longer are not used: servers close theirs at some time, too."""
+
+
+class UnreachableError(ConnectionError):
+    """A server that cannot be connected to: it has seen nothing of the call."""
 
 
 class _CallDeadlines:
@@ -89,8 +94,8 @@ class ConnectionPool:
 
         Raises:
             TimeoutError: That took too long.
-            ConnectionError: The server does not accept, left, or does not speak HTTP.
-            OSError: It cannot be found.
+            UnreachableError: The server cannot be found, or does not accept.
+            ConnectionError: It left, or does not speak HTTP.
         """
         give_up_at = self._loop.time() + timeout_s
         connection = await self._acquire_connection(timeout_s)
@@ -111,8 +116,8 @@ class ConnectionPool:
         """Send a body; gives the connection, once it knows the answer's status, to read the rest.
 
         Raises:
-            ConnectionError: The server does not accept, left, or does not speak HTTP.
-            OSError: It cannot be found.
+            UnreachableError: The server cannot be found, or does not accept.
+            ConnectionError: It left, or does not speak HTTP.
         """
         connection = await self._acquire_connection()
         try:
@@ -154,7 +159,11 @@ class ConnectionPool:
         except TimeoutError as error:
             if timeout_s < self._connect_timeout_s:
                 raise
-            raise ConnectionError(f"no connection to {self._url}") from error
+            raise UnreachableError(f"no connection to {self._url}") from error
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
+                raise
+            raise UnreachableError(f"no connection to {self._url}: {error}") from error
         return connection
 
     def _release_connection(self, connection: Connection) -> None:

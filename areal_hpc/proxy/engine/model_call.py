@@ -60,6 +60,15 @@ class ModelCall(msgspec.Struct, frozen=True):
     tool_choice: ToolChoice = ToolChoice()
     ignored: Sequence[str] = ()
     """Names of the parameters that are accepted without effect."""
+    dropped_tools: Sequence[str] = ()
+    """Types of the tools that the model is not told of: a provider's servers would run them."""
+    prefill: str | None = None
+    """What the reply begins with; the model goes on from there."""
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Names of all that the request asks for in vain."""
+        return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,8 @@ class ServedModel:
     """The user's own normalizer (`proxy.message_normalizer`)."""
     ignores_unknown: bool = True
     """Parameters that no dialect declares have no effect (`proxy.unknown_parameters`)."""
+    dropped_tools: Sequence[str] = ()
+    """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
 
     @classmethod
     def load(

@@ -55,16 +55,16 @@ class GeneratePassthrough:
         grammar = self._grammars.hold_slot(session, request.sampling)
         with self._quota.hold_slots(session, 1), grammar:
             give_up_at = time.monotonic() + self._timeout_s
-            replica = await self._router.pick_replica(session.session_id, give_up_at)
+            replica = await self._router.pick_replica(session, give_up_at)
             left_s = max(1.0, give_up_at - time.monotonic())
             self._router.on_call_started(replica)
             try:
                 answer = await self._upstream.generate_raw(replica, request, left_s)
             except EngineLostError as lost:
-                self._router.on_replica_lost(replica)
+                self._router.on_call_lost(replica, lost)
                 raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
             finally:
-                self._router.on_call_finished(replica)
+                self._router.on_call_finished(session, replica)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
             # Only known versions may stand in what the session records of this call.
             for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:

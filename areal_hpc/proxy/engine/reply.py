@@ -43,12 +43,12 @@ class ReplyDelta(Struct):
                 whole.name = whole.name or call.name
                 whole.arguments += call.arguments
 
-    def build_message(self) -> Message:
-        """The reply in normal form, as a client sends it back."""
+    def build_message(self, prefill: str = "") -> Message:
+        """The reply in normal form, as a client sends it back, with what the client began it by."""
         return normalize_chat_message(
             {
                 "role": "assistant",
-                "content": self.text,
+                "content": prefill + self.text,
                 "reasoning_content": self.reasoning or None,
                 "tool_calls": [
                     format_tool_call(call.call_id, call.name, call.arguments) for call in self.calls

@@ -5,10 +5,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from areal_hpc.errors import ClusterError, ProxyRequestError
+from areal_hpc.proxy.engine.generation import EngineFailedError, EngineLostError
 from areal_hpc.proxy.engine.replicas import ReplicaSource
+from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -16,6 +20,11 @@ log = logging.getLogger(__name__)
 
 REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
+IDLE_SESSION_S = 60.0
+LOAD_TOLERANCE = 1.2
+"""Load of a replica that a session prefers, as a multiple of the least."""
+OWN_CACHE_WEIGHT = 1_000_000
+"""A session's own past is worth more to it than the prompts of its ticket."""
 
 
 def pack_weight_version(version: str) -> int:
@@ -26,14 +35,40 @@ def pack_weight_version(version: str) -> int:
         return 0
 
 
+@dataclass(slots=True)
+class _Home:
+    """Where the calls of a session go."""
+
+    index: int
+    used_at: float = 0.0
+    """Of the monotonic clock: when its last call began or ended."""
+
+
+def choose_home(
+    replicas: Sequence[int], load: Mapping[int, int], together: Mapping[int, int]
+) -> int:
+    """The replica that has the most in common with a session, unless others have less to do.
+
+    Args:
+        replicas: Indices, at least one.
+        load: Calls in flight and sessions at home.
+        together: How much of what the session asks is known there.
+    """
+    least = min(replicas, key=lambda index: (load.get(index, 0), index))
+    known = max(replicas, key=lambda index: (together.get(index, 0), -index))
+    is_even = load.get(known, 0) <= LOAD_TOLERANCE * load.get(least, 0)
+    return known if is_even and together.get(known, 0) else least
+
+
 class Router:
     """Follows the replicas and picks one for each session."""
 
     def __init__(self, source: ReplicaSource) -> None:
         self._source = source
         self._serving: dict[int, ReplicaView] = {}
-        self._home: dict[str, int] = {}
-        self._load: Counter[int] = Counter()
+        self._homes: WeakKeyDictionary[Session, _Home] = WeakKeyDictionary()
+        """Of the sessions that the store still has."""
+        self._in_flight: Counter[int] = Counter()
         self._refreshed = asyncio.Event()
         self._refresh_now = asyncio.Event()
         self.newest_version = 0
@@ -76,9 +111,11 @@ class Router:
         self.newest_version = max(self.newest_version, packed)
 
     async def pick_replica(
-        self, session_id: str, give_up_at: float, avoid: Container[int] = ()
+        self, session: Session, give_up_at: float, avoid: Container[int] = ()
     ) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
+
+        A session that was idle for long may go elsewhere: little of it is left in a cache.
 
         Replicas to avoid, by index, have lost the call before: they are asked if no other serves.
 
@@ -91,31 +128,55 @@ class Router:
                 raise ProxyRequestError(503, "no replica is available")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
-        home = self._home.get(session_id)
-        if home is None or home in avoid or home not in self._serving:
+        home, now = self._homes.get(session), time.monotonic()
+        if (
+            home is None
+            or home.index in avoid
+            or home.index not in self._serving
+            or now - home.used_at > IDLE_SESSION_S
+        ):
             others = [index for index in self._serving if index not in avoid]
-            home = min(others or self._serving, key=lambda index: (self._load[index], index))
-            self._home[session_id] = home
-        return self._serving[home]
+            home = _Home(self._choose_replica(session, others or [*self._serving]))
+            self._homes[session] = home
+        home.used_at = now
+        return self._serving[home.index]
+
+    def _choose_replica(self, session: Session, replicas: Sequence[int]) -> int:
+        """Where a session is at home from now on, by index.
+
+        Calls in flight alone would not do: sessions whose short first calls come one after the
+        other would all find the same replica without load.
+        """
+        load, together = Counter(self._in_flight), Counter[int]()
+        ticket = session.request.ref
+        for other, home in self._homes.items():
+            if other is session:
+                together[home.index] += OWN_CACHE_WEIGHT
+            elif not other.ended:
+                load[home.index] += 1
+                together[home.index] += ticket is not None and other.request.ref == ticket
+        return choose_home(replicas, load, together)
 
     def on_call_started(self, replica: ReplicaView) -> None:
         """Count a call in flight on the replica."""
-        self._load[replica.index] += 1
+        self._in_flight[replica.index] += 1
 
-    def on_call_finished(self, replica: ReplicaView) -> None:
-        """The call is over, however it went."""
-        self._load[replica.index] -= 1
+    def on_call_finished(self, session: Session, replica: ReplicaView) -> None:
+        """The session's call is over, however it went."""
+        self._in_flight[replica.index] -= 1
+        if home := self._homes.get(session):
+            home.used_at = time.monotonic()
 
-    def on_replica_lost(self, replica: ReplicaView) -> None:
-        """Route nothing to the replica until it is said again that it serves."""
+    def on_call_lost(self, replica: ReplicaView, error: EngineLostError) -> None:
+        """Route nothing to the replica until it is said again that it serves.
+
+        One that answered with an error keeps the sessions of others, unless it is not well.
+        """
         current = self._serving.get(replica.index)
-        if current is not None and current.incarnation == replica.incarnation:
+        is_same = current is not None and current.incarnation == replica.incarnation
+        if is_same and not isinstance(error, EngineFailedError):
             del self._serving[replica.index]
         self._refresh_now.set()
-
-    def forget_session(self, session_id: str) -> None:
-        """The session makes no more calls."""
-        self._home.pop(session_id, None)
 
     async def close(self) -> None:
         """Close pooled connections."""

@@ -11,6 +11,8 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
     ChunkReader,
+    EngineDiedError,
+    EngineFailedError,
     EngineLostError,
     Generation,
     SamplingParams,
@@ -18,7 +20,7 @@ from areal_hpc.proxy.engine.generation import (
     decode_generation,
     extract_error_text,
 )
-from areal_hpc.proxy.engine.http_client import ConnectionPool
+from areal_hpc.proxy.engine.http_client import ConnectionPool, UnreachableError
 from areal_hpc.proxy.engine.http_connection import Connection
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import ReplicaView
@@ -110,7 +112,7 @@ class SGLangClient:
                         await take(piece)
                     if whole is not None:
                         return whole
-            raise EngineLostError(f"{replica.url} ended the stream early")
+            raise EngineDiedError(f"{replica.url} ended the stream early")
 
         try:
             return await self._await_or_abort(replica, request.rid, timeout_s, read())
@@ -151,7 +153,8 @@ class SGLangClient:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
                 raise ProxyRequestError(503, "too many open files") from error
-            raise EngineLostError(f"{replica.url}: {type(error).__name__}: {error}") from error
+            kind = EngineLostError if isinstance(error, UnreachableError) else EngineDiedError
+            raise kind(f"{replica.url}: {type(error).__name__}: {error}") from error
 
     def _get_generate_pool(self, replica: ReplicaView) -> ConnectionPool:
         return self._get_pool(replica.url, replica.keys.api)
@@ -194,8 +197,10 @@ class SGLangClient:
 
 
 def _check_status(base_url: str, status: int, answer: bytes) -> None:
-    if status >= 500:
+    if status == 503:  # it starts, pauses or has its hands full: no fault of the call
         raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
+    if status >= 500:
+        raise EngineFailedError(f"{base_url} answered {status}: {extract_error_text(answer)}")
     if status >= 400:
         raise ProxyRequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 

@@ -3,58 +3,59 @@
 import asyncio
 import hmac
 import inspect
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
-from dataclasses import replace
-from functools import partial
+import os
+import re
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    MutableMapping,
+)
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 import msgspec
 
 from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
-from areal_hpc.proxy.dialects import tokenize
-from areal_hpc.proxy.dialects.anthropic import request as anthropic_request
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
-from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, FormatError
-from areal_hpc.proxy.dialects.generate import GenerateBody, build_generate_request
+from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
+from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.openai.chat import CHAT_DIALECT
-from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS_DIALECT
-from areal_hpc.proxy.dialects.openai_responses import reply as responses
 from areal_hpc.proxy.dialects.validation import decode_json
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
+from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
+from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
 from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query
-from areal_hpc.proxy.http.routes import Route, RouteResult, Routes, render_openapi
+from areal_hpc.proxy.http.routes import (
+    ModelAnswer,
+    Route,
+    Routes,
+    render_openapi,
+)
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
 
-log = logging.getLogger(__name__)
-
 RETRY_AFTER_S = 1
-"""When a request that came at a busy moment (429) may be repeated."""
+"""When a request that came at a busy moment (429, 503) may be repeated."""
 
 MAX_BODIES_AT_ONCE, MAX_BODIES_OF_SESSION = 8, 2
 """Requests of the largest size that are received at a time; of small ones there may be more."""
 
 Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's: the next message from the client. After the request's body only its disconnect comes."""
 Result = TypeVar("Result")
+_CONTROL_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
 
-DIALECT_BY_ROUTE = {
-    "/chat/completions": CHAT_DIALECT,
-    "/completions": COMPLETIONS_DIALECT,
-    "/messages": MESSAGES_DIALECT,
-    "/responses": responses.RESPONSES_DIALECT,
-}
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
+DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
+"""Types of the tools of a request that the model was not told of."""
+MAX_HEADER_BYTES = 1000
 
 
 class ProxyApp:
@@ -77,24 +78,11 @@ class ProxyApp:
         self._model = model
         self._store = store
         self._completions = completions
-        self._passthrough = passthrough
         completions.metrics.register_gauges(store)
         self._routes = Routes(
             (
                 *_list_driver_routes(driver_api),
-                Route(
-                    "POST",
-                    "/generate",
-                    "session",
-                    self._forward_generate,
-                    GenerateBody,
-                    for_recording=True,
-                ),
-                *(  # SDKs differ in whether `/v1` is part of the address they are given
-                    replace(route, path=prefix + route.path)
-                    for route in self._list_agent_routes()
-                    for prefix in ("", "/v1")
-                ),
+                *AgentApi(model, completions, passthrough).list_routes(),
                 Route("GET", "/healthz", "anyone", driver_api.get_health),
                 Route(
                     "GET",
@@ -111,39 +99,23 @@ class ProxyApp:
                 ),
             )
         )
-        self._google_routes = GoogleApi(model, completions).build_routes()
-
-    def _list_agent_routes(self) -> Iterator[Route]:
-        for path, dialect in DIALECT_BY_ROUTE.items():
-            said = Route(
-                "POST", path, "session", self._build_handler(path, dialect), dialect.request
-            )
-            tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
-            yield replace(tolerant, streams=True)
-            if dialect is MESSAGES_DIALECT:
-                yield replace(tolerant, path="/messages/count_tokens", answer=self._count_tokens)
-        answer: Callable[..., Any] = partial(
-            tokenize.tokenize, self._completions.prompts, self._model
-        )
-        yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
-        answer = partial(tokenize.detokenize, self._model)
-        yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
-        yield Route("GET", "/models", "session", self._list_models, when_ended=True)
-        yield Route("GET", "/responses/{response_id}", "session", responses.retrieve_response)
-        yield Route("DELETE", "/responses/{response_id}", "session", responses.delete_response)
+        self._google_routes = Routes(GoogleApi(model, completions).list_routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        client = _get_header(scope, b"user-agent").decode("latin-1")
+        refused: FormatError | None = None
+        allowed, label, is_final = "", "unknown route", False
+        extra_headers: Headers = []
         key = read_google_key(scope)
         routes = self._routes if key is None else self._google_routes
-        refused: FormatError = routes.refused
-        allowed = ""
         try:
             methods, named = routes.find_routes(scope["path"])
             route, key = methods.get(scope["method"]), key or ""
-            refused = (route or next(iter(methods.values()))).refused
+            described = route or next(iter(methods.values()))
+            refused, label = described.refused, described.label
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
@@ -159,29 +131,41 @@ class ProxyApp:
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
             session = self._authenticate(route, key)  # without a key no memory for a body
+            if session is not None:
+                session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
             result = route.answer(*self._list_handler_arguments(route, session, named, body, scope))
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
-            if isinstance(result, tuple):
-                await cancel_on_disconnect(receive, _send_events(send, *result))
-                return
+            if isinstance(result, ModelAnswer):
+                extra_headers = _build_answer_headers(result.exchange)
+                if isinstance(result.reply, ReplyStream):
+                    told = send_events(send, extra_headers, result.exchange, result.reply)
+                    await cancel_on_disconnect(receive, told)
+                    return
+                result = result.reply
             content = result if isinstance(result, bytes) else msgspec.json.encode(result)
             status, form = 200, route.form
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
-            refusal = _to_request_error(caught)
-            status, content, form = refusal.status, refused(refusal), JSON_CONTENT_TYPE
+            refusal = to_request_error(caught)
+            format_error = refused or _choose_error_format(scope)
+            status, content, form = refusal.status, format_error(refusal), JSON_CONTENT_TYPE
+            is_final = not refusal.may_be_repeated
+            self._completions.metrics.count_refusal(label, client, refusal)
         headers = [
             (b"content-type", form.encode()),
             (b"content-length", str(len(content)).encode()),
+            *(extra_headers or _build_id_headers(f"req_{os.urandom(14).hex()}")),
         ]
         if status == 405:
             headers.append((b"allow", allowed.encode()))
         if status == 426:  # clients that try a WebSocket first ask over HTTP at once
             headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
-        if status == 429:
+        if is_final:  # SDKs of OpenAI and Anthropic repeat what has any status from 500 on
+            headers.append((b"x-should-retry", b"false"))
+        if status in (429, 503):
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -253,56 +237,20 @@ class ProxyApp:
             if session.ended and not route.when_ended:
                 raise ProxyRequestError(403, "the session has ended")
             yield session
-        if route.takes_query:
-            yield read_query(scope)
-        elif named and scope["query_string"]:
-            parameter = unquote(scope["query_string"].partition(b"=")[0])
-            raise ProxyRequestError(400, "this route takes no parameters", key=parameter)
         if route.rewrite is not None:
             body = route.rewrite(body)
+        if route.takes_query:
+            yield read_query(scope)
         if named and route.request is None:
             yield named
-        elif route.request is not None and route.ignores_unknown and self._model.ignores_unknown:
+            yield read_query(scope)
+        elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
-            yield decode_json(body, route.request, unknown=unknown)
-            path = route.label
-            self._completions.metrics.count_ignored_parameters(path, unknown)
+            takes_any = self._model.ignores_unknown
+            yield decode_json(body, route.request, unknown=unknown if takes_any else None)
+            yield unknown
         elif route.request is not None:
             yield decode_json(body, route.request)
-
-    # Routes -------------------------------------------------------------------------------
-
-    async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
-        if self._passthrough is None:
-            raise ProxyRequestError(404, "there is no route /generate")
-        request = build_generate_request(body, self._model)
-        return await self._passthrough.generate(session, request)
-
-    def _list_models(self, session: Session) -> bytes:
-        return openai_format.format_models(self._model.name, self._model.context_tokens)
-
-    async def _count_tokens(
-        self, session: Session, request: anthropic_request.MessagesRequest
-    ) -> bytes:
-        call = anthropic_request.build_model_call(request, session.request.sampling, self._model)
-        self._completions.metrics.count_ignored_parameters("/messages/count_tokens", call.ignored)
-        _, count = await self._completions.prompts.build_prompt_json(session, call)
-        return msgspec.json.encode({"input_tokens": count})
-
-    def _build_handler(
-        self, path: str, dialect: Dialect
-    ) -> Callable[[Session, msgspec.Struct], Coroutine[Any, Any, RouteResult]]:
-        """Answers model calls in a dialect."""
-
-        async def answer(session: Session, request: msgspec.Struct) -> RouteResult:
-            exchange = dialect.read(request, session, self._model)
-            call, answer_id = exchange.call, exchange.answer_id
-            self._completions.metrics.count_ignored_parameters(path, call.ignored)
-            if exchange.streams:
-                return exchange, await self._completions.stream(session, call, answer_id)
-            return exchange.format_reply(await self._completions.answer(session, call, answer_id))
-
-        return answer
 
 
 def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
@@ -360,36 +308,34 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
         watcher.cancel()
 
 
+def _build_answer_headers(exchange: Exchange) -> Headers:
+    """Headers of a reply of the model: its id is that of the request, as SDKs show it."""
+    headers = _build_id_headers(exchange.answer_id)
+    if exchange.call.dropped_tools:
+        names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
+        named = _CONTROL_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
+        headers.append((DROPPED_TOOLS_HEADER, named))
+    return headers
+
+
+def _build_id_headers(request_id: str) -> Headers:
+    """The request's id, under the names of OpenAI and Anthropic."""
+    return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+
+
+def _choose_error_format(scope: Scope) -> FormatError:
+    """The shape of errors where no route decides: that of a client's own key, headers or paths."""
+    if read_google_key(scope) is not None:
+        return format_google_error
+    path = f"{scope.get('path', '')}/"
+    is_anthropic = "/messages/" in path or _get_header(scope, b"anthropic-version")
+    return MESSAGES_DIALECT.refused if is_anthropic else openai_format.format_error
+
+
 def _asks_for_websocket(scope: Scope) -> bool:
-    return any(
-        name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]
-    )
+    return _get_header(scope, b"upgrade").lower() == b"websocket"
 
 
-async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> None:
-    """Send events until they end. A first one that fails is raised."""
-    events = exchange.stream_events(live)
-    try:
-        block: bytes | None = await anext(events)
-        form = exchange.stream_media_type.encode()
-        headers = [(b"content-type", form), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while block is not None:
-            await send({"type": "http.response.body", "body": block, "more_body": True})
-            try:
-                block = await anext(events, None)
-            except Exception as caught:  # boundary: told to the client within the stream
-                block = exchange.format_error_event(_to_request_error(caught))
-                await send({"type": "http.response.body", "body": block, "more_body": True})
-                break
-        await send({"type": "http.response.body", "body": b""})
-    finally:
-        live.stop_generation()  # after the end there is nothing left to stop
-        await events.aclose()
-
-
-def _to_request_error(caught: Exception) -> ProxyRequestError:
-    if isinstance(caught, ProxyRequestError):
-        return caught
-    log.error("a request failed", exc_info=caught)
-    return ProxyRequestError(500, "internal error of the proxy; see its log")
+def _get_header(scope: Scope, name: bytes) -> bytes:
+    """A header's value; empty if the request has none of that name."""
+    return next((value for one, value in scope["headers"] if one == name), b"")

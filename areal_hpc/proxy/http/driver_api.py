@@ -145,7 +145,8 @@ class DriverApi:
             if session.ended:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
-        reply = wire.ExportReply(export_interactions(session.tree, request))
+        rows = export_interactions(session.tree, request)
+        reply = wire.ExportReply(rows, session.count_ignored())
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
@@ -206,7 +207,6 @@ class DriverApi:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
             self._recorder.record(events.SessionEnded(session.session_id, time.time()))
-        self._router.forget_session(session.session_id)
         return wire.EndSessionReply(
             "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
         )

@@ -1,6 +1,6 @@
 """Routes of Google's dialect, which share paths and keys with no other."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.completion.sampling_rule import bind_call
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
@@ -21,8 +22,8 @@ from areal_hpc.proxy.dialects.google.request import (
     build_model_call,
 )
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
-from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.http.routes import Route, RouteResult, Routes
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.http.routes import ModelAnswer, Route, RouteResult
 from areal_hpc.proxy.sessions.store import Session
 
 GOOGLE_PREFIXES = ("/v1beta", "/v1", "/v1alpha")
@@ -62,11 +63,9 @@ class GoogleApi:
         self._model = model
         self._completions = completions
 
-    def build_routes(self) -> Routes:
+    def list_routes(self) -> Iterator[Route]:
         """The routes, under every version."""
-        return Routes(self._list_routes(), format_error)
 
-    def _list_routes(self) -> Iterator[Route]:
         def post(path: str, answer: Any, request: type[msgspec.Struct], **more: Any) -> Route:
             return Route(
                 "POST",
@@ -83,7 +82,7 @@ class GoogleApi:
 
         def get(path: str, answer: Any) -> Route:
             more: dict[str, Any] = {"refused": format_error, "when_ended": True}
-            return Route("GET", path, "session", answer, takes_query=True, **more)
+            return Route("GET", path, "session", answer, **more)
 
         for prefix in GOOGLE_PREFIXES:
             named = prefix + "/models/{model}:"
@@ -97,46 +96,59 @@ class GoogleApi:
             )
             yield post(named + _COUNT, self._count_tokens, CountTokensRequest)
             yield get(prefix + "/models", self._list_models)
-            yield get(prefix + "/models/{model...}", self._get_model)
+            yield get(prefix + "/models/{model}", self._get_model)
 
     async def _generate(
-        self, session: Session, query: Mapping[str, str], request: GenerateContentRequest
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: GenerateContentRequest,
+        unknown: Sequence[str],
     ) -> RouteResult:
         _read_delivery(query)
-        exchange = self._read(_GENERATE, session, request, "whole")
-        call, answer_id = exchange.call, exchange.answer_id
-        return exchange.format_reply(await self._completions.answer(session, call, answer_id))
+        exchange = GenerateContentExchange(request, session, self._model, "whole")
+        call = exchange.call = self._bind(_GENERATE, session, exchange.call, unknown)
+        answers = await self._completions.answer(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, exchange.format_reply(answers))
 
     async def _stream(
-        self, session: Session, query: Mapping[str, str], request: GenerateContentRequest
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: GenerateContentRequest,
+        unknown: Sequence[str],
     ) -> RouteResult:
-        exchange = self._read(_STREAM, session, request, _read_delivery(query))
-        call, answer_id = exchange.call, exchange.answer_id
-        return exchange, await self._completions.stream(session, call, answer_id)
-
-    def _read(
-        self, verb: str, session: Session, request: GenerateContentRequest, delivery: Delivery
-    ) -> GenerateContentExchange:
-        exchange = GenerateContentExchange(request, session, self._model, delivery)
-        self._count_ignored(verb, exchange.call.ignored)
-        return exchange
+        exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
+        call = exchange.call = self._bind(_STREAM, session, exchange.call, unknown)
+        live = await self._completions.stream(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, live)
 
     async def _count_tokens(
-        self, session: Session, query: Mapping[str, str], request: CountTokensRequest
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: CountTokensRequest,
+        unknown: Sequence[str],
     ) -> bytes:
         whole = request.build_whole_request()
-        call = build_model_call(whole, session.request.sampling, self._model)
-        self._count_ignored(_COUNT, call.ignored)
+        asked = build_model_call(whole, session.request.sampling, self._model)
+        call = self._bind(_COUNT, session, asked, unknown)
         _, count = await self._completions.prompts.build_prompt_json(session, call)
         return msgspec.json.encode({"totalTokens": count})
 
-    def _count_ignored(self, verb: str, names: Any) -> None:
-        self._completions.metrics.count_ignored_parameters("/models/{model}:" + verb, names)
+    def _bind(
+        self, verb: str, session: Session, asked: ModelCall, unknown: Sequence[str]
+    ) -> ModelCall:
+        """A call as its session allows it; what it asks for in vain is counted."""
+        call = bind_call(asked, session.request, unknown)
+        route, names = f"/models/{{model}}:{verb}", call.without_effect
+        self._completions.metrics.count_ignored_parameters(route, session.client, names)
+        return call
 
-    def _list_models(self, session: Session, query: Mapping[str, str]) -> bytes:
+    def _list_models(self, session: Session) -> bytes:
         return msgspec.json.encode({"models": [build_model_card(self._model.name, self._model)]})
 
-    def _get_model(self, session: Session, query: Mapping[str, str], name: str) -> bytes:
+    def _get_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
         return msgspec.json.encode(build_model_card(name, self._model))
 
 

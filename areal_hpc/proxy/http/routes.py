@@ -11,11 +11,21 @@ from areal_hpc import __version__
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
-from areal_hpc.proxy.dialects.openai import format as openai_format
 
+_NAMED_PART_PATTERN = re.compile(r"\{(\w+)\}")
 _VERSION_PATTERN = re.compile(r"^/v1[a-z]*(?=/)")
-RouteResult = bytes | msgspec.Struct | tuple[Exchange, ReplyStream]
-"""The answer's body, or what is encoded to it; or a reply that is streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """What the model said to a request: whole, or as it comes."""
+
+    exchange: Exchange
+    reply: bytes | ReplyStream
+
+
+RouteResult = bytes | msgspec.Struct | ModelAnswer
+"""The answer's body, or what is encoded to it; or a reply of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +34,21 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """The last part may be a `{name}`: anything but empty. What follows that, as in
-    `{name}:countTokens`, ends the path; with it, or in `{name...}`, a name may have slashes."""
+    """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
     opened_by: Literal["admin", "session", "control", "anyone"]
     """Key that opens it, checked before the request's body is read. `session`: that of an agent;
     `control`: that of who opened the session, which may be the same."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
-    """Takes the session that the key opened, if one did; then the name that the path ends with, or
-    the request, if there is one."""
+    """Takes the session that the key opened, if one did; then the name in the path and the query's
+    parameters, or the request, if there is one."""
     request: type[msgspec.Struct] | None = None
     """What the body holds; None: it is not read. Where there is one, the name is not asked for."""
     rewrite: Callable[[bytes], bytes] | None = None
     """Makes the body that is decoded of the one that was sent."""
     takes_query: bool = False
-    """The answer takes the parameters behind the path, too, after the session."""
-    refused: FormatError = openai_format.format_error
-    """The body of an error."""
+    """The answer takes the query's parameters before the request, too."""
+    refused: FormatError | None = None
+    """The body of an error; None: in the shape that the client expects."""
     form: str = "application/json"
     """Content type of the answer."""
     json_type: Literal["object", "array"] = "object"
@@ -49,57 +58,45 @@ class Route:
     when_ended: bool = False
     """Also for a session that has ended."""
     ignores_unknown: bool = False
-    """Parameters that the request does not declare may be left out of it, and counted."""
+    """Parameters that the request does not declare may be left out of it; the answer takes their
+    names as well."""
     for_recording: bool = False
     """Only for a session whose client records its own calls."""
-
-    @property
-    def path_parameter(self) -> str:
-        """What the last part of the path names; empty if it is a part like any other."""
-        last = self.path.rpartition("/")[2]
-        return last[1:].partition("}")[0].removesuffix("...") if last.startswith("{") else ""
-
-    @property
-    def described_path(self) -> str:
-        """The path as OpenAPI writes it."""
-        return self.path.replace("...}", "}")
 
     @property
     def label(self) -> str:
         """The path without the version of an API that it may begin with."""
         return _VERSION_PATTERN.sub("", self.path)
 
+    @property
+    def path_parameter(self) -> str:
+        """What a part of the path names; empty if none does."""
+        named = _NAMED_PART_PATTERN.search(self.path)
+        return named[1] if named else ""
+
 
 class Routes:
-    """All routes of one kind of client, found by their paths."""
+    """All routes, found by their paths."""
 
-    def __init__(
-        self, routes: Iterable[Route], refused: FormatError = openai_format.format_error
-    ) -> None:
-        self.refused = refused
-        """The body of an error where there is no route."""
+    def __init__(self, routes: Iterable[Route]) -> None:
         self._by_path: dict[str, dict[str, Route]] = {}
-        self._named: dict[str, dict[str, Route]] = {}
-        """By what comes before the name."""
-        self._with_slashes: dict[tuple[str, str], dict[str, Route]] = {}
-        """By what comes before a name that may have slashes, and what after it."""
+        self._named: dict[tuple[str, str], dict[str, Route]] = {}
+        """By what comes before the name and after it; more of a path before less of it."""
         for route in routes:
-            head, _, last = route.path.rpartition("/")
-            end = last.rpartition("}")[2]
-            if route.path_parameter and (end or last.endswith("...}")):
-                self._with_slashes.setdefault((f"{head}/", end), {})[route.method] = route
-            elif route.path_parameter:
-                self._named.setdefault(head, {})[route.method] = route
+            if route.path_parameter:
+                before, _, after = _NAMED_PART_PATTERN.split(route.path)
+                self._named.setdefault((before, after), {})[route.method] = route
             else:
                 self._by_path.setdefault(route.path, {})[route.method] = route
+        longest_first = sorted(self._named.items(), key=lambda one: -len(one[0][1]))
+        self._named = dict(longest_first)
 
     def __iter__(self) -> Iterator[Route]:
-        for named in (self._by_path, self._named, self._with_slashes):
-            for methods in named.values():
-                yield from methods.values()
+        for methods in (*self._by_path.values(), *self._named.values()):
+            yield from methods.values()
 
     def find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by their methods, and the name that it ends with, or nothing.
+        """The routes of a path by their methods, and the name in it, or nothing.
 
         Raises:
             ProxyRequestError: 404, there is none.
@@ -107,17 +104,11 @@ class Routes:
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
-        head, _, name = path.rpartition("/")
-        if name and head in self._named:
-            return self._named[head], name
-        found = [
-            (methods, path[len(begin) : len(path) - len(end)])
-            for (begin, end), methods in self._with_slashes.items()
-            if path.startswith(begin) and path.endswith(end) and len(path) > len(begin) + len(end)
-        ]
-        if not found:
-            raise ProxyRequestError(404, f"there is no route {path}")
-        return min(found, key=lambda one: len(one[1]))  # an end that is known is no part of a name
+        for (before, after), methods in self._named.items():
+            name = path[len(before) : len(path) - len(after)]
+            if name and path.startswith(before) and path.endswith(after):
+                return methods, name
+        raise ProxyRequestError(404, f"there is no route {path}")
 
 
 SCHEMA_REF_TEMPLATE = "#/components/schemas/{name}"
@@ -150,8 +141,7 @@ def render_openapi(routes: Iterable[Route]) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         body = bodies.get(route.request) if route.request else None
-        methods = paths.setdefault(route.described_path, {})
-        methods[route.method.lower()] = _describe_operation(route, body)
+        paths.setdefault(route.path, {})[route.method.lower()] = _describe_operation(route, body)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

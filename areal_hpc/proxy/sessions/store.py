@@ -56,8 +56,8 @@ class Session:
         self.in_flight = 0
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
-        self.responses: dict[str, bytes] = {}
-        """Bodies of Responses that may be asked for again, by id."""
+        self.responses: dict[str, bytes | None] = {}
+        """Bodies of Responses that may be asked for again, by id; None for one that may not."""
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
@@ -68,6 +68,8 @@ class Session:
         """Of bodies of its requests that are on their way."""
         self.new_grammars: Counter[tuple[str, int]] = Counter()
         """Of calls under way; each was never used before."""
+        self.client = ""
+        """User agent of its latest request."""
         self.defect = ""
         """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 
@@ -99,6 +101,10 @@ class Session:
         )
         return export_failed_rows(self.tree, key, record)
 
+    def count_ignored(self) -> dict[str, int]:
+        """How often its recorded calls asked for what has no effect, by the parameter's name."""
+        return dict(Counter(name for one in self.tree for name in one.ignored))
+
     def _build_record(self, cell: str) -> RowRecord:
         return RowRecord(
             session_id=self.session_id,
@@ -107,6 +113,7 @@ class Session:
             cell=cell,
             started_at=self.opened.opened_at,
             ended_at=self.ended_at,
+            ignored=self.count_ignored(),
         )
 
 

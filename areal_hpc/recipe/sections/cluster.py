@@ -181,7 +181,8 @@ class ClusterConfig(BaseConfig):
     """The proxy's and the agent's environment."""
     gpus: WantedGpus = "auto"
     """GPUs that `areal-hpc run` may use, of those in CUDA_VISIBLE_DEVICES if it is set: `auto`
-    (all), `none`, how many, or a list of names (`[4, 5]`). `areal-hpc submit` asks Slurm."""
+    (all), `none`, how many, or a list of names (`[4, 5]`). With `--in-allocation` it is how many
+    of each node; then, and with `areal-hpc submit`, Slurm chooses which."""
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
     readable_by: Readers = "owner"
@@ -191,7 +192,8 @@ class ClusterConfig(BaseConfig):
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
     """Under Slurm: time alone after which a cell, or the trainer, gives its nodes back."""
     slurm: SlurmConfig = SlurmConfig()
-    """Submission of jobs; `areal-hpc run` ignores it."""
+    """Submission of jobs; `areal-hpc run` ignores it, but for `container` and `network` with
+    `--in-allocation`."""
 
     @field_validator("gpus")
     @classmethod

@@ -42,5 +42,13 @@ class ProxyConfig(BaseConfig):
     """Larger requests are refused with status 413."""
     unknown_parameters: Literal["ignore", "refuse"] = "ignore"
     """What becomes of a parameter that the proxy does not know and that changes no sampling."""
+    dropped_tools: tuple[str, ...] = (
+        "code_execution*",
+        "image_generation*",
+        "tool_search*",
+        "web_fetch*",
+        "web_search*",
+    )
+    """Types of tools that a provider's servers would run, as patterns: never told to the model."""
     message_normalizer: str | None = None
     """`package.module:function` that normalizes each message before comparison and rendering."""

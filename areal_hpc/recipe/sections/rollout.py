@@ -35,6 +35,8 @@ class AgentExecutionConfig(BaseConfig):
 
     mode: Literal["inline", "subproc", "online"] = "inline"
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
+    sampling: Literal["agent", "recipe"] = "agent"
+    """Whose temperature, top_p, top_k hold: the agent's where it asks, or always the recipe's."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     export_style: Literal["concat", "individual"] = "concat"

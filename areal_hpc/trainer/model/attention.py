@@ -36,17 +36,19 @@ def plan_attention(
     pack: Pack,
     split: PackParallelism,
     frequencies: torch.Tensor,
-    dtype: torch.dtype,
     rope_scale: float = 1.0,
 ) -> AttentionPlan:
-    """Index tables and rotary angles of a pack built for `split`, on the frequencies' device."""
+    """Index tables and rotary angles of a pack built for `split`, on the frequencies' device.
+
+    Sines and cosines are float32, as the engine's are.
+    """
     device = frequencies.device
     angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
     plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
     return AttentionPlan(
         layout=plan(pack.lengths, cp=split.cp, cp_rank=split.cp_rank, device=device),
-        cos_TD=angles.cos().mul_(rope_scale).to(dtype)[:, None],
-        sin_TD=angles.sin().mul_(rope_scale).to(dtype)[:, None],
+        cos_TD=angles.cos().mul_(rope_scale)[:, None],
+        sin_TD=angles.sin().mul_(rope_scale)[:, None],
         scored_N=torch.from_numpy(pack.targets_N).to(device),
     )
 
@@ -115,9 +117,10 @@ class _Rotary(torch.autograd.Function):
 def _apply_rotary(
     states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> torch.Tensor:
-    turned_TND = torch.empty_like(states_TND, memory_format=torch.contiguous_format)
-    first, second = states_TND.chunk(2, -1)
+    states = states_TND.to(cos_TD.dtype)  # rounded once, after the rotation
+    turned_TND = torch.empty_like(states, memory_format=torch.contiguous_format)
+    first, second = states.chunk(2, -1)
     turned_first, turned_second = turned_TND.chunk(2, -1)
     torch.mul(first, cos_TD, out=turned_first).addcmul_(second, sin_TD, value=-1)
     torch.mul(second, cos_TD, out=turned_second).addcmul_(first, sin_TD)
-    return turned_TND
+    return turned_TND.to(states_TND.dtype)

@@ -212,8 +212,8 @@ def count_layer_activations(
         pass
     elif arch.experts is None:
         kept += 3 * arch.ffn
-    else:  # sent tokens, gate, up and product, and what comes back to be weighed
-        kept += arch.experts.per_token * (2 * arch.hidden + 3 * arch.experts.ffn)
+    else:  # sent tokens, gate, up and weighted product
+        kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
     numbers = _count_places(parallel, tokens, kept)
     if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
         numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -21,8 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import PackParallelism
-from areal_hpc.trainer.megatron_private import ScoredTokenGPT, enable_norm_recompute
+from areal_hpc.trainer.megatron_private import (
+    ScoredTokenGPT,
+    enable_norm_recompute,
+)
 from areal_hpc.trainer.model.attention import PackedCausalAttention
+from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers,
@@ -36,8 +41,11 @@ from areal_hpc.trainer.model.families.weight_map import (
 )
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.token_dispatch import use_stable_dispatch
 
 TORCH_DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GRADIENT_BUCKET_ELEMENTS = 40_000_000
+"""Gradients, of whole parameters, that are reduced over ranks at a time: 160 MB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +77,16 @@ class Policy:
         """This rank's part of a parameter; None when only other ranks hold it."""
         name = parameter.megatron
         if parameter.expert is not None:
-            group = parallel_state.get_expert_model_parallel_group()
-            place = parameter.expert - group.rank() * self.experts_per_rank
-            name = f"mlp.experts.local_experts.{place}.{name}"
+            name = f"mlp.experts.{name}"
         if parameter.layer is not None:
             first = self.gpt.decoder.layers[0].layer_number - 1
             name = f"decoder.layers.{parameter.layer - first}.{name}"
-        return self._held.get(name)
+        held = self._held.get(name)
+        if held is None or parameter.expert is None:
+            return held
+        group = parallel_state.get_expert_model_parallel_group()
+        place = parameter.expert - group.rank() * self.experts_per_rank
+        return held[place] if 0 <= place < self.experts_per_rank else None
 
     @property
     def experts_per_rank(self) -> int:
@@ -121,17 +132,27 @@ def build_policy(
         # PackedCausalAttention rotates queries and keys itself.
         position_embedding_type="none",
     ).to(device=device, dtype=dtype)
+    if arch.experts is not None:
+        use_stable_dispatch(gpt)
     for name, parameter in gpt.named_parameters():
-        if ".local_experts." in name:
+        if ".experts." in name:
             # Megatron marks experts only when they are spread over ranks. Reduced and optimized
             # apart in every layout, their moments can be read back in every other; and under
             # sequence parallelism each tensor-parallel rank saw other tokens.
             parameter.allreduce = False
     replica = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            bucket_size=GRADIENT_BUCKET_ELEMENTS,
+        ),
         gpt,
     )
+    # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
+    # the backward pass is done with it.
+    config.no_sync_func = replica.no_sync
     return Policy(
         arch=arch,
         gpt=gpt,
@@ -201,7 +222,7 @@ def build_transformer_config(
         variable_seq_lengths=True,
         # variable_seq_lengths refuses the default dispatcher even for dense networks.
         moe_token_dispatcher_type="alltoall",
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=_finalize_gradients,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -237,6 +258,27 @@ def _build_recompute_options(
     }
 
 
+def _finalize_gradients(
+    chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Reduce gradients over ranks and divide them by the scored tokens of all. A collective.
+
+    Megatron's own reads the number of tokens back from the device to compare it with 0.
+    """
+    finalize_model_grads(chunks, None, **options)
+    if num_tokens is None:
+        return
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    last = dist.get_global_rank(stages, stages.size() - 1)
+    dist.broadcast(num_tokens, src=last, group=stages)
+    dist.all_reduce(
+        num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    scale = 1.0 / num_tokens.clamp(min=1)  # no token, no gradient
+    for chunk in chunks:
+        chunk.scale_gradients(scale)
+
+
 def _build_stage_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """Megatron's list of what each pipeline stage holds, where layers do not divide."""
     if arch.layers % parallel.pp == 0:
@@ -263,8 +305,10 @@ def _build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = spec.submodules.mlp.submodules
-    gated_mlp = mlp if config.num_moe_experts is None else mlp.experts.submodules
-    gated_mlp.activation_func = swiglu
+    if config.num_moe_experts is None:
+        mlp.activation_func = swiglu
+    else:
+        mlp.experts = GroupedExperts
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

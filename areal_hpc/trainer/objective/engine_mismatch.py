@@ -21,36 +21,38 @@ KL(engine || trainer)."""
 
 @dataclass(frozen=True, slots=True)
 class EngineMismatch:
-    """Differences of the log-probabilities of some tokens."""
+    """Differences of the log-probabilities of some tokens, on their device."""
 
-    sums: dict[str, float]
+    sums: dict[str, torch.Tensor]
     """`MISMATCH_SUM_NAMES` by name."""
-    max_abs_diff: float
+    max_abs_diff: torch.Tensor
     """0 without tokens."""
     histogram_B: torch.Tensor
-    """Tokens by the logarithm of their difference, on the CPU in float64."""
+    """Tokens by the logarithm of their difference, in float64."""
 
 
 def measure_engine_mismatch(
     trainer_N: torch.Tensor, engine_N: torch.Tensor, is_compared_N: torch.Tensor
 ) -> EngineMismatch:
-    """Compare log-probabilities of tokens, of those that the trainer's weights sampled."""
-    log_ratio_N = (trainer_N - engine_N)[is_compared_N].double()
-    if not log_ratio_N.numel():
-        no_tokens = dict.fromkeys(MISMATCH_SUM_NAMES, 0.0)
-        return EngineMismatch(no_tokens, 0.0, torch.zeros(BINS, dtype=torch.float64))
+    """Compare log-probabilities of tokens, of those that the trainer's weights sampled.
+
+    Nothing is picked out by the mask: how many it picks would have to be read from the device.
+    """
+    log_ratio_N = torch.where(is_compared_N, trainer_N - engine_N, 0.0).double()
     diff_N = log_ratio_N.abs()
+    counted_N = is_compared_N.double()
     kl = (torch.expm1(log_ratio_N) - log_ratio_N).sum()
-    total, kl_sum, largest = torch.stack([diff_N.sum(), kl, diff_N.max()]).tolist()
-    sums = dict(zip(MISMATCH_SUM_NAMES, (diff_N.numel(), total, kl_sum), strict=True))
-    return EngineMismatch(sums, largest, _count_by_bin(diff_N))
+    sums = dict(zip(MISMATCH_SUM_NAMES, (counted_N.sum(), diff_N.sum(), kl), strict=True))
+    largest = diff_N.max() if diff_N.numel() else diff_N.new_zeros(())
+    return EngineMismatch(sums, largest, _count_by_bin(diff_N, counted_N))
 
 
-def _count_by_bin(diff_N: torch.Tensor) -> torch.Tensor:
+def _count_by_bin(diff_N: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:
     places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
     # What is not a number has no place; the mean and the maximum tell of it.
     bins_N = places_N.nan_to_num(BINS - 1, BINS - 1).long().clamp_(0, BINS - 1)
-    return torch.bincount(bins_N, minlength=BINS).double().cpu()
+    # Whole numbers: their sum does not depend on the order.
+    return diff_N.new_zeros(BINS).index_add_(0, bins_N, counted_N)
 
 
 def estimate_percentile(histogram_B: torch.Tensor, share: float, largest: float) -> float:

@@ -1,5 +1,7 @@
 """The clipped policy gradient with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
 
+from collections.abc import Mapping
+
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
@@ -19,14 +21,15 @@ def compute_policy_loss(
     advantages_N: torch.Tensor,
     rows: TokenRowMap,
     config: ObjectiveConfig,
-) -> tuple[torch.Tensor, dict[str, float], float]:
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
     """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior.
 
     The gradient flows through `logprobs_N`, those of the weights being trained.
 
     Returns:
         The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
-        largest w before the bounds, 0 without tokens.
+        largest w before the bounds, 0 without tokens. All stay on the device, which nothing waits
+        for.
     """
     proximal_N = proximal_N.detach()
     correction = correct_off_policy(proximal_N, behavior_N, rows, config)
@@ -43,11 +46,9 @@ def compute_policy_loss(
         weight_N.sum(),
         weight_N.square().sum(),
         correction.kl_N.sum(),
-        raw_N.max() if raw_N.numel() else raw_N.new_zeros(()),
     )
-    # One copy from the device.
-    *sums, weight_max = torch.stack([number.double() for number in measured]).tolist()
-    return total, dict(zip(LOSS_SUM_NAMES, sums, strict=True)), weight_max
+    sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
+    return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
 
 
 def interpolate_logprobs(

@@ -77,7 +77,7 @@ def _get_messages(row: TrajectoryRow) -> list[Message]:
 def _format_row(one: FoundRow, row: TrajectoryRow, shared: int, width: int) -> Iterator[str]:
     """A conversation after the messages that the group shares."""
     yield from _wrap(_format_row_title(one), width)
-    calls = dict(_place_calls(one.record.calls))
+    calls = dict(place_calls(one.record.calls))
     for place, message in enumerate(_get_messages(row)):
         if place >= shared:
             yield from _format_message(message, width, calls.get(place))
@@ -97,7 +97,7 @@ def _format_row_title(one: FoundRow) -> str:
     return "── " + ", ".join(facts)
 
 
-def _place_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
+def place_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
     """Each call with the place of its reply among the row's messages."""
     place = -1
     for call in calls:
@@ -113,7 +113,7 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
     yield from _wrap(f"{title}  ({', '.join(facts)})" if facts else title, width)
     if reasoning := message.get("reasoning_content"):
         yield from _wrap(f"[reasoning] {reasoning}", width, INDENT)
-    if text := _get_text(message.get("content")):
+    if text := get_text(message.get("content")):
         yield from _wrap(text, width, INDENT)
     for called in message.get("tool_calls") or ():
         yield from _wrap(f"→ {_format_tool_call(called)}", width, INDENT)
@@ -124,8 +124,8 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
 def _format_tool_call(called: object) -> str:
     function = called.get("function") if isinstance(called, dict) else None
     if not isinstance(function, dict):  # an agent may send any
-        return _get_text(called)
-    return f"{function.get('name')}({_get_text(function.get('arguments'))})"
+        return get_text(called)
+    return f"{function.get('name')}({get_text(function.get('arguments'))})"
 
 
 def _describe_call(call: CallRecord) -> list[str]:
@@ -146,7 +146,7 @@ def _format_reward(reward: Reward, width: int) -> Iterator[str]:
         yield from _wrap(reward.note, width, INDENT * 2)
 
 
-def _get_text(content: object) -> str:
+def get_text(content: object) -> str:
     """The text of a message's content, or of arguments; parts of other kinds by their type."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -1,6 +1,7 @@
 """The least request of every dialect; what a proxy's streams and metrics say."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -43,3 +44,21 @@ def counted(stage: Stage, name: str) -> int:
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return int(float(values.get(f"areal_hpc_proxy_{name}", 0)))
+
+
+def ignored(stage: Stage) -> dict[tuple[str, str], int]:
+    """How often each parameter was taken without effect, by route and name."""
+    text = stage.http.get(f"{stage.url}/metrics").text
+    pattern = r'areal_hpc_proxy_ignored_parameters_total\{parameter="(.+)",route="(.+)"\} (\d+)'
+    return {(route, name): int(count) for name, route, count in re.findall(pattern, text)}
+
+
+def assert_refused(answer: httpx.Response, route: str, name: str) -> str:
+    """By its name; the message."""
+    assert answer.status_code == 400, answer.text
+    error: dict[str, str] = answer.json()["error"]
+    shown, message = error.get("param"), error["message"]
+    if route.startswith("/messages"):
+        shown, _, message = message.partition(": ")
+    assert shown == name.replace("[]", "[0]")
+    return message

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.session.tree import Interaction, unpack_ids
+from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.replicas import ReplicaView
 from tests.contract.proxy.talk import QUESTION, counted
 from tests.support.proxy_stage import Stage
@@ -46,6 +47,21 @@ def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
     health = f"{shared_stage.url}/healthz"  # the first one may have died in the test before
     wait_for(lambda: shared_stage.http.get(health).json()["replicas_serving"] == 2)
     return shared_stage
+
+
+@pytest.fixture
+def key(stage: Stage, other: ScriptedSGLang) -> str:
+    """Of a session that is at home on the stage's own server."""
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    for _ in range(100):
+        _, key = stage.open_session(TicketRef(1, 0))
+        assert stage.post("/generate", body, key).status_code == 200
+        is_at_home = bool(stage.sglang.requests)
+        for server in (stage.sglang, other):
+            server.requests.clear()
+        if is_at_home:
+            return key
+    raise AssertionError(stage.log)
 
 
 def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, list[float]]:

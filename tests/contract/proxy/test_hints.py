@@ -1,114 +1,17 @@
 """Hints and unknown parameters change nothing and are counted; null is absence."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.http.app import DIALECT_BY_ROUTE
-from tests.contract.proxy.talk import LEAST, ask_least
+from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.parameter_samples import ADD, CHAT_ADD, TOOL, body_with, with_tool
+from tests.contract.proxy.talk import LEAST, ask_least, assert_refused, ignored
 from tests.support.proxy_stage import Stage
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
-ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-TOOL = {"name": "add", "input_schema": {"type": "object"}}
-HINTS: dict[str, dict[str, Any]] = {
-    "/chat/completions": {
-        "metadata": {"a": "b"},
-        "prediction": {"type": "content", "content": "7"},
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "reasoning_effort": "xhigh",
-        "safety_identifier": "s",
-        "service_tier": "auto",
-        "store": True,
-        "user": "u",
-        "verbosity": "high",
-    },
-    "/completions": {"user": "u"},
-    "/messages": {
-        "betas": ["b-2026-01-01"],
-        "cache_control": {"type": "ephemeral", "ttl": "1h"},
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
-        "metadata": {"user_id": "u"},
-        "output_config.effort": "max",
-        "service_tier": "batch",
-        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "updates"},
-        "tools[].cache_control": {"type": "ephemeral"},
-        "tools[].defer_loading": True,
-        "tools[].eager_input_streaming": True,
-    },
-    "/responses": {
-        "client_metadata": {"a": "b"},
-        "context_management": [{"type": "compaction"}],
-        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "reasoning.effort": "low",
-        "reasoning.generate_summary": "concise",
-        "reasoning.summary": "detailed",
-        "safety_identifier": "s",
-        "service_tier": "flex",
-        "text.verbosity": "high",
-        "tools[].defer_loading": True,
-        "tools[image_generation]": {"type": "image_generation"},
-        "tools[tool_search]": {"type": "tool_search", "execution": "client"},
-        "tools[web_search]": {"type": "web_search", "external_web_access": False},
-        "tools[web_search_preview]": {"type": "web_search_preview_2025_03_11"},
-        "truncation": "auto",
-    },
-}
-"""A value of each hint."""
-NAMED = [(route, name) for route, hints in HINTS.items() for name in hints]
-
-
-def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
-    """A request that gives one parameter more, wherever that stands."""
-    outer, _, inner = name.partition(".")
-    if not outer.startswith("tools["):
-        return {**LEAST[route], outer: {inner: value} if inner else value}
-    tool = TOOL if route == "/messages" else ADD
-    tools = [{**tool, inner: value}] if inner else [tool, value]
-    return {**LEAST[route], **with_tool(route, *tools)}
-
-
-def with_tool(route: str, *tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools that are not for this model, which has no tool-call parser."""
-    return {"tools": tools, "tool_choice": {"type": "none"} if route == "/messages" else "none"}
-
-
-def ignored(stage: Stage) -> dict[tuple[str, str], int]:
-    """How often each parameter was taken without effect."""
-    text = stage.http.get(f"{stage.url}/metrics").text
-    pattern = r'areal_hpc_proxy_ignored_parameters_total\{parameter="(.+)",route="(.+)"\} (\d+)'
-    return {(route, name): int(count) for name, route, count in re.findall(pattern, text)}
-
-
-@pytest.mark.parametrize(("route", "name"), NAMED)
-def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: str) -> None:
-    before, note = ignored(stage), f" {route}: {name} has no effect here"
-    noted = stage.log.count(note)
-    sent = []
-    for body in ({}, body_with(route, name, HINTS[route][name])):
-        stage.sglang.requests.clear()
-        ask_least(stage, stage.open_session()[1], route, **body)
-        (request,) = stage.sglang.requests
-        sent.append({part: request[part] for part in ("input_ids", "sampling_params")})
-    assert sent[0] == sent[1]
-    assert ignored(stage) == {**before, (route, name): before.get((route, name), 0) + 1}
-    # Once a process, which other tests start anew, or have told before.
-    assert 1 <= stage.log.count(note) <= noted + 1
-
-
-def test_the_document_names_every_hint() -> None:
-    rows = re.findall(r"^\| `POST (/\S+)` \| (`.*`) \|$", DOCUMENT.read_text(), re.MULTILINE)
-    assert {route: sorted(re.findall(r"`(.+?)`", names)) for route, names in rows} == {
-        route: sorted(hints) for route, hints in HINTS.items()
-    }
 
 
 @pytest.mark.parametrize("route", LEAST)
@@ -171,15 +74,6 @@ def test_an_unknown_parameter_changes_nothing_and_is_counted(
     assert ignored(stage) == {**before, (route, name): before.get((route, name), 0) + 1}
 
 
-def assert_refused(answer: httpx.Response, route: str, name: str) -> str:
-    """By its name; the message."""
-    assert answer.status_code == 400, answer.text
-    error: dict[str, str] = answer.json()["error"]
-    shown = error["message"].split(":")[0] if route == "/messages" else error["param"]
-    assert shown == name.replace("[]", "[0]")
-    return error["message"]
-
-
 @pytest.mark.parametrize(
     ("route", "name", "value"),
     [
@@ -199,33 +93,25 @@ def test_what_looks_like_a_parameter_is_asked_about(
 
 
 @pytest.mark.parametrize(
+    ("route", "body"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]})]
+)
+def test_routes_that_are_no_dialect_refuse_what_they_do_not_know(
+    stage: Stage, key: str, route: str, body: dict[str, Any]
+) -> None:
+    assert_refused(stage.post(route, {**body, "sparkle": 1}, key), route, "sparkle")
+
+
+@pytest.mark.parametrize(
     ("route", "name"),
     [
-        *(
-            (route, name)
-            for route in DIALECT_BY_ROUTE
-            for name in ("guided_json", "min_tokens", "function_call")
-        ),
-        ("/chat/completions", "best_of"),
-        ("/responses", "conversation"),
-        ("/messages", "container"),
+        ("/chat/completions", "store_"),
+        ("/responses", "prompt_cache_keys"),
+        ("/messages", "service_tiers"),
     ],
 )
-def test_what_would_change_a_reply_and_cannot_be_done_is_refused(
-    stage: Stage, route: str, name: str
-) -> None:
-    answer = stage.post(route, body_with(route, name, 1), stage.open_session()[1])
-    assert "would change the reply" in assert_refused(answer, route, name)
-    assert stage.sglang.requests == []
-
-
-@pytest.mark.parametrize(("route", "name"), [(route, "sparkle") for route in LEAST])
-def test_routes_that_are_no_dialect_refuse_what_they_do_not_know(
-    stage: Stage, route: str, name: str
-) -> None:
-    if route not in DIALECT_BY_ROUTE:
-        answer = stage.post(route, body_with(route, name, 1), stage.open_session()[1])
-        assert_refused(answer, route, name)
+def test_what_looks_like_a_hint_is_one(stage: Stage, route: str, name: str) -> None:
+    ask_least(stage, stage.open_session()[1], route, **{name: "x"})
+    assert ignored(stage)[route, name] >= 1
 
 
 def test_a_recipe_may_have_unknown_parameters_refused(tmp_path: Path) -> None:
@@ -240,11 +126,69 @@ def test_a_recipe_may_have_unknown_parameters_refused(tmp_path: Path) -> None:
         strict.close()
 
 
-def test_tools_that_servers_of_anthropic_run_are_left_out_beside_others(stage: Stage) -> None:
-    search = {"type": "web_search_20300101", "name": "web_search", "max_uses": 3}
-    body = with_tool("/messages", TOOL, search)
-    ask_least(stage, stage.open_session()[1], "/messages", **body)
-    assert ignored(stage)["/messages", "tools[web_search]"] >= 1
+def test_each_client_that_gives_a_hint_is_told_of_once(stage: Stage, key: str) -> None:
+    def ask(client: str, name: str) -> None:
+        headers = {"x-api-key": key, "user-agent": client}
+        body = {**LEAST["/responses"], name: "x"}
+        assert stage.http.post(f"{stage.url}/responses", json=body, headers=headers).is_success
+
+    for client in ("first/1.0", "second/2.0", "first/1.0"):
+        ask(client, "glitter")
+    lines = [line for line in stage.log.splitlines() if "glitter" in line]
+    assert ["first/1.0" in line for line in lines] == [True, False]
+    assert "second/2.0" in lines[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "hosted"),
+    [
+        ("/chat/completions", {"type": "web_search_2030"}),
+        ("/messages", {"type": "web_search_20300101", "name": "web_search", "max_uses": 3}),
+        ("/responses", {"type": "image_generation"}),
+    ],
+)
+def test_dropped_tools_are_named_to_the_client_and_in_the_export(
+    stage: Stage, route: str, hosted: dict[str, Any], stream: bool
+) -> None:
+    session_id, key = stage.open_session()
+    tool = {"/messages": TOOL, "/responses": ADD}.get(route, CHAT_ADD)
+    body = {**with_tool(route, tool, hosted, hosted), "stream": stream, "sparkle": 1}
+    for _ in range(2):
+        answer = ask_least(stage, key, route, **body)
+        assert answer.headers["x-areal-dropped-tools"] == hosted["type"]
+    assert "x-areal-dropped-tools" not in ask_least(stage, key, route).headers
+    stage.finish_session(key, 1.0)
+    exported = stage.post("/export_trajectories", {"session_id": session_id}).json()
+    assert exported["ignored"] == {f"tools[{hosted['type']}]": 2, "sparkle": 2}
+
+
+def test_what_had_no_effect_is_in_the_record_of_the_rows(stage: Stage, ref: TicketRef) -> None:
+    session_id, key = stage.open_session(ref)
+    ask_least(stage, key, "/responses", truncation="auto", sparkle=1)
+    ask_least(stage, key, "/messages", metadata={"user_id": "u"}, sparkle=1)
+    stage.finish_session(key, 1.0)
+    stage.finish_ticket(ref, session_id)
+    stage.seal()
+    for row in stage.sealed_rows(ref):
+        assert row.record.ignored == {"truncation": 1, "sparkle": 2, "metadata": 1}
+
+
+def test_a_recipe_names_the_tools_that_are_dropped(tmp_path: Path) -> None:
+    own = Stage(tmp_path, proxy={"dropped_tools": ["computer_*"]})
+    try:
+        _, key = own.open_session()
+        computer = {"type": "computer_20300101", "name": "computer", "display_width_px": 1}
+        search = {"type": "web_search_20300101", "name": "web_search"}
+        answer = own.post(
+            "/messages", {**LEAST["/messages"], **with_tool("/messages", TOOL, computer)}, key
+        )
+        assert answer.headers["x-areal-dropped-tools"] == "computer_20300101"
+        for tools in ([TOOL, search], [computer]):
+            refused = own.post("/messages", {**LEAST["/messages"], "tools": tools}, key)
+            assert_refused(refused, "/messages", f"tools[{len(tools) - 1}].type")
+    finally:
+        own.close()
 
 
 def test_the_routes_describe_their_hints(stage: Stage) -> None:

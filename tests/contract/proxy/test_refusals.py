@@ -19,6 +19,11 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts]}]
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+CALLED = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+BEGUN = [*QUESTION, {"role": "assistant", "content": "3 +"}]
+USE = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+USED_TOOL = [*QUESTION, {"role": "assistant", "content": [USE]}]
 WRONG: dict[str, dict[str, list[Any]]] = {
     "/chat/completions": {
         "messages": [[], None, "hi"],
@@ -27,23 +32,17 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "n": [0],
         "max_tokens": [0],
         "top_logprobs": [3],
-        "stream_options": [{"include_usage": True}],
         "stop_token_ids": [[512]],
         "logit_bias": [{"512": 1}, {"x": 1}],
-        "functions": [[]],
         "tools": [[CHAT_TOOL]],
         "tool_choice": ["sometimes", "required"],
     },
     "/completions": {
         "prompt": [None, "", [], 3, ["a", "b"], [[1], [2]], [1, "b"], [True], [512], [-1], [2**70]],
-        "echo": [True],
-        "suffix": ["b"],
         "best_of": [2],
         "logprobs": [21],
         "seed": [2**70],
         "logit_bias": [{"512": 1}],
-        "stream_options": [{}],
-        "messages": [[]],
     },
     "/messages": {
         "messages": [[], "hi"],
@@ -52,8 +51,6 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "top_k": ["many"],
         "tools": [[TOOL]],
         "tool_choice": [{"type": "any"}, {"type": "tool", "name": "sub"}],
-        "mcp_servers": [[{"type": "url", "name": "m", "url": "http://m"}]],
-        "container": ["c"],
     },
     "/responses": {
         "input": [[], 3],
@@ -64,10 +61,6 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "top_logprobs": [2],
         "tools": [[ADD]],
         "tool_choice": ["required"],
-        "background": [True],
-        "conversation": ["c"],
-        "stream_options": [{"include_obfuscation": False}],
-        "max_tool_calls": [2],
     },
     "/tokenize": {"prompt": [["a"]], "messages": [[]]},
     "/detokenize": {"tokens": [[512], "5"]},
@@ -85,22 +78,34 @@ WRONG_WITHIN: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities[1]"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"messages": CALLED, "continue_final_message": True}, "messages[1]"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"guided_json": {"type": "object"}, "regex": "a"}, "regex"),
+        ({"messages": BEGUN, "continue_final_message": True, "regex": "a"}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "tool_choice"),
+        ({"function_call": {"name": "g"}}, "tool_choice"),
+        ({"functions": [{"name": "f"}], "tools": [CHAT_TOOL], "tool_choice": "none"}, "functions"),
     ],
     "/messages": [
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "3 +"}]}, "messages[1]"),
         ({"messages": user({"type": "image", "source": {}})}, "messages[0].content[0].type"),
         ({"messages": user({"type": "thinking", "thinking": ""})}, "messages[0].content[0].type"),
         ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"messages": USED_TOOL}, "messages[1]"),
         ({"tool_choice": {"type": "often"}}, "tool_choice.type"),
     ],
     "/responses": [
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "msg_00"}]}, "input[0].id"),
+        ({"input": [{"id": "rs_"}]}, "input[0].id"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
         ({"input": user({"type": "input_image", "image_url": "x"})}, "input[0].content[0].type"),

@@ -185,7 +185,7 @@ def test_functions_that_may_be_called_or_may_not(
         ({"thinkingBudget": 8192}, True),
         ({"thinking_budget": 8192, "thinking_level": "HIGH"}, True),
         ({"thinkingBudget": -1}, None),
-        ({"thinkingLevel": "LOW", "includeThoughts": True}, None),
+        ({"thinkingLevel": "LOW", "includeThoughts": True}, True),
     ],
 )
 def test_the_template_is_told_whether_to_reason(

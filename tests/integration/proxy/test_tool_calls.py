@@ -13,6 +13,7 @@ from anthropic.types import Message
 
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
+from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -43,8 +44,10 @@ BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A scripted model whose format is that of Qwen3, and the real parsers."""
+    root = tmp_path_factory.mktemp("parsing")
     stage = Stage(
-        tmp_path_factory.mktemp("parsing"),
+        root,
+        model_dir=write_model_dir(root / "model", template=REASONING_CHATML),
         tool_call_parser="qwen25",
         reasoning_parser="qwen3",
         serve_python=get_interpreter("serve", "auto"),
@@ -306,7 +309,12 @@ def test_arguments_without_an_object_stay_text_for_anthropic(stage: Stage, strea
     ("route", "asked", "thinks"),
     [
         ("responses", {"reasoning": {"effort": "none"}}, False),
+        ("responses", {"reasoning": {"effort": "high"}}, True),
         ("chat/completions", {"reasoning_effort": "none"}, False),
+        ("chat/completions", {"enable_thinking": False}, False),
+        ("chat/completions", {"thinking": {"type": "disabled"}}, False),
+        ("chat/completions", {"reasoning": {"enabled": False}}, False),
+        ("messages", {"output_config": {"effort": "max"}}, True),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
         ("messages", {"thinking": {"type": "adaptive", "display": "omitted"}}, True),
         ("messages", {"thinking": {"type": "adaptive"}}, True),
@@ -319,7 +327,9 @@ def test_template_thinking(stage: Stage, route: str, asked: dict[str, Any], thin
     answer = stage.post(f"/v1/{route}", body, key)
     assert answer.status_code == 200, answer.text
     (interaction,) = stage.journaled(key)
-    assert json.loads(interaction.context)[1]["enable_thinking"] is thinks
+    assert json.loads(interaction.context)[1] == {"enable_thinking": thinks}
+    ended = stage.prompt_of(stage.sglang.requests[-1]).endswith("</think>\n\n")
+    assert ended is not thinks
     assert "effort" not in stage.http.get(f"{stage.url}/metrics").text
 
 
@@ -392,3 +402,98 @@ def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
     assert "json_schema" not in request["sampling_params"]
     assert "structural_tag" in request["sampling_params"]
     assert "web_search" not in stage.tokenizer.decode(request["input_ids"])
+
+
+OLD: Any = {"functions": [CHAT_TOOL["function"]], "function_call": "auto"}
+"""How OpenAI's older clients offer the tool."""
+
+
+def test_an_older_client_gets_its_call_as_a_function_call_and_goes_on(stage: Stage) -> None:
+    key = says(stage, CALL)
+    with stage.client(key) as client:
+        asked: Any = {"model": "m", "messages": QUESTION, **OLD}
+        choice = client.chat.completions.create(**asked).choices[0]
+        called = choice.message.function_call
+        assert called is not None
+        assert (choice.finish_reason, called.name) == ("function_call", "add")
+        assert json.loads(called.arguments) == {"x": 3, "y": 4}
+        result = {"role": "function", "name": "add", "content": "7"}
+        asked["messages"] = [*QUESTION, choice.message.to_dict(), result]
+        client.chat.completions.create(**asked)
+        assert_spliced(stage, CALL)
+        chunks = [*client.chat.completions.create(**{**asked, "messages": QUESTION}, stream=True)]
+    deltas = [chunk.choices[0].delta.function_call for chunk in chunks]
+    assert "".join(one.arguments or "" for one in deltas if one) == called.arguments
+    assert [one.name for one in deltas if one and one.name] == ["add"]
+    assert chunks[-1].choices[0].finish_reason == "function_call"
+
+
+def test_vercels_references_stand_for_reasoning_text_and_calls(stage: Stage) -> None:
+    """Its SDK hands back the ids of items that the server is to have stored."""
+    key = says(stage, f"{THOUGHT}I add. {CALL}\n{CALL}")
+    asked = dict(ASKED["responses"])
+    said = stage.post("/v1/responses", asked, key).json()
+    items = said["output"]
+    assert [one["type"] for one in items] == ["reasoning", "message", *["function_call"] * 2]
+    references = [{"type": "item_reference", "id": one["id"]} for one in items]
+    results = [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": "7"}
+        for one in items[2:]
+    ]
+    asked["input"] = [*QUESTION, *references, *results]
+    assert stage.post("/v1/responses", asked, key).status_code == 200
+    assert_spliced(stage, f"{THOUGHT}I add. {CALL}\n{CALL}", calls=2)
+
+
+def test_a_begun_reply_is_parsed_and_continued(stage: Stage) -> None:
+    key = says(stage, f" add. {CALL}")
+    begun = [*QUESTION, {"role": "assistant", "content": "I"}]
+    asked = {**ASKED["messages"], "messages": begun}
+    said = stage.post("/v1/messages", asked, key).json()["content"]
+    assert [one["type"] for one in said] == ["text", "tool_use"]
+    said[0]["text"] = "I" + said[0]["text"]
+    result = {"type": "tool_result", "tool_use_id": said[1]["id"], "content": "7"}
+    history = [*QUESTION, {"role": "assistant", "content": said}]
+    asked["messages"] = [*history, {"role": "user", "content": [result]}]
+    assert stage.post("/v1/messages", asked, key).status_code == 200
+    assert_spliced(stage, f" add. {CALL}")
+
+
+PATCH: Any = {"type": "custom", "name": "patch", "description": "Changes files."}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}
+PATCH_CALL = (
+    '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+a"}}\n</tool_call>'
+)
+
+
+def test_a_custom_tool_is_called_with_a_text_and_goes_on(stage: Stage) -> None:
+    key = says(stage, PATCH_CALL)
+    asked: dict[str, Any] = {"input": QUESTION, "tools": [{**PATCH, "format": LARK}]}
+    (item,) = stage.post("/v1/responses", asked, key).json()["output"]
+    assert (item["type"], item["name"]) == ("custom_tool_call", "patch")
+    assert (item["input"], item["id"][:4]) == ("*** Begin\n+a", "ctc_")
+    told = stage.prompt_of(stage.sglang.requests[-1])
+    assert "Changes files." in told
+    assert "Its input follows this lark grammar" in told
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "7"}
+    for said in (item, {"type": "item_reference", "id": item["id"]}):
+        later = {**asked, "input": [*QUESTION, said, result]}
+        assert stage.post("/v1/responses", later, key).status_code == 200
+        assert_spliced(stage, PATCH_CALL)
+        stage.sglang.requests.pop()
+    with (
+        stage.client(key) as client,
+        client.responses.create(model="m", stream=True, **asked) as stream,
+    ):
+        events = {event.type: event for event in stream}
+    done: Any = events["response.custom_tool_call_input.done"]
+    delta: Any = events["response.custom_tool_call_input.delta"]
+    assert done.input == delta.delta == item["input"]
+
+
+def test_a_regular_expression_holds_the_input_of_a_custom_tool(stage: Stage) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-c]+"}
+    chosen = {"type": "custom", "name": "patch"}
+    tools = [{**PATCH, "format": form}]
+    params = ask(stage, "responses", PATCH_CALL, tools=tools, tool_choice=chosen)["sampling_params"]
+    assert '"pattern": "[a-c]+"' in params["structural_tag"].replace('":"', '": "')

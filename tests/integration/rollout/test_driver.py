@@ -170,7 +170,12 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     [
         (
             Steady(),
-            {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"},
+            {
+                "export_style": "individual",
+                "turn_discount": 0.9,
+                "credit": "chronological",
+                "sampling": "recipe",
+            },
             SessionLimits(3, 50),
             ExportSettings("individual", 0.9, "chronological", True),
         ),
@@ -188,6 +193,7 @@ def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     records = isinstance(agent, RolloutWorkflow)
     assert {one.records_calls for one in cell.sessions} == {records}
     assert {one.rights for one in cell.sessions} == {"all" if records else "calls"}
+    assert {one.sampling_from for one in cell.sessions} == {how.get("sampling", "agent")}
 
 
 @pytest.mark.parametrize(("slots", "open_at_once"), [(8, 8), (1, 4)])

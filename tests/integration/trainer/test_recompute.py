@@ -17,7 +17,8 @@ from areal_hpc.trainer.model import offload
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.step import LossStats, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.objective.loss_stats import LossStats
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
 from tests.support.layout_worker import exported_gradients
 from tests.support.replay_worker import Scenario
 
@@ -49,16 +50,20 @@ def build(arch: Architecture, parallel: ParallelConfig, activations: ActivationC
     return policy
 
 
-def compute_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+def make_batches(policy: Policy) -> list[MicroBatch]:
     rows = []
     for length in LENGTHS:
         mask = (np.arange(length) >= length // 2).astype(np.uint8)
         rows.append(TrainingRow(np.arange(length, dtype=np.int32) * 7 % 256, mask, {}))
     batches = make_micro_batches(policy, rows, [], max_tokens=64)
     assert len(batches) > 1
+    return batches
+
+
+def compute_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     run_forward_backward(
         policy,
-        batches,
+        make_batches(policy),
         lambda _, logprobs_N: (-logprobs_N.sum(), LossStats({"tokens": len(logprobs_N)})),
         backward=True,
     )

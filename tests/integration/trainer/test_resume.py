@@ -18,8 +18,8 @@ from areal_hpc.trainer.checkpoints import megatron_format, store
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import apply_optimizer_settings
-from areal_hpc.trainer.step import LossStats
 from tests.support.rank_server import RankServer
 from tests.support.replay_worker import (
     Scenario,

@@ -1,7 +1,11 @@
 """Variables of a job's processes."""
 
+import pytest
+
 from areal_hpc.jobs.environment import build_role_variables
+from areal_hpc.jobs.task_processes import select_variables
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.jobs import ProcessSpec
 from tests.support.environments import CHECKOUT
 
 GPU_RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
@@ -39,3 +43,19 @@ def test_a_site_adds_its_own_and_a_cpu_needs_none() -> None:
         "train": {"TORCHDYNAMO_DISABLE": "1"},
         "agents": {"AREAL_HPC_REWARD_ISOLATION": "none"},
     }
+
+
+@pytest.mark.parametrize(
+    ("role", "uses_gpus", "expected"),
+    [
+        ("train", True, {"A": "train"}),
+        ("agents", True, {"A": "agents", "B": "serve"}),
+        ("agents", False, {"A": "agents"}),
+    ],
+)
+def test_what_starts_servers_hands_them_their_variables(
+    role: str, uses_gpus: bool, expected: dict[str, str]
+) -> None:
+    variables = {"train": {"A": "train"}, "serve": {"A": "serve", "B": "serve"}}
+    process = ProcessSpec("x", role, "package.module:run", {}, uses_gpus=uses_gpus)
+    assert select_variables(process, variables | {"agents": {"A": "agents"}}) == expected

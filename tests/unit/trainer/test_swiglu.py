@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.kernels.swiglu import swiglu, weighted_swiglu
 from tests.support.plain_torch import check_gradients
 
 
@@ -16,3 +16,16 @@ def test_the_gated_activation_is_silu_of_the_gate_times_up(
     gate, up = gate_up.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     check_gradients(swiglu(gate_up), expected, [gate_up])
+
+
+@pytest.mark.parametrize("chunk_values", [1, 1 << 18])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_weights_of_rows_have_gradients_too(
+    rows: int, chunk_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS, "cpu", chunk_values)
+    gate_up = torch.randn(rows, 12, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(rows, dtype=torch.float64, requires_grad=True)
+    gate, up = gate_up.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up * weights[:, None]
+    check_gradients(weighted_swiglu(gate_up, weights), expected, [gate_up, weights])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.trainer.model.cpu.padded_sdpa import plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import can_use_flash, plan_varlen_attention
+from tests.support.operations import OperationLog
 from tests.support.plain_torch import attend_over_ranks, attend_plainly, check_gradients
 
 CPU = torch.device("cpu")
@@ -64,7 +65,11 @@ def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
         )
     ]
     query, key, value = parts
-    attended = plan.attend_fused(query, key, value, SCALE)
+    with OperationLog() as log:
+        attended = plan.attend_fused(query, key, value, SCALE)
+        gradients = torch.autograd.grad(attended.sum(), parts)
     assert attended.shape == parts[0].shape
-    gradients = torch.autograd.grad(attended.sum(), parts)
     assert [gradient.shape for gradient in gradients] == [part.shape for part in parts]
+    assert "flash_attention_forward" in log.names
+    assert "flash_attention_backward" in log.names
+    assert log.reads == []

@@ -39,6 +39,8 @@ _DELTA_FORMAT_BY_KIND = {
 class _MessagesExchange(Exchange):
     """A Message that is asked for."""
 
+    ping_event = format_named_event({"type": "ping"})
+
     def __init__(self, request: MessagesRequest, session: Session, model: ServedModel) -> None:
         call = build_model_call(request, session.request.sampling, model)
         super().__init__(call, model, "msg_", request.stream)

@@ -1,14 +1,15 @@
 """Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
-import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
+from areal_hpc.proxy.dialects.refusals import NOTHING, OFF_AT_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
@@ -37,7 +38,8 @@ class _Text(Struct, tag="text"):
 class _ToolUse(Struct, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
+    """An object; a text where a client hands back arguments that were none."""
 
 
 class _ToolResult(Struct, tag="tool_result"):
@@ -48,11 +50,6 @@ class _ToolResult(Struct, tag="tool_result"):
 
 class _Thinking(Struct, tag="thinking"):
     thinking: str
-
-
-_HOSTED_TOOL_PATTERN = re.compile(r"(web_search|web_fetch|code_execution|tool_search[a-z_]*)_\d+")
-"""Types of tools that Anthropic's servers run. Those that clients run themselves are not among
-them: computer, bash, text editor, memory."""
 
 
 class _InputMessage(Struct):
@@ -78,7 +75,8 @@ class _InputTool(Struct, forbid_unknown_fields=True):
 
 
 class _ThinkingConfig(Struct, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str = "enabled"
+    """`enabled`, `disabled`, `adaptive`, or what comes next."""
     budget_tokens: Hint = None
     """Anthropic calls it a target."""
     display: Hint = None
@@ -92,11 +90,25 @@ class _OutputFormat(Struct):
 
 class _OutputConfig(Struct, forbid_unknown_fields=True):
     format: _OutputFormat | None = None
-    effort: Hint = None
+    effort: Any = None
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages, as far as this proxy can honor it."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "container": Refusal("let the agent run programs, and offer that as a tool"),
+        "functions": Refusal("use tools"),
+        "function_call": Refusal("use tool_choice", (*NOTHING, "none", "auto")),
+        "input": Refusal("use messages, or POST /responses"),
+        "logit_bias": Refusal("use POST /chat/completions"),
+        "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
+        "n": Refusal("send the request n times", OFF_AT_ONE),
+        "prompt": Refusal("use messages, or POST /completions"),
+        "response_format": Refusal("use output_config.format"),
+        "seed": Refusal("use POST /chat/completions"),
+        "stop": Refusal("use stop_sequences"),
+    }
 
     messages: Annotated[list[_InputMessage], Meta(min_length=1)]
     model: str = ""
@@ -107,17 +119,19 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Probability | None = None
     top_k: TopK | None = None
     stream: bool | None = None
-    tools: list[msgspec.Raw] | None = None
+    tools: Annotated[list[msgspec.Raw], Meta(extra={"items": _InputTool})] | None = None
     tool_choice: _InputToolChoice | None = None
-    thinking: dict[str, Any] | None = None
-    """A `_ThinkingConfig`, or anything when the model does not reason."""
+    thinking: Annotated[dict[str, Any], Meta(extra={"form": _ThinkingConfig})] | None = None
     output_config: _OutputConfig | None = None
-    mcp_servers: list[Any] | None = None
+    output_format: _OutputFormat | None = None
+    """An older name for `output_config.format`."""
     betas: Hint = None
     cache_control: Hint = None
     context_management: Hint = None
+    inference_geo: Hint = None
     metadata: Hint = None
     service_tier: Hint = None
+    speed: Hint = None
 
 
 def build_model_call(
@@ -128,18 +142,18 @@ def build_model_call(
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
-    if request.mcp_servers:
-        hint = "let the agent connect to them and offer their tools"
-        raise ProxyRequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*list_ignored_params(request)]
-    tools = _parse_tools(request.tools or [], model, ignored)
+    dropped: list[str] = []
+    tools = _parse_tools(request.tools or [], model, ignored, dropped)
     choice = _parse_tool_choice(request.tool_choice, tools, model)
     form = request.output_config.format if request.output_config else None
+    form = form or request.output_format
+    prefill, messages = _split_prefill(request.messages)
     return ModelCall(
-        messages=[*_build_system_message(request.system), *_build_conversation(request.messages)],
+        messages=[*_build_system_message(request.system), *_build_conversation(messages)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=_build_thinking_variables(request.thinking, model, ignored),
+        variables=_build_thinking_variables(request, model, ignored) or None,
         sampling=SamplingParams(
             temperature=first_given(request.temperature, defaults.temperature),
             max_new_tokens=request.max_tokens or 0,
@@ -149,6 +163,8 @@ def build_model_call(
             json_schema=encode_json_schema(form.schema if form else None, choice),
         ),
         ignored=ignored,
+        dropped_tools=dropped,
+        prefill=prefill,
     )
 
 
@@ -163,6 +179,25 @@ def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]
         yield normalize_chat_message({"role": "system", "content": "\n".join(kept)})
 
 
+def _split_prefill(
+    messages: Sequence[_InputMessage],
+) -> tuple[str | None, Sequence[_InputMessage]]:
+    """What the reply begins with, if the last message is the assistant's, and the others.
+
+    Raises:
+        ProxyRequestError: 400, that message holds more than text.
+    """
+    *others, last = messages
+    if last.role != "assistant":
+        return None, messages
+    begun = _build_assistant_message(last, len(others))
+    if begun.get("tool_calls") or begun.get("reasoning_content"):
+        problem = "a reply can go on from text of the assistant alone"
+        raise ProxyRequestError(400, problem, key=f"messages[{len(others)}]")
+    text: str = begun["content"]
+    return text, others
+
+
 def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     for i, message in enumerate(messages):
         if message.role == "system":
@@ -171,12 +206,6 @@ def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
             yield from map(normalize_chat_message, _build_user_messages(message, i))
         else:
             yield normalize_chat_message(_build_assistant_message(message, i))
-    if messages[-1].role == "assistant":
-        raise ProxyRequestError(
-            400,
-            "assistant prefill is not supported: the last message must not be from the assistant",
-            key=f"messages[{len(messages) - 1}]",
-        )
 
 
 def _read_system_texts(message: _InputMessage, i: int) -> str | list[_Text]:
@@ -228,7 +257,8 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
         elif isinstance(block, _Thinking):
             reasoning += block.thinking
         elif isinstance(block, _ToolUse):
-            arguments = msgspec.json.encode(block.input).decode()
+            given = {} if block.input is None else block.input
+            arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
             calls.append(format_tool_call(block.id, block.name, arguments))
         else:
             raise _build_misplaced_block_error(message, i, j)
@@ -250,16 +280,13 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 
 
 def _parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str]
+    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Hints in them are added to `ignored`.
-
-    Tools that Anthropic's servers would run are left out when there are others beside them.
-    """
+    """The tools as chat templates expect them. Hints in them are added to `ignored`."""
     unknown = ignored if model.ignores_unknown else None
     tools: list[_InputTool] = [
         decode_json(one, _InputTool, f"tools[{i}]", unknown)
-        for i, one in leave_out_hosted_tools(raw, _HOSTED_TOOL_PATTERN, ignored)
+        for i, one in leave_out_hosted_tools(raw, model, dropped)
     ]
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
@@ -281,21 +308,19 @@ def _parse_tool_choice(
 
 
 def _build_thinking_variables(
-    asked: dict[str, Any] | None, model: ServedModel, ignored: list[str]
-) -> dict[str, Any] | None:
-    """Variables that tell chat templates whether to reason, under both names in use.
+    request: MessagesRequest, model: ServedModel, ignored: list[str]
+) -> dict[str, Any]:
+    """Variables that tell the chat template whether to reason, and how hard.
 
-    A model whose reasoning nobody can tell from its text is told nothing.
+    What no template variable can follow is added to `ignored`.
     """
-    if asked is None:
-        return None
-    if model.reasoning_parser is None:
-        ignored.append("thinking")
-        return None
+    effort = request.output_config.effort if request.output_config else None
+    variables = build_reasoning_variables(model, "output_config.effort", ignored, effort=effort)
+    if request.thinking is None:
+        return variables
     unknown = ignored if model.ignores_unknown else None
-    config: _ThinkingConfig = decode_json(
-        msgspec.json.encode(asked), _ThinkingConfig, "thinking", unknown
-    )
+    raw = msgspec.json.encode(request.thinking)
+    config: _ThinkingConfig = decode_json(raw, _ThinkingConfig, "thinking", unknown)
     ignored += list_ignored_params(config, "thinking.")
     thinks = config.type != "disabled"
-    return {"enable_thinking": thinks, "thinking": thinks}
+    return variables | build_reasoning_variables(model, "thinking", ignored, thinks=thinks)

@@ -34,6 +34,9 @@ _STATUS_BY_CODE = {
 class GenerateContentExchange(Exchange):
     """A GenerateContentResponse that is asked for."""
 
+    ping_event = b"\r\n"
+    """An empty line. The Python SDK takes a comment for the beginning of an error."""
+
     def __init__(
         self,
         request: GenerateContentRequest,

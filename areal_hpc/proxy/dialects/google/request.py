@@ -1,7 +1,7 @@
 """Google's generateContent requests."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,16 +11,18 @@ from areal_hpc.proxy.dialects.google.contents import Content, build_messages, re
 from areal_hpc.proxy.dialects.google.schema import build_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
+from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     Penalty,
     PositiveParam,
     Probability,
-    Seed,
     Temperature,
-    build_effort_variables,
+    WideSeed,
     encode_json_schema,
     first_given,
+    fold_seed,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -48,7 +50,7 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
     candidate_count: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_output_tokens: PositiveParam | None = None
     stop_sequences: list[str] | None = None
-    seed: Seed | None = None
+    seed: WideSeed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     response_logprobs: bool | None = None
@@ -71,13 +73,20 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
 class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
     """The body of POST models/{model}:generateContent, as far as this proxy can honor it."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "cachedContent": Refusal("send the contents; tokens of a conversation are re-used"),
+        "input": Refusal("use contents"),
+        "messages": Refusal("use contents, or POST /chat/completions"),
+        "prompt": Refusal("use contents"),
+        "system": Refusal("use systemInstruction"),
+    }
+
     contents: list[Content] | Content
     model: str = ""
     system_instruction: Content | None = None
     tools: list[msgspec.Raw] | msgspec.Raw | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    cached_content: str | None = None
     labels: Hint = None
     safety_settings: Hint = None
     service_tier: Hint = None
@@ -130,12 +139,13 @@ def build_model_call(
         ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     config, ignored = request.config, [*list_ignored_params(request)]
-    _check_options(request, config)
+    dropped: list[str] = []
+    _check_options(config)
     contents = request.contents if isinstance(request.contents, list) else [request.contents]
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
-    tools = parse_tools([one for one in raw if one is not None], model, ignored)
+    tools = parse_tools([one for one in raw if one is not None], model, ignored, dropped)
     choice = read_tool_choice(request.tool_config, tools, model)
     top_k = first_given(config.top_k, defaults.top_k) or -1
     return ModelCall(
@@ -151,21 +161,18 @@ def build_model_call(
             frequency_penalty=config.frequency_penalty or 0.0,
             presence_penalty=config.presence_penalty or 0.0,
             stop=[text for text in config.stop_sequences or () if text] or None,
-            sampling_seed=config.seed,
+            sampling_seed=fold_seed(config.seed),
             **_build_grammar(config, choice),
         ),
         prompt_key="contents",
         n=config.candidate_count or 1,
         top_logprobs=config.logprobs or 0,
         ignored=ignored,
+        dropped_tools=dropped,
     )
 
 
-def _check_options(request: GenerateContentRequest, config: GenerationConfig) -> None:
-    if request.cached_content:
-        problem = "nothing is kept here to begin a prompt with"
-        hint = "send the contents; the tokens of a conversation that goes on are re-used"
-        raise ProxyRequestError(400, problem, key="cachedContent", hint=hint)
+def _check_options(config: GenerationConfig) -> None:
     if config.top_k is not None and config.top_k != int(config.top_k):
         problem = f"expected a whole number, got {config.top_k}"
         raise ProxyRequestError(400, problem, key=f"{_CONFIG}.topK")
@@ -188,23 +195,19 @@ def _build_system_message(instruction: Content | None) -> Iterator[Message]:
 def _build_thinking_variables(
     asked: _ThinkingConfig | None, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any] | None:
-    """Variables that tell chat templates whether to reason, under both names in use.
-
-    A model whose reasoning nobody can tell from its text is told nothing.
-    """
+    """Variables that tell a chat template whether to reason, or how hard."""
     if asked is None:
         return None
-    if model.reasoning_parser is None:
-        ignored.append(f"{_CONFIG}.thinkingConfig")
-        return None
-    level = asked.thinking_level.lower() if isinstance(asked.thinking_level, str) else None
-    key = f"{_CONFIG}.thinkingConfig.thinkingLevel"
-    variables = build_effort_variables(level, model, key, ignored)
+    key, variables = f"{_CONFIG}.thinkingConfig", {}
+    if isinstance(asked.thinking_level, str):
+        level = asked.thinking_level.lower()
+        variables = build_reasoning_variables(model, f"{key}.thinkingLevel", ignored, effort=level)
     budget = asked.thinking_budget
-    if budget is not None and budget > 0:  # as Anthropic's, a target
-        ignored.append(f"{_CONFIG}.thinkingConfig.thinkingBudget")
     if budget is not None and budget >= 0:
-        variables |= {"enable_thinking": budget > 0, "thinking": budget > 0}
+        unheard: list[str] = []
+        name, thinks = f"{key}.thinkingBudget", budget > 0
+        variables |= build_reasoning_variables(model, name, unheard, thinks=thinks)
+        ignored += [name] if thinks else unheard  # as Anthropic's, more than none is a target
     return variables or None
 
 

@@ -78,9 +78,11 @@ class ToolConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 def parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str]
+    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    """The functions as chat templates expect them. What has no effect is added to `ignored`.
+    """The functions as chat templates expect them.
+
+    Hints are added to `ignored`, tools that are left out to `dropped`.
 
     Raises:
         ProxyRequestError: 400, naming what is wrong, or a tool that nobody here can run.
@@ -106,7 +108,8 @@ def parse_tools(
         name, place = next(iter(hosted.items()))
         hint = "declare a function that the agent runs"
         raise ProxyRequestError(400, f"{name} is run by Google's servers", key=place, hint=hint)
-    ignored += sorted(hints | {f"tools[{name}]" for name in hosted})
+    ignored += sorted(hints)
+    dropped += sorted(hosted)
     return functions
 
 

@@ -5,20 +5,22 @@ session's own limit holds.
 """
 
 from collections import Counter
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.hints import list_ignored_params
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
     check_shared_params,
+    list_ignored_shared_params,
 )
+from areal_hpc.proxy.dialects.refusals import NOTHING, Refusal
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -29,23 +31,29 @@ from areal_hpc.wire.proxy import SamplingDefaults
 class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/completions, as far as this proxy can honor it."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **SharedCompletionParams.refused,
+        "add_special_tokens": Refusal("give the token ids as the prompt", (True,)),
+        "echo": Refusal("put the prompt before the reply yourself"),
+        "functions": Refusal("use POST /chat/completions"),
+        "function_call": Refusal("use POST /chat/completions", (*NOTHING, "none", "auto")),
+        "messages": Refusal("use POST /chat/completions"),
+        "suffix": Refusal("the model goes on from a prompt; it fills no gaps"),
+        "tools": Refusal("use POST /chat/completions"),
+    }
+
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
 
 def _build_model_call(
     request: CompletionRequest, defaults: SamplingDefaults, model: ServedModel
 ) -> ModelCall:
     check_shared_params(request, model)
-    if request.echo:
-        raise ProxyRequestError(400, "echo is not supported", key="echo")
-    if request.suffix:
-        raise ProxyRequestError(400, "suffix is not supported", key="suffix")
     if request.best_of not in (None, request.n or 1):
-        raise ProxyRequestError(400, "best_of must equal n", key="best_of")
+        hint = "rank the replies yourself"
+        raise ProxyRequestError(400, "best_of must equal n", key="best_of", hint=hint)
     return ModelCall(
         messages=(),
         tools=None,
@@ -55,7 +63,7 @@ def _build_model_call(
         prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
-        ignored=[*list_ignored_params(request)],
+        ignored=list_ignored_shared_params(request),
     )
 
 
@@ -78,21 +86,23 @@ class _CompletionExchange(ChoiceExchange):
 
     def __init__(self, request: CompletionRequest, session: Session, model: ServedModel) -> None:
         call = _build_model_call(request, session.request.sampling, model)
-        super().__init__(request, call, model, "cmpl-", "text_completion")
+        super().__init__(request, call, session, model, "cmpl-", "text_completion")
         self._with_logprobs = request.logprobs is not None
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
 
     def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
         logprobs = self._format_logprobs(answer.generation, answer.choice)
-        return _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
+        choice = _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
+        return {**choice, **self.build_id_fields(answer)}
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
         logprobs = self._format_logprobs(delta.piece, delta.choice)
         return self.format_event(_format_choice(delta.choice, delta.said.text, logprobs, None))
 
     def format_choice_end(self, answer: RecordedReply) -> bytes:
-        return self.format_event(_format_choice(answer.choice, "", None, answer.finish_reason))
+        choice = _format_choice(answer.choice, "", None, answer.finish_reason)
+        return self.format_event({**choice, **self.build_id_fields(answer)})
 
     def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for."""

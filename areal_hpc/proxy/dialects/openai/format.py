@@ -12,7 +12,9 @@ from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.dialects.openai.sampling import SharedCompletionParams
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprobs
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.session.tree import ids_to_json, unpack_ids
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _ERROR_TYPE_BY_STATUS = {
@@ -45,11 +47,14 @@ class ChoiceExchange(Exchange):
         self,
         request: SharedCompletionParams,
         call: ModelCall,
+        session: Session,
         model: ServedModel,
         id_prefix: str,
         kind: str,
     ) -> None:
         super().__init__(call, model, id_prefix, request.stream)
+        self._tree = session.tree
+        self._has_ids = bool(request.return_token_ids)
         self._counts_usage = request.wants_stream_usage
         self.frame: dict[str, Any] = {
             "id": self.answer_id,
@@ -70,6 +75,17 @@ class ChoiceExchange(Exchange):
     @abstractmethod
     def format_choice_end(self, answer: RecordedReply) -> bytes:
         """The chunk that says that a choice has ended."""
+
+    def build_id_fields(self, answer: RecordedReply) -> dict[str, Any]:
+        """The token ids of prompt and reply, if they were asked for, under vLLM's names."""
+        if not self._has_ids:
+            return {}
+        one = answer.interaction
+        parent = self._tree[one.parent_id] if one.parent_id is not None else None
+        new_json = ids_to_json(unpack_ids(one.new_ids).tolist())
+        prompt = b"[" + self._tree.build_sequence_ids_json(parent, new_json) + b"]"
+        said = answer.generation.output_ids
+        return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
 
     def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of the completion."""
@@ -135,7 +151,18 @@ def _format_token_logprob(token: int, logprob: float, encoder: TokenEncoder) -> 
 
 def format_models(model: str, context_tokens: int) -> bytes:
     """The JSON body of GET /v1/models: OpenAI's fields and Anthropic's, which share the address."""
-    card = {
+    page = {"first_id": model, "last_id": model, "has_more": False}
+    card = _build_model_card(model, context_tokens)
+    return msgspec.json.encode({"object": "list", "data": [card], **page})
+
+
+def format_model(model: str, context_tokens: int) -> bytes:
+    """The JSON body of GET /v1/models/NAME. Every name is that of the model that is served."""
+    return msgspec.json.encode(_build_model_card(model, context_tokens))
+
+
+def _build_model_card(model: str, context_tokens: int) -> dict[str, Any]:
+    return {
         "id": model,
         "object": "model",
         "created": 0,
@@ -145,5 +172,3 @@ def format_models(model: str, context_tokens: int) -> bytes:
         "display_name": model,
         "created_at": "1970-01-01T00:00:00Z",
     }
-    page = {"first_id": model, "last_id": model, "has_more": False}
-    return msgspec.json.encode({"object": "list", "data": [card], **page})

@@ -1,22 +1,26 @@
 """OpenAI sampling parameters, with SGLang's extensions."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import Hint
+from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
     Bias,
     Penalty,
     PositiveParam,
     Probability,
-    Seed,
     Temperature,
     TopK,
+    WideSeed,
     check_token_ids,
     encode_json_schema,
     first_given,
+    fold_seed,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -41,8 +45,23 @@ class _ResponseFormat(Struct):
     json_schema: _JsonSchema | None = None
 
 
+class _StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's newer name for its `guided_` parameters."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters that chat completions and legacy completions share."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "background": Refusal("wait for the reply, or stream it"),
+        "input": Refusal("use messages, or POST /responses"),
+        "system": Refusal("write a message whose role is system"),
+    }
 
     model: str = ""
     max_tokens: PositiveParam | None = None
@@ -50,7 +69,7 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Probability | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
-    seed: Seed | None = None
+    seed: WideSeed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     stream: bool | None = None
@@ -65,6 +84,15 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    # And under vLLM's:
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: _StructuredOutputs | None = None
 
     @property
     def wants_stream_usage(self) -> bool:
@@ -78,13 +106,17 @@ def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> 
     Raises:
         ProxyRequestError: 400, naming the parameter.
     """
-    if request.stream_options is not None and not request.stream:
-        raise ProxyRequestError(400, "stream_options requires stream=true", key="stream_options")
     form = request.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
         raise ProxyRequestError(400, "the schema is missing", key="response_format.json_schema")
     check_token_ids(model, "stop_token_ids", request.stop_token_ids)
     check_token_ids(model, "logit_bias", request.logit_bias)
+
+
+def list_ignored_shared_params(request: SharedCompletionParams) -> list[str]:
+    """Names of the parameters without effect."""
+    pointless = ["stream_options"] if request.stream_options and not request.stream else []
+    return [*list_ignored_params(request), *pointless]
 
 
 def build_sampling_params(
@@ -100,16 +132,8 @@ def build_sampling_params(
             the engine takes one at most, and that of a reply that must call a tool is one.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    form, schema = request.response_format, None
-    if form is not None and form.type != "text":
-        asked = form.json_schema.schema if form.json_schema else {"type": "object"}
-        schema = encode_json_schema(asked, choice)
-    grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
-    names = [name for name, value in grammars.items() if value is not None]
-    if len(names) > 1 or (names and choice.must_call):
-        other = " and ".join(names[1:]) or "tool_choice"
-        raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
-    return SamplingParams(
+    grammar = _read_grammar(request, choice)
+    sampling = SamplingParams(
         temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
         top_p=first_given(request.top_p, defaults.top_p),
@@ -120,9 +144,46 @@ def build_sampling_params(
         repetition_penalty=first_given(request.repetition_penalty, 1.0),
         stop=[text for text in stop or () if text] or None,
         stop_token_ids=request.stop_token_ids or None,
-        sampling_seed=request.seed,
+        sampling_seed=fold_seed(request.seed),
         logit_bias=request.logit_bias or None,
-        json_schema=schema,
-        regex=request.regex,
-        ebnf=request.ebnf,
+        min_new_tokens=request.min_tokens or 0,
+        ignore_eos=bool(request.ignore_eos),
     )
+    return msgspec.structs.replace(sampling, **grammar)
+
+
+def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[str, str]:
+    """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
+    form, vllm = request.response_format, request.structured_outputs or _StructuredOutputs()
+    schema = None
+    if form is not None and form.type != "text":
+        asked = form.json_schema.schema if form.json_schema else {"type": "object"}
+        schema = encode_json_schema(asked, choice)
+    found = {
+        "response_format": ("json_schema", schema),
+        "regex": ("regex", request.regex),
+        "ebnf": ("ebnf", request.ebnf),
+        "guided_json": ("json_schema", _read_schema(request.guided_json)),
+        "guided_regex": ("regex", request.guided_regex),
+        "guided_choice": ("ebnf", _build_choice_grammar(request.guided_choice)),
+        "guided_grammar": ("ebnf", request.guided_grammar),
+        "structured_outputs.json": ("json_schema", _read_schema(vllm.json)),
+        "structured_outputs.regex": ("regex", vllm.regex),
+        "structured_outputs.choice": ("ebnf", _build_choice_grammar(vllm.choice)),
+        "structured_outputs.grammar": ("ebnf", vllm.grammar),
+    }
+    names = [name for name, (_, value) in found.items() if value is not None]
+    if len(names) > 1 or (names and choice.must_call):
+        other = " and ".join(names[1:]) or "tool_choice"
+        raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
+    return {kind: value for kind, value in found.values() if value is not None}
+
+
+def _read_schema(schema: dict[str, Any] | str | None) -> str | None:
+    return msgspec.json.encode(schema).decode() if isinstance(schema, dict) else schema
+
+
+def _build_choice_grammar(choices: list[str] | None) -> str | None:
+    if not choices:
+        return None
+    return "root ::= " + " | ".join(msgspec.json.encode(one).decode() for one in choices)

@@ -7,12 +7,16 @@ message of the assistant, as it was when the model said it.
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.openai_responses.output_items import find_item
+from areal_hpc.proxy.dialects.openai_responses.tools import encode_custom_input, qualify_tool_name
 from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.tree import InteractionTree
 
 
 class ContentPart(Struct):
@@ -26,33 +30,57 @@ class ContentPart(Struct):
 class InputItem(Struct):
     """One item of `input`; which fields it must have depends on its type.
 
-    What SDKs add when they hand an item back (`id`, `status`, `annotations`, ...) makes no
-    difference.
+    What SDKs add when they hand an item back (`status`, `annotations`, ...) makes no difference.
     """
 
     type: str = "message"
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
+    """JSON as text; an object where a client has read it."""
+    input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """It stands for the item of an earlier reply that has this id."""
+        is_bare = self.type == "message" and self.role is None and self.content is None
+        return self.id is not None and (self.type == "item_reference" or is_bare)
 
 
 _REQUIRED_FIELDS_BY_TYPE = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def qualify_tool_name(namespace: str | None, name: str) -> str:
-    """The name under which the model knows a tool. One that is its own namespace has none."""
-    return f"{namespace}.{name}" if namespace and namespace != name else name
+def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> list[InputItem]:
+    """The items with those in the place of references that these stand for.
+
+    Raises:
+        ProxyRequestError: 400, naming a reference to what this session never said.
+    """
+    resolved = []
+    for i, item in enumerate(items):
+        if item.is_reference and item.id is not None:
+            found = find_item(tree, item.id)
+            if found is None:
+                problem = f"this session has said no item {item.id!r:.300}"
+                hint = "send the item itself"
+                raise ProxyRequestError(400, problem, key=f"input[{i}].id", hint=hint)
+            item = msgspec.convert(found, InputItem)
+        resolved.append(item)
+    return resolved
 
 
 def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
@@ -108,15 +136,19 @@ def _read_assistant_item(item: InputItem, i: int) -> dict[str, Any] | None:
         parts = item.content or item.summary or []
         return {"reasoning_content": _join_texts(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
-        name = qualify_tool_name(item.namespace, item.name or "")
-        return {"tool_calls": [format_tool_call(item.call_id, name, item.arguments or "")]}
+        name, given = qualify_tool_name(item.namespace, item.name or ""), item.arguments
+        arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        return {"tool_calls": [format_tool_call(item.call_id, name, arguments)]}
+    if item.type == "custom_tool_call":
+        arguments = encode_custom_input(item.input or "")
+        return {"tool_calls": [format_tool_call(item.call_id, item.name or "", arguments)]}
     if item.type == "message" and item.role == "assistant":
         return {"content": _join_texts(item.content or "", f"input[{i}].content", joint="")}
     return None
 
 
 def _build_non_assistant_message(item: InputItem, i: int) -> Message:
-    if item.type == "function_call_output":
+    if item.type in ("function_call_output", "custom_tool_call_output"):
         text = _join_texts(item.output or "", f"input[{i}].output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     return {"role": item.role, "content": _join_texts(item.content or "", f"input[{i}].content")}

@@ -19,17 +19,19 @@ from areal_hpc.proxy.dialects.openai.format import (
     format_error_fields,
     format_logprobs,
 )
-from areal_hpc.proxy.dialects.openai_responses.request import (
+from areal_hpc.proxy.dialects.openai_responses.output_items import (
     ID_PREFIX_WITH_INSTRUCTIONS,
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
-    ResponsesRequest,
-    build_model_call,
+    build_item_id,
+    format_item,
+    format_part,
+    is_custom_call,
 )
+from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest, build_model_call
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
-_ID_PREFIX_BY_KIND = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _EVENT_PREFIX_BY_KIND = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
@@ -41,7 +43,7 @@ class _ResponsesExchange(Exchange):
     """A Response that is asked for."""
 
     def __init__(self, request: ResponsesRequest, session: Session, model: ServedModel) -> None:
-        call, self._tool_origins = build_model_call(request, session, model)
+        call, self._tools = build_model_call(request, session, model)
         prefix = (
             ID_PREFIX_WITH_INSTRUCTIONS if request.instructions else ID_PREFIX_WITHOUT_INSTRUCTIONS
         )
@@ -140,8 +142,7 @@ class _ResponsesExchange(Exchange):
             "usage": self._count_usage(answer),
         }
         body = msgspec.json.encode(response)
-        if self._request.store is not False:
-            self._session.responses[self.answer_id] = body
+        self._session.responses[self.answer_id] = body if self._request.store is not False else None
         return body
 
     def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
@@ -150,20 +151,7 @@ class _ResponsesExchange(Exchange):
     def _format_item(
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        fields: dict[str, Any] = {"id": self._build_item_id(block), "status": status}
-        if block.kind == "call":
-            namespace, name = self._tool_origins.get(block.name, (None, block.name))
-            fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
-            placed = {"namespace": namespace} if namespace is not None else {}
-            return {"type": "function_call", **fields, **placed}
-        content = [] if status == "in_progress" else [_format_part(block, block.text, logprobs)]
-        if block.kind == "reasoning":
-            return {"type": "reasoning", **fields, "summary": [], "content": content}
-        return {"type": "message", **fields, "role": "assistant", "content": content}
-
-    def _build_item_id(self, block: ContentBlock) -> str:
-        number = self.answer_id[len(ID_PREFIX_WITHOUT_INSTRUCTIONS) :]
-        return f"{_ID_PREFIX_BY_KIND[block.kind]}_{number}{block.index:02x}"
+        return format_item(self.answer_id, block, status, logprobs, self._tools)
 
     def _count_usage(self, answer: RecordedReply) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
@@ -193,7 +181,10 @@ class _ResponsesExchange(Exchange):
         return self._format_block_end(block)
 
     def _build_location_fields(self, block: ContentBlock) -> dict[str, Any]:
-        place = {"item_id": self._build_item_id(block), "output_index": block.index}
+        place = {
+            "item_id": build_item_id(self.answer_id, block, self._tools),
+            "output_index": block.index,
+        }
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
@@ -203,10 +194,12 @@ class _ResponsesExchange(Exchange):
         )
         if block.kind == "call":
             return begun
-        place, empty = self._build_location_fields(block), _format_part(block, "", [])
+        place, empty = self._build_location_fields(block), format_part(block, "", [])
         return begun + self._format_event("response.content_part.added", **place, part=empty)
 
     def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
+        if is_custom_call(block, self._tools):  # its text is known once its JSON is whole
+            return b""
         fields = {**self._build_location_fields(block), "delta": text}
         if block.kind == "text":
             fields["logprobs"] = self._tokens[self._shown :]
@@ -219,7 +212,11 @@ class _ResponsesExchange(Exchange):
             f"{_EVENT_PREFIX_BY_KIND[block.kind]}.done",
         )
         item = self._format_item(block, self._end_status, self._tokens)
-        if block.kind == "call":
+        if is_custom_call(block, self._tools):
+            name, text = "response.custom_tool_call_input", item["input"]
+            ended = self._format_event(f"{name}.delta", **place, delta=text)
+            ended += self._format_event(f"{name}.done", **place, input=text)
+        elif block.kind == "call":
             ended = self._format_event(name, **place, name=item["name"], arguments=block.text)
         else:
             logprobs = {"logprobs": self._tokens} if block.kind == "text" else {}
@@ -233,38 +230,6 @@ class _ResponsesExchange(Exchange):
 
 def _get_status(answer: RecordedReply) -> str:
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
-
-
-def _format_part(
-    block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """The content of a block's item."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def retrieve_response(session: Session, response_id: str) -> bytes:
-    """The body of a Response that was answered before.
-
-    Raises:
-        ProxyRequestError: 404, there is none of this id.
-    """
-    body = session.responses.get(response_id)
-    if body is None:
-        raise ProxyRequestError(404, f"this session has no response {response_id!r}")
-    return body
-
-
-def delete_response(session: Session, response_id: str) -> bytes:
-    """Keep a Response no longer. What was said stays recorded, and may be gone on from.
-
-    Raises:
-        ProxyRequestError: 404, there is none of this id.
-    """
-    retrieve_response(session, response_id)
-    del session.responses[response_id]
-    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
 RESPONSES_DIALECT = Dialect(ResponsesRequest, _ResponsesExchange, format_error)

@@ -4,9 +4,8 @@
 the open, and taken back from there.
 """
 
-import re
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,20 +15,19 @@ from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
-    qualify_tool_name,
+    resolve_references,
 )
+from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
+from areal_hpc.proxy.dialects.openai_responses.tools import AnyTool, OfferedTools, parse_tools
+from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
+from areal_hpc.proxy.dialects.refusals import NOTHING, OFF_AT_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,
     Probability,
     Temperature,
-    ToolName,
-    build_effort_variables,
-    build_function_tool,
-    decode_json,
     encode_json_schema,
     first_given,
-    leave_out_hosted_tools,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -39,36 +37,11 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
-ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
-"""How the ids of replies begin whose prompt began with `instructions`: a next request that names
-such a reply brings its own. Other ids begin with `ID_PREFIX_WITHOUT_INSTRUCTIONS`."""
-ID_PREFIX_WITHOUT_INSTRUCTIONS = "resp_n"
-ToolOrigins = dict[str, tuple[str, str]]
-"""Namespace and name of the tools that have a namespace, by the name the model knows."""
-_HOSTED_TOOL_PATTERN = re.compile(
-    r"(web_search|web_search_preview|image_generation|tool_search)(_[0-9_]+)?"
-)
-"""Types of such tools, dated or not. Those that name a client's own files, servers or containers
-are not among them: who asks for one needs it."""
-
-
-class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Hint = None
-
-
-class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
-    name: str
-    tools: list[_ToolFunction]
-    description: str | None = None
 
 
 class _NamedToolChoice(Struct, forbid_unknown_fields=True):
     name: str
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class _TextFormat(Struct):
@@ -89,18 +62,29 @@ class _Reasoning(Struct, forbid_unknown_fields=True):
     generate_summary: Hint = None
 
 
-class _ResponsesStreamOptions(Struct):
-    include_obfuscation: bool | None = None
-
-
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses, as far as this proxy can honor it."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "background": Refusal("wait for the reply, or stream it"),
+        "conversation": Refusal("use previous_response_id"),
+        "functions": Refusal("use tools"),
+        "function_call": Refusal("use tool_choice", (*NOTHING, "none", "auto")),
+        "logit_bias": Refusal("use POST /chat/completions"),
+        "messages": Refusal("use input, or POST /chat/completions"),
+        "n": Refusal("send the request n times", OFF_AT_ONE),
+        "prompt": Refusal("write the prompt into instructions and input"),
+        "response_format": Refusal("use text.format"),
+        "seed": Refusal("use POST /chat/completions"),
+        "stop": Refusal("use POST /chat/completions"),
+        "system": Refusal("use instructions"),
+    }
 
     input: str | list[InputItem] | None = None
     model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[msgspec.Raw] | None = None
+    tools: Annotated[list[msgspec.Raw], Meta(extra={"items": AnyTool})] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: PositiveParam | None = None
@@ -112,9 +96,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     include: list[str] | None = None
     """`LOGPROBS_INCLUDE`, and what other models and hosted tools would add, which are not here."""
     stream: bool | None = None
-    stream_options: _ResponsesStreamOptions | None = None
     store: bool | None = None
-    background: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     client_metadata: Hint = None
@@ -122,7 +104,11 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Hint = None
     prompt_cache_retention: Hint = None
     safety_identifier: Hint = None
+    max_tool_calls: Hint = None
+    """Of tools that a provider's servers run."""
+    moderation: Hint = None
     service_tier: Hint = None
+    stream_options: Hint = None
     truncation: Hint = None
 
     @property
@@ -133,15 +119,17 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 def build_model_call(
     request: ResponsesRequest, session: Session, model: ServedModel
-) -> tuple[ModelCall, ToolOrigins]:
-    """What a request asks of the model, and where the tools come from that have a namespace.
+) -> tuple[ModelCall, OfferedTools]:
+    """What a request asks of the model, and the tools that it offers.
 
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
     _validate_options(request)
     ignored = [*list_ignored_params(request)]
-    tools, origins = _parse_tools(request.tools or [], model, ignored)
+    dropped: list[str] = []
+    offered = parse_tools(request.tools or [], model, ignored, dropped)
+    tools = offered.schemas
     asked_choice = request.tool_choice
     mode = asked_choice if isinstance(asked_choice, str) else None
     name = asked_choice.name if isinstance(asked_choice, _NamedToolChoice) else None
@@ -153,11 +141,11 @@ def build_model_call(
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": request.input})
     else:
-        messages += build_messages(request.input or [])
+        messages += build_messages(resolve_references(request.input or [], session.tree))
     if not messages:
         raise ProxyRequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None
-    variables = build_effort_variables(effort, model, "reasoning.effort", ignored)
+    variables = build_reasoning_variables(model, "reasoning.effort", ignored, effort=effort)
     if any(name != LOGPROBS_INCLUDE for name in request.include or ()):
         ignored.append("include")
     form, schema = request.text.format if request.text else _TextFormat(), None
@@ -180,21 +168,16 @@ def build_model_call(
         prompt_key="input",
         top_logprobs=request.top_logprobs or 0,
         ignored=ignored,
+        dropped_tools=dropped,
     )
-    return call, origins
+    return call, offered
 
 
 def _validate_options(request: ResponsesRequest) -> None:
-    if request.background:
-        raise ProxyRequestError(400, "background=true is not supported", key="background")
     if request.top_logprobs and not request.wants_logprobs:
         raise ProxyRequestError(
             400, f"top_logprobs needs {LOGPROBS_INCLUDE} in include", key="top_logprobs"
         )
-    options = request.stream_options
-    if options is not None and (options.include_obfuscation or not request.stream):
-        problem = "stream_options supports only include_obfuscation=false"
-        raise ProxyRequestError(400, problem, key="stream_options")
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and form.schema is None:
         raise ProxyRequestError(400, "the schema is missing", key="text.format.schema")
@@ -203,7 +186,7 @@ def _validate_options(request: ResponsesRequest) -> None:
 def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iterable[Message]:
     """The conversation up to the previous response, without its instructions."""
     previous_id, tree = request.previous_response_id, session.tree
-    if previous_id is None:
+    if not previous_id:
         return []
     if previous_id not in tree:
         problem = f"this session has no response {previous_id!r}"
@@ -214,35 +197,3 @@ def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iter
         raise ProxyRequestError(400, problem, key="previous_response_id")
     messages = [message for one in path for message in (*one.new_messages, one.reply)]
     return messages[1:] if previous_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS) else messages
-
-
-def _parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str]
-) -> tuple[list[dict[str, Any]], ToolOrigins]:
-    """The tools as chat templates expect them. Hints in them are added to `ignored`.
-
-    A tool within a namespace is known to the model as `namespace.name`, and the description of
-    the namespace stands before its own. Tools that OpenAI's servers would run, and that coding
-    agents offer by themselves, are left out when there are functions beside them: the model is not
-    told of them, so it calls none.
-    """
-    schemas: list[dict[str, Any]] = []
-    origins: ToolOrigins = {}
-    hints: set[str] = set()
-    unknown = ignored if model.ignores_unknown else None
-    for i, one in leave_out_hosted_tools(raw, _HOSTED_TOOL_PATTERN, ignored):
-        tool: _ToolFunction | _ToolNamespace = decode_json(
-            one, _ToolFunction | _ToolNamespace, f"tools[{i}]", unknown
-        )
-        for function in [tool] if isinstance(tool, _ToolFunction) else tool.tools:
-            hints.update(list_ignored_params(function, "tools[]."))
-            name, description = function.name, function.description
-            if isinstance(tool, _ToolNamespace):
-                name = qualify_tool_name(tool.name, name)
-                origins[name] = (tool.name, function.name)
-                description = "\n".join(filter(None, (tool.description, description))) or None
-            schemas.append(
-                build_function_tool(name, description, function.parameters, function.strict)
-            )
-    ignored += sorted(hints)
-    return schemas, origins

@@ -1,0 +1,132 @@
+"""What `areal-hpc plan` prints of a recipe."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from areal_hpc.errors import RecipeError
+
+if TYPE_CHECKING:
+    from areal_hpc.launch.plan import JobStage
+    from areal_hpc.recipe.recipe import Recipe
+    from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+
+_LINE_CHARS = 100
+
+
+def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[str]:
+    """Lines: each stage's jobs, processes and devices, then their environment and memory.
+
+    And, unless the jobs run elsewhere, who gets which of this machine's GPUs.
+    """
+    # Imported here: `--help` stays quick without pydantic and submitit.
+    from areal_hpc.launch.host_memory import build_host_memory_report
+    from areal_hpc.launch.memory import build_memory_report
+    from areal_hpc.launch.plan import plan_run
+    from areal_hpc.rundir.paths import RunPaths
+
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+        total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
+        needs = f"{_count(total, 'GPU')} at once" if total else "no GPU"
+        yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
+        for _, alike in itertools.groupby(stage.jobs, _describe_job):
+            jobs = list(alike)
+            names = [job.name for job in jobs]
+            title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
+            described = _describe_job(jobs[0])
+            yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
+            yield from (f"    {line}" for line in described[1:])
+        if on_this_machine:
+            yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
+    yield from ["", *_describe_environment(recipe), ""]
+    yield from [*build_memory_report(recipe), *build_host_memory_report(recipe)]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _describe_job(job: JobSpec) -> list[str]:
+    """Lines without the job's name: equal for jobs that differ in nothing else."""
+    count = _count(job.tasks, "node" if job.is_task_a_node else "task")
+    gpus = f"{_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
+    lines = [f"{count}, {gpus}"]
+    for cell in job.cells:
+        lines.append(f"{cell.name}: {_count(job.tasks_per_cell, 'task')}")
+        lines += _describe_processes(cell.processes, job)
+    return lines + _describe_processes(job.processes, job)
+
+
+def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[str]:
+    lines = []
+    for process in processes:
+        where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
+        gpus = "uses the GPUs" if process.uses_gpus and job.gpus_per_task else ""
+        line = f"{process.name:<10} {process.role:<7} {where:<11} {process.entry:<32} {gpus}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
+    """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
+    from areal_hpc.launch.node_shares import complete_options
+
+    if not job.gpus_per_task:
+        return ""
+    try:
+        options = complete_options(recipe, [job]).get_options(job.name)
+    except RecipeError as error:
+        return f"; under Slurm not known without {error.problems[0].key}"
+    shares = []
+    if options.cpus_per_task is not None:
+        shares.append(f"{_count(options.cpus_per_task, 'processor')} a task")
+    if options.mem is not None:
+        shares.append(f"{options.mem} of memory a node")
+    return f"; under Slurm {', '.join(shares)}" if shares else ""
+
+
+def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
+    """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
+    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
+
+    try:
+        visible = find_usable_gpus(recipe, os.environ)
+        if not visible.ids:
+            return
+        for line in format_assignment(assign_gpus(stage, visible, recipe)):
+            yield f"GPUs with areal-hpc run on this machine: {line}"
+    except RecipeError as error:
+        yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
+
+
+def _describe_environment(recipe: Recipe) -> Iterator[str]:
+    """Lines: variables that processes of each role get beside those of their job.
+
+    Of the recipe's own only the names, as values may be secrets.
+    """
+    from areal_hpc.jobs.environment import build_role_variables
+
+    yield "environment (the agents' role starts SGLang, with the variables of serve)"
+    for role, variables in build_role_variables(recipe).items():
+        shown = [f"{name}={value}" for name, value in variables.items()]
+        own = getattr(recipe.cluster, role).variables
+        shown += [f"{name}=(cluster.{role}.variables)" for name in own]
+        yield from _wrap(f"  {role:<7} ", shown or ["nothing"])
+    if network := recipe.cluster.slurm.network.build_variables():
+        shown = [f"{name}={value}" for name, value in network.items()]
+        yield from _wrap("  all, under Slurm: ", shown)
+
+
+def _wrap(title: str, words: Sequence[str]) -> list[str]:
+    return textwrap.wrap(
+        " ".join(words),
+        _LINE_CHARS,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,1 @@
+"""Places in which a foreground launcher starts jobs."""

@@ -1,0 +1,288 @@
+"""Allocation that the launcher runs in, as the place of its jobs: each is a step on nodes of it."""
+
+import contextlib
+import shlex
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutError
+from areal_hpc.jobs.environment import build_role_variables
+from areal_hpc.jobs.starts import claim_next_start
+from areal_hpc.jobs.time_limit import SlurmClock, read_checkpoint_duration_s
+from areal_hpc.launch.host_memory import MIB, find_host_memory_problems
+from areal_hpc.launch.places.place import build_launch_file
+from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.cluster import WantedGpus
+from areal_hpc.rundir.allocation_note import (
+    HEARTBEAT_PERIOD_S,
+    AllocationNote,
+    StepNote,
+    write_allocation_note,
+)
+from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, JobSpec, StepLaunchInfo
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import format_cell_name
+from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.allocation import Allocation
+from areal_hpc.slurm.container import build_container_command
+from areal_hpc.slurm.step_placement import StepPlacement, place_steps
+from areal_hpc.slurm.steps import StepJobHandle, build_step_command
+from areal_hpc.slurm.submit import JobHandle, write_launch
+
+BEATS_PER_LOOK = 3
+"""Heartbeats between two questions to Slurm about the allocation's end."""
+NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
+
+
+class AllocationEndError(ClusterError):
+    """The allocation is over, or about to be; the run can go on in another."""
+
+
+def limit_gpus(allocation: Allocation, wanted: WantedGpus) -> Allocation:
+    """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
+
+    Raises:
+        RecipeError: It names some.
+    """
+    if wanted == "auto":
+        return allocation
+    if isinstance(wanted, tuple):
+        raise RecipeError(
+            f"cluster.gpus=[{', '.join(map(str, wanted))}] names GPUs; in an allocation Slurm "
+            "chooses those of each step",
+            key="cluster.gpus",
+            hint=f"use cluster.gpus={len(wanted)}, that many of each node, or cluster.gpus=auto",
+        )
+    most = 0 if wanted == "none" else wanted
+    nodes = tuple(replace(node, gpus=min(node.gpus, most)) for node in allocation.nodes)
+    return replace(allocation, nodes=nodes)
+
+
+def place_stage(
+    stage: JobStage, recipe: Recipe, allocation: Allocation
+) -> dict[str, StepPlacement]:
+    """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU.
+
+    Raises:
+        RecipeError: The allocation is too small.
+    """
+    usable = limit_gpus(allocation, recipe.cluster.gpus)
+    is_cpu = recipe.trainer.device == "auto" and not usable.gpus
+    return place_steps(stage.jobs, usable, is_cpu=is_cpu)
+
+
+def find_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
+    """What keeps an allocation from carrying the stages of a run, each thing once."""
+    problems: list[Problem] = []
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
+        try:
+            placed = place_stage(stage, recipe, allocation)
+        except RecipeError as error:
+            problems += error.problems
+        else:
+            problems += _find_memory_shortages(recipe, placed, allocation)
+    return list(dict.fromkeys(problems))
+
+
+def _find_memory_shortages(
+    recipe: Recipe, placed: Mapping[str, StepPlacement], allocation: Allocation
+) -> list[Problem]:
+    kinds = {"trainer": "trainer", "cell": format_cell_name(0)}
+    steps = {kind: placed[job] for kind, job in kinds.items() if job in placed}
+    if not steps:  # SFT's ranks need what the trainer's do
+        return []
+    node_bytes = {kind: step.memory_mib * MIB for kind, step in steps.items() if step.memory_mib}
+    found = find_host_memory_problems(recipe, node_bytes, steps["trainer"].tasks_per_node)
+    source = f"; that is the step's part of allocation {allocation.job_id}"
+    return [replace(one, message=one.message + source) for one in found]
+
+
+def format_placement(step: StepPlacement) -> str:
+    """Nodes of a job, and what it has of each."""
+    tasks = f"{step.tasks_per_node} task{'' if step.tasks_per_node == 1 else 's'}"
+    parts = [f"{tasks} of {step.cpus_per_task} CPUs"]
+    parts += [f"{step.gpus_per_node} GPUs"] if step.gpus_per_node else []
+    parts += [f"{step.memory_mib} MiB"] if step.memory_mib else []
+    return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
+
+
+def describe_steps(
+    recipe: Recipe, allocation: Allocation, pythons: dict[str, str]
+) -> Iterator[str]:
+    """Lines: where every job of a run would run, and the command line of its step.
+
+    Raises:
+        RecipeError: The allocation is too small.
+    """
+    paths = RunPaths(recipe.run_dir.resolve())
+    for stage in plan_run(recipe, paths):
+        yield f"stage {stage.name} in allocation {allocation.job_id}"
+        placed = place_stage(stage, recipe, allocation)
+        yield from (f"  {format_placement(step)}" for step in placed.values())
+        for spec in stage.jobs:
+            command = _build_command(
+                spec, placed[spec.name], f"{spec.name}.1", allocation.job_id, recipe, paths, pythons
+            )
+            yield f"  {shlex.join(command)}"
+
+
+def _build_command(
+    spec: JobSpec,
+    step: StepPlacement,
+    step_name: str,
+    job_id: str,
+    recipe: Recipe,
+    paths: RunPaths,
+    pythons: dict[str, str],
+) -> list[str]:
+    contained = build_container_command(
+        recipe.cluster.slurm.container,
+        spec.role,
+        pythons[spec.role],
+        places=(paths.root, *((recipe.model.path.resolve(),) if recipe.model.path else ())),
+        working_folder=Path.cwd(),
+        with_gpus=bool(step.gpus_per_node),
+    )
+    job = paths.job(spec.name)
+    command = build_step_command(
+        step, job_id, step_name, contained.python, job.launch, job.steps_dir / f"{step_name}-%t.log"
+    )
+    return [command[0], *contained.srun_args, *command[1:]]
+
+
+class HeldAllocation:
+    """Starts jobs as steps, beats for them, and watches the end of the allocation."""
+
+    def __init__(self, recipe: Recipe, ready: PreparedRun, allocation: Allocation) -> None:
+        self._recipe = recipe
+        self._ready = ready
+        self._allocation = allocation
+        self._clock = SlurmClock()
+        self._ends_at = allocation.ends_at
+        self._is_preempted = False
+        self._placed: dict[str, StepPlacement] = {}
+        self._running: dict[str, StepNote] = {}
+        self._beat = 0
+        self._is_over = threading.Event()
+        self._heart = threading.Thread(target=self._beat_often, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write_beat()
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._heart.join()
+        self._ready.paths.allocation.unlink(missing_ok=True)
+
+    def _beat_often(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_PERIOD_S):
+            with contextlib.suppress(OSError):  # the storage is away, for the steps as well
+                self._write_beat()
+            if self._beat % BEATS_PER_LOOK == 0:
+                self._look_at_end()
+
+    def _look_at_end(self) -> None:
+        """Ask Slurm again: time limits are changed, and a preemption is announced."""
+        with contextlib.suppress(ClusterError):  # what was known before holds
+            facts = scontrol.show_job(self._allocation.job_id)
+            self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
+
+    def _write_beat(self) -> None:
+        self._beat += 1
+        steps = list(self._running.values())
+        note = AllocationNote(self._allocation.job_id, self._beat, steps)
+        self._ready.paths.jobs_dir.mkdir(exist_ok=True)
+        write_allocation_note(self._ready.paths, note)
+
+    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+        """Choose the nodes of every job."""
+        self._placed = place_stage(stage, self._recipe, self._allocation)
+        self._running = {}
+        return [f"step     {format_placement(step)}" for step in self._placed.values()]
+
+    def submit_job(self, spec: JobSpec) -> JobHandle:
+        """Start a job as a step. Its number makes tasks of an earlier one stop, wherever they are.
+
+        Raises:
+            OSError: The shared storage refused to take what the job is told.
+        """
+        paths, placement = self._ready.paths, self._placed[spec.name]
+        job, job_id = paths.job(spec.name), self._allocation.job_id
+        network = self._recipe.cluster.slurm.network
+        for folder in (job.starts_dir, job.steps_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        start = claim_next_start(job.starts_dir, job_id, placement.nodes[0], "")
+        step_name = f"{spec.name}.{start.number}"
+        step = StepLaunchInfo(
+            incarnation=f"{job_id}.{start.number}",
+            start_number=start.number,
+            heartbeat=str(paths.allocation),
+            interface=network.interface,
+        )
+        launch = build_launch_file(spec, self._recipe, self._ready)
+        launch = msgspec.structs.replace(
+            launch,
+            step=step,
+            # Of a step without any Slurm says nothing: its processes would see the node's.
+            gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
+            variables=build_role_variables(self._recipe, network.build_variables()),
+        )
+        write_launch(launch)
+        command = _build_command(
+            spec, placement, step_name, job_id, self._recipe, paths, self._ready.pythons
+        )
+        self._running[spec.name] = StepNote(spec.name, step_name, placement.nodes)
+        return StepJobHandle(launch, job_id, step_name, command)
+
+    def check_time(self) -> None:
+        """Stop while there is time for a save before the allocation ends.
+
+        Raises:
+            AllocationEndError: There is just enough, or somebody else gets the nodes.
+        """
+        if self._is_preempted:
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} is preempted", hint=NEW_ALLOCATION_HINT
+            )
+        if self._ends_at is None:
+            return
+        jobs = map(self._ready.paths.job, self._placed)
+        lead_s = self._recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
+        lead_s += max(map(read_checkpoint_duration_s, jobs), default=0.0)
+        if self._clock.now() >= self._ends_at - lead_s:
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} is close to its time limit",
+                hint=NEW_ALLOCATION_HINT,
+            )
+
+    def check_after_failure(self) -> None:
+        """See whether the allocation is still there: `scancel` and preemption end its steps first.
+
+        Raises:
+            AllocationEndError: It is not.
+        """
+        try:
+            facts = scontrol.show_job(self._allocation.job_id)
+        except SlurmTimeoutError:
+            return  # steps go on without slurmctld
+        if facts.state != scontrol.RUNNING_STATE or facts.is_preempted:
+            state = "it is preempted" if facts.is_preempted else facts.state
+            raise AllocationEndError(
+                f"allocation {self._allocation.job_id} was ended (Slurm says {state})",
+                hint=NEW_ALLOCATION_HINT,
+            )

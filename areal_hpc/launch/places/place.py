@@ -1,0 +1,56 @@
+"""Place of a foreground launcher's jobs: what each of them offers, and what all jobs are told."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from areal_hpc.jobs.environment import build_role_variables
+from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile
+from areal_hpc.rundir.privacy import UMASKS
+from areal_hpc.slurm.submit import JobHandle
+
+
+class JobPlace(Protocol):
+    """Where the jobs of a foreground launcher run."""
+
+    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+        """Decide what each job gets; the lines that say so.
+
+        Raises:
+            RecipeError: There is too little.
+        """
+
+    def submit_job(self, spec: JobSpec) -> JobHandle:
+        """Start a job of the stage."""
+
+    def check_time(self) -> None:
+        """Look, as often as jobs are looked at, whether they may go on here.
+
+        Raises:
+            ClusterError: They may not.
+        """
+
+    def check_after_failure(self) -> None:
+        """Look whether the place itself is at fault for the end of a job.
+
+        Raises:
+            ClusterError: It is.
+        """
+
+
+def build_launch_file(spec: JobSpec, recipe: Recipe, ready: PreparedRun) -> LaunchFile:
+    """What a foreground launcher tells the supervisors of any job."""
+    cluster, paths = recipe.cluster, ready.paths
+    return LaunchFile(
+        job=spec,
+        job_dir=str(paths.job(spec.name).root),
+        log_dir=str(paths.log_dir(ready.attempt)),
+        events=str(paths.events),
+        pythons=ready.pythons,
+        variables=build_role_variables(recipe),
+        recipe=str(paths.recipe),
+        umask=UMASKS[cluster.readable_by],
+        stop_grace_s=cluster.stop_grace_s,
+    )

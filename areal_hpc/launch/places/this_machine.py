@@ -1,0 +1,58 @@
+"""Launcher's own machine as the place of its jobs, whose GPUs are shared out among them."""
+
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+from areal_hpc.errors import Problem
+from areal_hpc.jobs.supervisor import run_task
+from areal_hpc.launch.gpu_assignment import (
+    GpuAssignment,
+    assign_gpus,
+    find_gpu_problems,
+    find_usable_gpus,
+    format_assignment,
+)
+from areal_hpc.launch.host_memory import find_allocation_problems
+from areal_hpc.launch.places.place import build_launch_file
+from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.slurm.submit import JobHandle, submit_local
+
+
+def find_shortages(recipe: Recipe) -> list[Problem]:
+    """What keeps this machine from carrying a run."""
+    return [*find_gpu_problems(recipe, os.environ), *find_allocation_problems(recipe, os.environ)]
+
+
+class ThisMachine:
+    """The launcher's own machine, whose GPUs are shared out among jobs."""
+
+    def __init__(self, recipe: Recipe, ready: PreparedRun) -> None:
+        self._recipe = recipe
+        self._ready = ready
+        self._gpus: GpuAssignment = {}
+
+    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+        """Give every task GPUs of its own."""
+        usable = find_usable_gpus(self._recipe, os.environ)
+        self._gpus = assign_gpus(stage, usable, self._recipe)
+        return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
+
+    def submit_job(self, spec: JobSpec) -> JobHandle:
+        """Start a job of the stage."""
+        launch = msgspec.structs.replace(
+            build_launch_file(spec, self._recipe, self._ready),
+            launcher_lock=str(self._ready.paths.lock),
+            gpus=self._gpus[spec.name],
+        )
+        return submit_local(launch, run_task)
+
+    def check_time(self) -> None:
+        """There is no end of it."""
+
+    def check_after_failure(self) -> None:
+        """It is as it is."""

@@ -1,0 +1,327 @@
+"""OpenAI Chat Completions requests. SGLang uses `seed` when it runs deterministically."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.hints import Hint
+from areal_hpc.proxy.dialects.openai.sampling import (
+    SharedCompletionParams,
+    build_sampling_params,
+    check_shared_params,
+    list_ignored_shared_params,
+)
+from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
+from areal_hpc.proxy.dialects.refusals import Refusal
+from areal_hpc.proxy.dialects.validation import (
+    MAX_TOP_LOGPROBS,
+    PositiveParam,
+    ToolName,
+    build_function_tool,
+    decode_json,
+    leave_out_hosted_tools,
+    parse_tool_choice,
+)
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.wire.proxy import SamplingDefaults
+
+
+class _ContentPart(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _CalledFunction(Struct):
+    name: str
+    arguments: Any = ""
+    """JSON as text; an object where a client has read it."""
+
+
+class _ToolCall(Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[_ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: _CalledFunction | None = None
+    """OpenAI's older form of a call, to which a message of role `function` has the result."""
+    prefix: bool | None = None
+    """Of the last message, the assistant's: the reply goes on from its text."""
+    audio: dict[str, Any] | None = None
+    """Refused: speech that was said is no text."""
+    annotations: Hint = None
+    cache_control: Hint = None
+    images: Hint = None
+    provider_specific_fields: Hint = None
+    reasoning: Hint = None
+    reasoning_details: Hint = None
+    refusal: Hint = None
+    thinking_blocks: Hint = None
+
+
+class _NamedFunction(Struct):
+    name: str
+
+
+class _NamedToolChoice(Struct, forbid_unknown_fields=True):
+    function: _NamedFunction
+    type: Literal["function"] = "function"
+
+
+class _FunctionSchema(Struct):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _ChatTool(Struct):
+    function: _FunctionSchema
+    type: Literal["function"] = "function"
+
+
+class _Reasoning(Struct):
+    effort: Any = None
+    enabled: bool | None = None
+
+
+class _Thinking(Struct):
+    type: str = ""
+
+
+class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/chat/completions, as far as this proxy can honor it."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **SharedCompletionParams.refused,
+        "add_special_tokens": Refusal("the chat template writes them"),
+        "audio": Refusal("replies are text"),
+        "documents": Refusal("write them into messages"),
+        "echo": Refusal("put the messages before the reply yourself"),
+        "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
+        "prompt": Refusal("use messages, or POST /completions"),
+        "suffix": Refusal("the model goes on from messages; it fills no gaps"),
+        "web_search_options": Refusal("offer a function that searches"),
+    }
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: PositiveParam | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[msgspec.Raw], Meta(extra={"items": _ChatTool})] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
+    functions: list[_FunctionSchema] | None = None
+    """OpenAI's older form of `tools`, which `function_call` chooses among."""
+    function_call: Literal["none", "auto"] | _NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """SGLang's and vLLM's: variables of the template."""
+    reasoning_effort: Any = None
+    reasoning: _Reasoning | None = None
+    """OpenRouter's name of it."""
+    enable_thinking: bool | None = None
+    """Qwen's; `thinking` is DeepSeek's."""
+    thinking: _Thinking | None = None
+    continue_final_message: bool | None = None
+    """vLLM's: the reply goes on from the last message."""
+    add_generation_prompt: bool | None = None
+    """vLLM sets it to false beside `continue_final_message`."""
+    metadata: Hint = None
+    prediction: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    store: Hint = None
+    verbosity: Hint = None
+
+    @property
+    def has_old_functions(self) -> bool:
+        """The reply's call is to have OpenAI's older form."""
+        return not self.tools and (self.functions or self.function_call) is not None
+
+
+def build_model_call(
+    request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
+) -> ModelCall:
+    """What a request asks of the model; the defaults apply where it is silent.
+
+    Raises:
+        ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
+    """
+    check_shared_params(request, model)
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ProxyRequestError(
+            400,
+            f"max_tokens {request.max_tokens} and max_completion_tokens "
+            f"{request.max_completion_tokens} contradict each other",
+            key="max_tokens",
+        )
+    if request.top_logprobs and not request.logprobs:
+        raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
+    prefill, messages = _split_prefill(request)
+    ignored, dropped = list_ignored_shared_params(request), list[str]()
+    tools, choice = _read_tools(request, model, dropped)
+    limit = request.max_completion_tokens or request.max_tokens or 0
+    return ModelCall(
+        messages=normalize_messages(messages),
+        tools=tools if choice.mode != "none" else None,
+        tool_choice=choice,
+        variables={
+            **_build_thinking_variables(request, model, ignored),
+            **(request.chat_template_kwargs or {}),
+        }
+        or None,
+        sampling=build_sampling_params(request, defaults, choice, limit),
+        n=request.n or 1,
+        top_logprobs=request.top_logprobs or 0,
+        ignored=ignored,
+        dropped_tools=dropped,
+        prefill=prefill,
+    )
+
+
+def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessage]]:
+    """What the reply shall begin with, if the last message is the beginning of it, and the others.
+
+    Raises:
+        ProxyRequestError: 400, the last message is none that a reply can go on from.
+    """
+    *others, last = request.messages
+    if not (request.continue_final_message or last.prefix):
+        if request.add_generation_prompt is False:
+            problem = "a reply begins with its opening, or goes on from a message"
+            hint = "set continue_final_message"
+            raise ProxyRequestError(400, problem, key="add_generation_prompt", hint=hint)
+        return None, request.messages
+    key = f"messages[{len(others)}]"
+    if last.role != "assistant" or last.tool_calls or last.function_call or last.reasoning_content:
+        raise ProxyRequestError(400, "a reply can go on from text of the assistant alone", key=key)
+    text: str = normalize_chat_message(_read_message(last, len(others)))["content"]
+    return text, others
+
+
+def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The messages in normal form.
+
+    Raises:
+        ProxyRequestError: 400, naming a part that is no text: nothing else is served.
+    """
+    return [normalize_chat_message(_read_message(one, i)) for i, one in enumerate(messages)]
+
+
+def _read_message(message: ChatMessage, i: int) -> dict[str, Any]:
+    """A message with OpenAI's older calls in their newer form."""
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    if message.audio:
+        problem = "speech is not supported"
+        raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
+    if isinstance(message.content, list):
+        fields["content"] = [_read_part(part, i, j) for j, part in enumerate(message.content)]
+    calls = [one.function for one in message.tool_calls or ()]
+    for function, one in zip(calls, fields.get("tool_calls", ()), strict=True):
+        one["function"]["arguments"] = _encode_arguments(function)
+    if message.function_call is not None:
+        function = message.function_call
+        called = {"name": function.name, "arguments": _encode_arguments(function)}
+        fields["tool_calls"] = [*fields.get("tool_calls", ()), {"function": called}]
+    return {**fields, "role": "tool"} if message.role == "function" else fields
+
+
+def _read_part(part: _ContentPart, i: int, j: int) -> dict[str, str]:
+    text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+    if text is None:
+        problem = f"content parts of type {part.type!r} are not supported"
+        raise ProxyRequestError(400, problem, key=f"messages[{i}].content[{j}].type")
+    return {"text": text}
+
+
+def _encode_arguments(function: _CalledFunction) -> str:
+    """A call's arguments as text, as the model wrote them."""
+    given = function.arguments
+    if given is None or isinstance(given, str):
+        return given or ""
+    return msgspec.json.encode(given).decode()
+
+
+def _read_tools(
+    request: ChatRequest, model: ServedModel, dropped: list[str]
+) -> tuple[list[dict[str, Any]], ToolChoice]:
+    """The tools that the model is told of, and the choice of them.
+
+    Types of tools that are left out are added to `dropped`.
+    """
+    mode: str | None
+    if request.tools and request.functions:
+        problem = "functions are the older form of tools"
+        raise ProxyRequestError(400, problem, key="functions", hint="offer all as tools")
+    if request.has_old_functions:
+        tools = [
+            build_function_tool(one.name, one.description, one.parameters, one.strict)
+            for one in request.functions or ()
+        ]
+        old = request.function_call
+        mode = old if isinstance(old, str) else None
+        name = old.name if isinstance(old, _NamedFunction) else None
+        return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
+    tools = validate_tools(request.tools, model, dropped)
+    asked = request.tool_choice
+    mode = asked if isinstance(asked, str) else None
+    name = asked.function.name if isinstance(asked, _NamedToolChoice) else None
+    parallel = request.parallel_tool_calls is not False
+    return tools, parse_tool_choice(model, tools, mode, name, parallel=parallel)
+
+
+def validate_tools(
+    raw: Sequence[msgspec.Raw] | None, model: ServedModel, dropped: list[str]
+) -> list[dict[str, Any]]:
+    """The function schemas as the client wrote them, once they have been checked.
+
+    Types of tools that are left out are added to `dropped`.
+
+    Raises:
+        ProxyRequestError: 400, naming what is wrong.
+    """
+    told = leave_out_hosted_tools(raw or (), model, dropped)
+    for i, one in told:
+        decode_json(one, _ChatTool, f"tools[{i}]")
+    return [msgspec.json.decode(one) for _, one in told]
+
+
+def _build_thinking_variables(
+    request: ChatRequest, model: ServedModel, ignored: list[str]
+) -> dict[str, Any]:
+    """Variables that tell the chat template whether to reason, and how hard.
+
+    Parameters that no template variable can follow are added to `ignored`.
+    """
+    openrouter, deepseek = request.reasoning or _Reasoning(), request.thinking
+    efforts = {"reasoning_effort": request.reasoning_effort, "reasoning.effort": openrouter.effort}
+    switches = {
+        "enable_thinking": request.enable_thinking,
+        "reasoning.enabled": openrouter.enabled,
+        "thinking": deepseek.type != "disabled" if deepseek is not None else None,
+    }
+    found: dict[str, Any] = {}
+    for name, effort in efforts.items():
+        found |= build_reasoning_variables(model, name, ignored, effort=effort)
+    for name, thinks in switches.items():
+        found |= build_reasoning_variables(model, name, ignored, thinks=thinks)
+    return found

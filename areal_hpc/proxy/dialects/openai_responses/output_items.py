@@ -1,0 +1,109 @@
+"""OpenAI Responses output items: what a reply consists of, each with an id of its own.
+
+An item's id holds that of its reply, so that a later request may name the item alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from areal_hpc.proxy.dialects.blocks import ContentBlock, split_into_blocks
+from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools, read_custom_input
+from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.tree import Interaction, InteractionTree
+
+ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
+"""How the ids of replies begin whose prompt began with `instructions`: a next request that names
+such a reply brings its own. Other ids begin with `ID_PREFIX_WITHOUT_INSTRUCTIONS`."""
+ID_PREFIX_WITHOUT_INSTRUCTIONS = "resp_n"
+_ID_PREFIX_BY_KIND = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_CUSTOM_CALL_ID_PREFIX = "ctc"
+_KIND_BY_ID_PREFIX = {
+    _CUSTOM_CALL_ID_PREFIX: "call",
+    **{prefix: kind for kind, prefix in _ID_PREFIX_BY_KIND.items()},
+}
+_NO_TOOLS = OfferedTools()
+
+
+def is_custom_call(block: ContentBlock, tools: OfferedTools) -> bool:
+    """Whether a block calls a tool whose input is a text."""
+    return block.kind == "call" and block.name in tools.custom
+
+
+def build_item_id(answer_id: str, block: ContentBlock, tools: OfferedTools = _NO_TOOLS) -> str:
+    """The id of a reply's item."""
+    number = answer_id[len(ID_PREFIX_WITHOUT_INSTRUCTIONS) :]
+    is_custom = is_custom_call(block, tools)
+    prefix = _CUSTOM_CALL_ID_PREFIX if is_custom else _ID_PREFIX_BY_KIND[block.kind]
+    return f"{prefix}_{number}{block.index:02x}"
+
+
+def format_item(
+    answer_id: str,
+    block: ContentBlock,
+    status: str,
+    logprobs: Sequence[dict[str, Any]] = (),
+    tools: OfferedTools = _NO_TOOLS,
+) -> dict[str, Any]:
+    """A reply's item."""
+    fields: dict[str, Any] = {"id": build_item_id(answer_id, block, tools), "status": status}
+    if is_custom_call(block, tools):
+        text = read_custom_input(block.text)
+        called = {"call_id": block.call_id, "name": block.name, "input": text}
+        return {"type": "custom_tool_call", **fields, **called}
+    if block.kind == "call":
+        namespace, name = tools.origins.get(block.name, (None, block.name))
+        fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
+        placed = {"namespace": namespace} if namespace is not None else {}
+        return {"type": "function_call", **fields, **placed}
+    content = [] if status == "in_progress" else [format_part(block, block.text, logprobs)]
+    if block.kind == "reasoning":
+        return {"type": "reasoning", **fields, "summary": [], "content": content}
+    return {"type": "message", **fields, "role": "assistant", "content": content}
+
+
+def format_part(
+    block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """The content of a block's item."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def split_message(message: Message) -> list[ContentBlock]:
+    """The blocks of a recorded reply."""
+    calls = []
+    for index, one in enumerate(message.get("tool_calls", ())):
+        name, arguments = one["function"]["name"], one["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        calls.append(ToolCallDelta(index, name, arguments, one.get("id") or f"call_{index}"))
+    reasoning = message.get("reasoning_content") or ""
+    return split_into_blocks(ReplyDelta(message["content"], reasoning, calls))
+
+
+def is_response_id(name: str) -> bool:
+    """Whether a reply's id is that of a Response."""
+    return name.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
+
+
+def find_item(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
+    """The item of this id, of a reply in the tree; None if there is none."""
+    prefix, _, rest = item_id.partition("_")
+    kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
+    interaction = _find_reply(tree, number)
+    if kind is None or interaction is None:
+        return None
+    blocks = [one for one in split_message(interaction.reply) if one.kind == kind]
+    found = [one for one in blocks if f"{one.index:02x}" == place] or blocks[:1]
+    return format_item(interaction.interaction_id, found[0], "completed") if found else None
+
+
+def _find_reply(tree: InteractionTree, number: str) -> Interaction | None:
+    for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
+        if prefix + number in tree:
+            return tree[prefix + number]
+    return None

@@ -1,0 +1,168 @@
+"""OpenAI Responses that were answered before: retrieved, deleted, and what they were asked.
+
+A Response is given as it was while the proxy lives. Later it is made anew from what was recorded:
+then it is without the request's parameters that the recording does not need.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.openai_responses.output_items import (
+    ID_PREFIX_WITH_INSTRUCTIONS,
+    ID_PREFIX_WITHOUT_INSTRUCTIONS,
+    format_item,
+    is_response_id,
+    split_message,
+)
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.session.call_records import decode_context, decode_sampling
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.tree import Interaction
+
+Query = Mapping[str, str]
+MAX_LISTED_ITEMS, LISTED_ITEMS = 100, 20
+"""Items of one page: at most, and unless `limit` says otherwise."""
+
+
+def retrieve_response(
+    model: ServedModel, session: Session, response_id: str, query: Query
+) -> bytes:
+    """The body of a Response that was answered before.
+
+    Raises:
+        ProxyRequestError: 404, there is none of this id; 400, it is asked for as a stream.
+    """
+    if query.get("stream") == "true":
+        problem = "a Response that has been answered is not streamed again"
+        raise ProxyRequestError(400, problem, key="stream")
+    interaction = _find_response(session, response_id)
+    body = session.responses.get(response_id)
+    return body if body is not None else _render_response(model, session, interaction)
+
+
+def delete_response(session: Session, response_id: str, query: Query) -> bytes:
+    """Keep a Response no longer. What was said stays recorded, and may be gone on from.
+
+    Raises:
+        ProxyRequestError: 404, there is none of this id.
+    """
+    _find_response(session, response_id)
+    session.responses[response_id] = None
+    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+
+def list_input_items(session: Session, response_id: str, query: Query) -> bytes:
+    """The items that a Response answered, those of earlier Responses among them.
+
+    Raises:
+        ProxyRequestError: 404, there is no such Response; 400, the query is wrong.
+    """
+    items = [*_build_input_items(session, _find_response(session, response_id))]
+    if query.get("order", "desc") != "asc":
+        items.reverse()
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ProxyRequestError(400, f"there is no item {after!r:.100}", key="after")
+        items = items[ids.index(after) + 1 :]
+    limit = query.get("limit", str(LISTED_ITEMS))
+    if not (limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED_ITEMS):
+        problem = f"expected a number from 1 to {MAX_LISTED_ITEMS}, got {limit!r:.100}"
+        raise ProxyRequestError(400, problem, key="limit")
+    page = items[: int(limit)]
+    ends = {
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(items),
+    }
+    return msgspec.json.encode({"object": "list", "data": page, **ends})
+
+
+def _find_response(session: Session, response_id: str) -> Interaction:
+    is_hidden = response_id in session.responses and session.responses[response_id] is None
+    if is_hidden or not is_response_id(response_id) or response_id not in session.tree:
+        raise ProxyRequestError(404, f"this session has no response {response_id!r:.300}")
+    return session.tree[response_id]
+
+
+def _render_response(model: ServedModel, session: Session, interaction: Interaction) -> bytes:
+    """The body of a Response as far as it was recorded."""
+    answer_id, sampling = interaction.interaction_id, decode_sampling(interaction.sampling)
+    cut = interaction.finish_reason == "length"
+    status = "incomplete" if cut else "completed"
+    first = session.tree.get_path_to(interaction)[0].new_messages[0]
+    has_instructions = answer_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
+    tools = decode_context(interaction.context).tools or []
+    *ended, last = split_message(interaction.reply)
+    output_tokens = interaction.num_output_tokens
+    return msgspec.json.encode(
+        {
+            "id": answer_id,
+            "object": "response",
+            "created_at": int(interaction.asked_at),
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": first["content"] if has_instructions else None,
+            "model": model.name,
+            "output": [
+                *(format_item(answer_id, block, "completed") for block in ended),
+                format_item(answer_id, last, status),
+            ],
+            "parallel_tool_calls": True,
+            "store": True,
+            "temperature": interaction.temperature,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", **tool["function"]} for tool in tools],
+            "top_p": sampling.get("top_p", 1.0),
+            "usage": {
+                "input_tokens": interaction.prompt_tokens,
+                "input_tokens_details": {
+                    "cached_tokens": interaction.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": interaction.prompt_tokens + output_tokens,
+            },
+            "metadata": {},
+        }
+    )
+
+
+def _build_input_items(session: Session, interaction: Interaction) -> Iterator[dict[str, Any]]:
+    """What a Response answered, in the order of the conversation, without its instructions."""
+    number = interaction.interaction_id[len(ID_PREFIX_WITH_INSTRUCTIONS) :]
+    path = session.tree.get_path_to(interaction)
+    begins_with_instructions = interaction.interaction_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
+    place = 0
+    for one in path:
+        for message in one.new_messages[begins_with_instructions and one is path[0] :]:
+            yield from _format_input_message(message, f"{number}i{place:03x}")
+            place += 1
+        if one is not interaction:
+            for block in split_message(one.reply):
+                yield format_item(one.interaction_id, block, "completed")
+
+
+def _format_input_message(message: Message, number: str) -> Iterator[dict[str, Any]]:
+    role, content = message["role"], message["content"]
+    if role == "assistant":
+        for block in split_message(message):
+            yield format_item(ID_PREFIX_WITHOUT_INSTRUCTIONS + number, block, "completed")
+    elif role == "tool":
+        output = {"call_id": message.get("tool_call_id", ""), "output": content}
+        yield {
+            "id": f"fco_{number}",
+            "type": "function_call_output",
+            "status": "completed",
+        } | output
+    else:
+        part = {"type": "input_text", "text": content}
+        named = {"id": f"msg_{number}", "type": "message", "status": "completed"}
+        yield {**named, "role": role, "content": [part]}

@@ -1,0 +1,135 @@
+"""OpenAI Responses tools, as chat templates expect them, and what clients call them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.validation import (
+    ToolName,
+    build_function_tool,
+    decode_json,
+    leave_out_hosted_tools,
+)
+from areal_hpc.proxy.engine.model_call import ServedModel
+
+
+class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Hint = None
+
+
+class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
+    name: str
+    tools: list[_ToolFunction]
+    description: str | None = None
+
+
+class _CustomFormat(Struct):
+    type: Literal["text", "grammar"] = "text"
+    syntax: str = ""
+    definition: str = ""
+
+
+class _CustomTool(Struct, tag="custom", forbid_unknown_fields=True):
+    """A tool whose input is a text."""
+
+    name: ToolName
+    description: str | None = None
+    format: _CustomFormat = msgspec.field(default_factory=_CustomFormat)
+    defer_loading: Hint = None
+
+
+AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
+
+
+@dataclass(slots=True)
+class OfferedTools:
+    """The tools of a request."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """As chat templates expect them."""
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of the tools that have a namespace, by the name the model knows."""
+    custom: set[str] = field(default_factory=set)
+    """Names of the tools whose input is a text."""
+
+
+def qualify_tool_name(namespace: str | None, name: str) -> str:
+    """The name under which the model knows a tool. One that is its own namespace has none."""
+    return f"{namespace}.{name}" if namespace and namespace != name else name
+
+
+def parse_tools(
+    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+) -> OfferedTools:
+    """The tools of a request. Hints in them are added to `ignored`, types left out to `dropped`.
+
+    A tool within a namespace is known to the model as `namespace.name`, and the description of
+    the namespace stands before its own. A custom tool is a function of one text.
+    """
+    offered = OfferedTools()
+    hints: set[str] = set()
+    unknown = ignored if model.ignores_unknown else None
+    for i, one in leave_out_hosted_tools(raw, model, dropped):
+        tool: AnyTool = decode_json(one, AnyTool, f"tools[{i}]", unknown)
+        for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
+            hints.update(list_ignored_params(declared, "tools[]."))
+            if isinstance(declared, _CustomTool):
+                offered.custom.add(declared.name)
+                offered.schemas.append(_build_custom_schema(declared, hints))
+                continue
+            name, description = declared.name, declared.description
+            if isinstance(tool, _ToolNamespace):
+                name = qualify_tool_name(tool.name, name)
+                offered.origins[name] = (tool.name, declared.name)
+                description = "\n".join(filter(None, (tool.description, description))) or None
+            offered.schemas.append(
+                build_function_tool(name, description, declared.parameters, declared.strict)
+            )
+    ignored += sorted(hints)
+    return offered
+
+
+def _build_custom_schema(tool: _CustomTool, hints: set[str]) -> dict[str, Any]:
+    """A function that takes the tool's input; a regular expression holds that to its form.
+
+    The engine has no other grammar inside a call's JSON: the model is told of it in words, and it
+    is added to `hints`.
+    """
+    text: dict[str, Any] = {"type": "string"}
+    description, form = tool.description, tool.format
+    if form.type == "grammar" and form.syntax == "regex":
+        text["pattern"] = form.definition
+    elif form.type == "grammar":
+        hints.add("tools[].format")
+        told = f"Its input follows this {form.syntax} grammar:\n{form.definition}"
+        description = f"{description}\n{told}" if description else told
+    schema = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    return build_function_tool(tool.name, description, schema, "pattern" in text or None)
+
+
+def encode_custom_input(text: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def read_custom_input(arguments: str) -> str:
+    """The input of a custom tool that a call has; a call that is malformed has what it is."""
+    try:
+        given = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,94 @@
+"""Table of every dialect's parameters, read from the requests by which they are validated."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from areal_hpc.proxy.dialects.hints import is_hint, list_structs
+from areal_hpc.proxy.dialects.refusals import OTHERS_SAMPLING, Refusal
+
+
+def list_used(form: type[msgspec.Struct]) -> list[str]:
+    """Names of a request's parameters that have an effect."""
+    return [field.encode_name for field in _get_fields(form) if not is_hint(field.type)]
+
+
+def list_hints(form: type[msgspec.Struct]) -> list[str]:
+    """Names of the parameters without effect, down to those of messages and tools."""
+    found = _list_hints(inspect.type_info(form), "")
+    return [*dict.fromkeys(name.removeprefix(".") for name in found)]
+
+
+def list_refused(form: type[msgspec.Struct]) -> dict[str, Refusal]:
+    """The request's own parameters that are refused."""
+    own: Mapping[str, Refusal] = getattr(form, "refused", {})
+    return dict(own)
+
+
+def _get_fields(form: type[msgspec.Struct]) -> Iterable[inspect.Field]:
+    declared = inspect.type_info(form)
+    assert isinstance(declared, inspect.StructType)
+    return declared.fields
+
+
+def _list_hints(form: inspect.Type, place: str) -> Iterator[str]:
+    for below, suffix in _list_forms_within(form):
+        for struct in list_structs(below):
+            for field in struct.fields:
+                name = f"{place}{suffix}{field.encode_name}"
+                if is_hint(field.type):
+                    yield name
+                else:
+                    yield from _list_hints(field.type, name)
+
+
+def _list_forms_within(form: inspect.Type) -> Iterator[tuple[inspect.Type, str]]:
+    """Types of the objects that a value is or holds, each with what stands before their names."""
+    match form:
+        case inspect.Metadata(extra={"items": declared}):
+            yield inspect.type_info(declared), "[]."
+        case inspect.Metadata(extra={"form": declared}):
+            yield inspect.type_info(declared), "."
+        case inspect.Metadata():
+            yield from _list_forms_within(form.type)
+        case inspect.UnionType():
+            for one in form.types:
+                yield from _list_forms_within(one)
+        case inspect.ListType():
+            yield form.item_type, "[]."
+        case inspect.StructType():
+            yield form, "."
+
+
+def _format_names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _format_refusals(refusals: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
+    """Names, and the way out that they share."""
+    by_way_out: dict[str, list[str]] = defaultdict(list)
+    for name, refusal in refusals.items():
+        by_way_out[refusal.way_out].append(name)
+    for way_out, names in sorted(by_way_out.items(), key=lambda one: sorted(one[1])):
+        yield _format_names(names), way_out
+
+
+def render_parameter_table(forms: Mapping[str, type[msgspec.Struct]]) -> str:
+    """What is done with each parameter of the requests, by their routes, as Markdown."""
+    lines = ["| route | parameters | what is done with them |", "|---|---|---|"]
+
+    def add(*cells: Any) -> None:
+        lines.append(f"| {' | '.join(cells)} |")
+
+    for path, form in forms.items():
+        route = f"`POST {path}`"
+        add(route, _format_names(list_used(form)), "used")
+        add(route, _format_names(list_hints(form)), "no effect")
+        for names, way_out in _format_refusals(list_refused(form)):
+            add(route, names, f"refused: {way_out}")
+    for names, way_out in _format_refusals(OTHERS_SAMPLING):
+        add("each that does not use it", names, f"refused: {way_out}")
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""Parameters that are refused by name: they would change what is said, and cannot be honored.
+
+A dialect's request declares what is used and what is a hint, and names in its class attribute
+`refused` what it refuses, each with a way out; names that other engines use for sampling are
+refused in every dialect. A value that asks for nothing is never refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
+"""Values that ask for nothing under most names."""
+OFF_AT_ONE = (*NOTHING, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a parameter is refused, as the way out of it."""
+
+    way_out: str
+    harmless: tuple[Any, ...] = NOTHING
+    """Values that ask for nothing, or for what is done anyway. So does null."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether the parameter may be left out when it has this value."""
+        return value is None or any(value == one for one in self.harmless)
+
+
+_ENGINE_SAMPLING = "the engine samples by temperature, top_p, top_k, min_p and penalties"
+_NO_BEAMS = "replies are sampled, never searched for"
+_ONE_TEXT = "text is tokenized and read back in one way; what clients show of it is theirs"
+OTHERS_SAMPLING: Mapping[str, Refusal] = {
+    "best_of": Refusal("rank the replies to several requests yourself", OFF_AT_ONE),
+    "num_beams": Refusal(_NO_BEAMS, OFF_AT_ONE),
+    "use_beam_search": Refusal(_NO_BEAMS),
+    "length_penalty": Refusal(_NO_BEAMS, OFF_AT_ONE),
+    "early_stopping": Refusal(_NO_BEAMS),
+    "do_sample": Refusal("temperature 0 is greedy", (True,)),
+    "no_repeat_ngram_size": Refusal("use frequency_penalty of Chat Completions"),
+    "bad_words": Refusal("use logit_bias of Chat Completions"),
+    "bad_words_ids": Refusal("use logit_bias of Chat Completions"),
+    "allowed_token_ids": Refusal("use regex or ebnf of Chat Completions"),
+    "min_tokens": Refusal("use min_tokens of Chat Completions"),
+    "min_new_tokens": Refusal("use min_tokens of Chat Completions"),
+    "guided_json": Refusal("use the format of a reply's text that this API has"),
+    "guided_regex": Refusal("use regex of Chat Completions"),
+    "guided_choice": Refusal("use guided_choice of Chat Completions"),
+    "guided_grammar": Refusal("use ebnf of Chat Completions"),
+    "structured_outputs": Refusal("use the format of a reply's text that this API has"),
+    "structural_tag": Refusal("offer tools; their calls are held to their schemas"),
+    "grammar": Refusal("use ebnf of Chat Completions"),
+    "json_schema": Refusal("use the format of a reply's text that this API has"),
+    "typical_p": Refusal(_ENGINE_SAMPLING, OFF_AT_ONE),
+    "top_a": Refusal(_ENGINE_SAMPLING),
+    "tfs_z": Refusal(_ENGINE_SAMPLING, OFF_AT_ONE),
+    "mirostat": Refusal(_ENGINE_SAMPLING),
+    "dry_multiplier": Refusal(_ENGINE_SAMPLING),
+    "xtc_probability": Refusal(_ENGINE_SAMPLING),
+    "logits_processors": Refusal("use logit_bias of Chat Completions"),
+    "custom_logit_processor": Refusal("use logit_bias of Chat Completions"),
+    "vllm_xargs": Refusal(_ENGINE_SAMPLING),
+    "lora_path": Refusal("the cell serves the weights that are trained, and no others"),
+    "adapter": Refusal("the cell serves the weights that are trained, and no others"),
+    "ignore_eos": Refusal("use ignore_eos of Chat Completions"),
+    "stop_regex": Refusal("use stop strings"),
+    "include_stop_str_in_output": Refusal(_ONE_TEXT),
+    "no_stop_trim": Refusal(_ONE_TEXT),
+    "skip_special_tokens": Refusal(_ONE_TEXT, (True,)),
+    "spaces_between_special_tokens": Refusal(_ONE_TEXT, (True,)),
+    "truncate_prompt_tokens": Refusal(
+        "nothing is ever cut from a prompt: shorten it", (*NOTHING, -1)
+    ),
+    "prompt_logprobs": Refusal("log-probabilities are those of replies"),
+}
+"""How other engines and providers sample, under names that no dialect honors unless it says so."""
+
+
+def find_refusal(name: str, form: type[msgspec.Struct]) -> Refusal | None:
+    """The refusal of a parameter that an object of a request does not declare, if there is one."""
+    own: Mapping[str, Refusal] = getattr(form, "refused", {})
+    return own.get(name) or OTHERS_SAMPLING.get(name)

@@ -1,0 +1,53 @@
+"""Tries of one call on the replicas, and when they end: a bad call is its own fault.
+
+A call that is repeated for as long as its time lasts asks an engine that cannot answer it hundreds
+of times, and carries what engines die of to every replica of the cell.
+"""
+
+from areal_hpc.errors import CallFailedError
+from areal_hpc.proxy.engine.generation import EngineDiedError, EngineFailedError, EngineLostError
+from areal_hpc.wire.replicas import ReplicaView
+
+MAX_FAILED_TRIES = 3
+"""Tries that an engine has received and answered with an error, or hung up on."""
+MAX_DEAD_REPLICAS = 2
+"""Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
+RETRY_PAUSE_S = 0.2
+FAILED_RETRY_PAUSE_S = 1.0
+"""After an engine's error: time to learn whether it still serves."""
+
+
+class CallTries:
+    """What one call has met so far.
+
+    A replica that could not be reached, or that broke a call off as its owner told it to, says
+    nothing of the call: that is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        """Replicas that did not finish the call, by index."""
+        self._failed = 0
+        self._dead: set[tuple[int, int]] = set()
+
+    def on_replica_lost(self, replica: ReplicaView, error: EngineLostError) -> None:
+        """The replica did not finish the call.
+
+        Raises:
+            CallFailedError: It has been tried often enough.
+        """
+        self.lost.add(replica.index)
+        if isinstance(error, EngineDiedError):
+            self._dead.add((replica.index, replica.incarnation))
+        if isinstance(error, EngineDiedError | EngineFailedError):
+            self._failed += 1
+        if len(self._dead) >= MAX_DEAD_REPLICAS:
+            raise CallFailedError(
+                f"{len(self._dead)} replicas hung up on this call, so no other is asked: {error}"
+            ) from error
+        if self._failed >= MAX_FAILED_TRIES:
+            raise CallFailedError(f"{self._failed} tries of this call failed: {error}") from error
+
+    def get_pause_s(self, error: EngineLostError) -> float:
+        """How long to wait before the next try."""
+        return FAILED_RETRY_PAUSE_S if isinstance(error, EngineFailedError) else RETRY_PAUSE_S

@@ -1,0 +1,138 @@
+"""Routes for agents: the model in every dialect, its name, its tokens, what it said before."""
+
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.completion.sampling_rule import bind_call
+from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.dialects import tokenize
+from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
+from areal_hpc.proxy.dialects.dialect import Dialect, Exchange
+from areal_hpc.proxy.dialects.generate import GenerateBody, build_generate_request
+from areal_hpc.proxy.dialects.openai import format as openai_format
+from areal_hpc.proxy.dialects.openai.chat import CHAT_DIALECT
+from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS_DIALECT
+from areal_hpc.proxy.dialects.openai_responses import stored
+from areal_hpc.proxy.dialects.openai_responses.reply import RESPONSES_DIALECT
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
+from areal_hpc.proxy.http.routes import ModelAnswer, Route, RouteResult
+from areal_hpc.proxy.sessions.store import Session
+
+DIALECT_BY_ROUTE = {
+    "/chat/completions": CHAT_DIALECT,
+    "/completions": COMPLETIONS_DIALECT,
+    "/messages": MESSAGES_DIALECT,
+    "/responses": RESPONSES_DIALECT,
+}
+COUNTED_BELOW = {"/messages": "count_tokens", "/responses": "input_tokens"}
+"""Last parts of the paths that tell how many tokens a request has."""
+Handler = Callable[..., Coroutine[Any, Any, RouteResult]]
+
+
+class AgentApi:
+    """Answers agents. Without a passthrough there is no `/generate`."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        completions: CompletionService,
+        passthrough: GeneratePassthrough | None,
+    ) -> None:
+        self._model = model
+        self._completions = completions
+        self._passthrough = passthrough
+
+    def list_routes(self) -> Iterator[Route]:
+        """The routes, each with and without `/v1`: SDKs differ in whether an address has it."""
+        yield Route(
+            "POST", "/generate", "session", self._forward_generate, GenerateBody, for_recording=True
+        )
+        for route in self._list_unversioned_routes():
+            for prefix in ("", "/v1"):
+                yield replace(route, path=prefix + route.path)
+
+    def _list_unversioned_routes(self) -> Iterator[Route]:
+        for path, dialect in DIALECT_BY_ROUTE.items():
+            said = Route(
+                "POST", path, "session", self._build_handler(path, dialect), dialect.request
+            )
+            tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
+            yield replace(tolerant, streams=True)
+            if path in COUNTED_BELOW:
+                below = f"{path}/{COUNTED_BELOW[path]}"
+                yield replace(tolerant, path=below, answer=self._build_counter(below, dialect))
+        answer: Callable[..., Any] = partial(
+            tokenize.tokenize, self._completions.prompts, self._model
+        )
+        yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
+        answer = partial(tokenize.detokenize, self._model)
+        yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
+        yield Route("GET", "/models", "session", self._list_models, when_ended=True)
+        yield Route("GET", "/models/{model}", "session", self._show_model, when_ended=True)
+        answer = partial(stored.retrieve_response, self._model)
+        yield Route("GET", "/responses/{response_id}", "session", answer)
+        yield Route("DELETE", "/responses/{response_id}", "session", stored.delete_response)
+        answer = stored.list_input_items
+        yield Route("GET", "/responses/{response_id}/input_items", "session", answer)
+
+    async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
+        if self._passthrough is None:
+            raise ProxyRequestError(404, "there is no route /generate")
+        request = build_generate_request(body, self._model)
+        return await self._passthrough.generate(session, request)
+
+    def _list_models(self, session: Session) -> bytes:
+        return openai_format.format_models(self._model.name, self._model.context_tokens)
+
+    def _show_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
+        return openai_format.format_model(name, self._model.context_tokens)
+
+    def _build_counter(self, path: str, dialect: Dialect) -> Handler:
+        """Tells how many tokens the model would read for a request in a dialect."""
+
+        async def answer(
+            session: Session, request: msgspec.Struct, unknown: Sequence[str]
+        ) -> RouteResult:
+            call = self._read_call(path, dialect, session, request, unknown).call
+            _, count = await self._completions.prompts.build_prompt_json(session, call)
+            kind = {"object": "response.input_tokens"} if path.startswith("/responses") else {}
+            return msgspec.json.encode({**kind, "input_tokens": count})
+
+        return answer
+
+    def _read_call(
+        self,
+        path: str,
+        dialect: Dialect,
+        session: Session,
+        request: msgspec.Struct,
+        unknown: Sequence[str],
+    ) -> Exchange:
+        """What a request asks for; what it asks for in vain is counted."""
+        exchange = dialect.read(request, session, self._model)
+        exchange.call = bind_call(exchange.call, session.request, unknown)
+        names = exchange.call.without_effect
+        self._completions.metrics.count_ignored_parameters(path, session.client, names)
+        return exchange
+
+    def _build_handler(self, path: str, dialect: Dialect) -> Handler:
+        """Answers model calls in a dialect."""
+
+        async def answer(
+            session: Session, request: msgspec.Struct, unknown: Sequence[str]
+        ) -> RouteResult:
+            exchange = self._read_call(path, dialect, session, request, unknown)
+            call, answer_id = exchange.call, exchange.answer_id
+            if exchange.streams:
+                live = await self._completions.stream(session, call, answer_id)
+                return ModelAnswer(exchange, live)
+            answers = await self._completions.answer(session, call, answer_id)
+            return ModelAnswer(exchange, exchange.format_reply(answers))
+
+        return answer

@@ -1,0 +1,90 @@
+"""Server-sent events of a model call: headers, events as they come, and signs of life between them.
+
+Clients and what stands between them and the proxy give up on a stream that is silent for minutes,
+as one is while the model writes a long tool call or the call waits for a replica.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.completion.streaming import ReplyStream
+from areal_hpc.proxy.dialects.dialect import Exchange
+
+log = logging.getLogger(__name__)
+
+PING_AFTER_S = 10.0
+"""Silence after which a stream shows that it lives."""
+Headers = list[tuple[bytes, bytes]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+"""ASGI's."""
+
+
+class EventStream:
+    """The body of one streamed answer."""
+
+    def __init__(self, send: Send, headers: Headers, exchange: Exchange) -> None:
+        self._send = send
+        kind = (b"content-type", exchange.stream_media_type.encode())
+        self._headers = [kind, (b"cache-control", b"no-cache"), *headers]
+        self._ping = exchange.ping_event
+        self.begun = False
+        """The client has the status: an error can only be told within the stream."""
+        self._last_sent_at = time.monotonic()
+        self._sending = asyncio.Lock()
+
+    async def send(self, block: bytes, *, last: bool = False) -> None:
+        """Send whole events; the head of the answer before the first."""
+        async with self._sending:
+            if not self.begun:
+                self.begun = True
+                start = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": block, "more_body": not last})
+        self._last_sent_at = time.monotonic()
+
+    async def ping_when_silent(self) -> None:
+        """Send pings for as long as nothing else is sent, until cancelled."""
+        while True:
+            silence_s = time.monotonic() - self._last_sent_at
+            if silence_s >= PING_AFTER_S:
+                await self.send(self._ping)
+            else:
+                await asyncio.sleep(PING_AFTER_S - silence_s)
+
+
+async def send_events(send: Send, headers: Headers, exchange: Exchange, live: ReplyStream) -> None:
+    """Send a reply's events until they end.
+
+    Raises:
+        Exception: What broke the reply, if nothing has been sent by then.
+    """
+    stream = EventStream(send, headers, exchange)
+    events = exchange.stream_events(live)
+    pinger = asyncio.create_task(stream.ping_when_silent())
+    try:
+        async for block in events:
+            await stream.send(block)
+    except Exception as caught:  # boundary: told to the client within the stream
+        if not stream.begun:
+            raise
+        await stream.send(exchange.format_error_event(to_request_error(caught)))
+    finally:
+        live.stop_generation()  # after the end there is nothing left to stop
+        pinger.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pinger
+        await events.aclose()
+    await stream.send(b"", last=True)
+
+
+def to_request_error(caught: Exception) -> ProxyRequestError:
+    """An error as its client is told of it."""
+    if isinstance(caught, ProxyRequestError):
+        return caught
+    log.error("a request failed", exc_info=caught)
+    return ProxyRequestError(500, "internal error of the proxy; see its log")

@@ -1,0 +1,98 @@
+"""Allocation of nodes that a command runs in, as Slurm tells of it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.commands import run_slurm_command
+
+_NODES_PATTERN = re.compile(r"(?<=\s)Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+)(?: GRES=(\S*))?")
+_GPUS_PATTERN = re.compile(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)")
+"""In `gpu:h100:4(IDX:0-3),shard:2`; the type may be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What an allocation has of one node."""
+
+    name: str
+    cpus: int
+    memory_mib: int
+    """0 where the cluster does not share memory out."""
+    gpus: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.gpus} GPUs, {self.cpus} CPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Nodes that somebody holds, for as long as they are theirs."""
+
+    job_id: str
+    nodes: tuple[NodeShare, ...]
+    ends_at: float | None
+    """Unix time by slurmctld's clock; None without a time limit."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation:
+    """The allocation that this process runs in.
+
+    Raises:
+        RecipeError: It runs in none.
+        ClusterError: Slurm does not tell of it.
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        raise RecipeError(
+            "--in-allocation: this shell is in no allocation of Slurm (SLURM_JOB_ID is not set)",
+            hint="run the command under salloc, or in a script for sbatch: "
+            "salloc --nodes=2 areal-hpc run RECIPE --in-allocation",
+        )
+    job_id = scontrol.get_own_job_id(environ)
+    shown = run_slurm_command(
+        *("scontrol", "show", "job", "--details", "--oneliner", job_id),
+        environ=scontrol.strip_own_variables(environ),
+    )
+    return Allocation(job_id, parse_nodes(shown), scontrol.parse_job(shown).ends_at)
+
+
+def parse_nodes(shown: str) -> tuple[NodeShare, ...]:
+    """The nodes in one line of `scontrol show job --details --oneliner`, in Slurm's order. Pure."""
+    return tuple(
+        NodeShare(name, count_ids(cpu_ids), int(memory), sum(map(int, _GPUS_PATTERN.findall(gres))))
+        for nodes, cpu_ids, memory, gres in _NODES_PATTERN.findall(shown)
+        for name in expand_node_list(nodes)
+    )
+
+
+def count_ids(ids: str) -> int:
+    """How many numbers Slurm's notation names, as in `0-3,8`. Pure."""
+    spans = (span.partition("-") for span in ids.split(","))
+    return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+
+
+def expand_node_list(nodelist: str) -> list[str]:
+    """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return [node for part in parts for node in _expand_part(part)]
+
+
+def _expand_part(part: str) -> list[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    spans, _, after = rest.partition("]")
+    numbers: list[str] = []
+    for span in spans.split(","):
+        first, _, last = span.partition("-")
+        numbers += [
+            f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)
+        ]
+    return [before + number + end for number in numbers for end in _expand_part(after)]

@@ -1,0 +1,108 @@
+"""Steps of an allocation: their srun command lines, and the jobs that run as such."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.scontrol import strip_own_variables
+from areal_hpc.slurm.step_placement import StepPlacement
+
+SUPERVISOR_MODULE = "areal_hpc.jobs.supervisor"
+TASKS_END_TIMEOUT_S = 120
+"""Time between the ends of a step's first task and its last; then srun kills those left."""
+KILL_TIMEOUT_S = 15.0
+"""Time that srun gets to see that its tasks were killed."""
+
+
+def build_step_command(
+    placement: StepPlacement, job_id: str, step_name: str, python: str, launch: Path, output: Path
+) -> list[str]:
+    """The srun command line of a job's supervisors. `python` is a shell command.
+
+    Steps share no processor, memory or GPU (`--exact`): Slurm shows each its own GPUs.
+    """
+    return [
+        *("srun", f"--jobid={job_id}", f"--job-name={step_name}", "--exact"),
+        *(f"--nodes={len(placement.nodes)}", f"--nodelist={','.join(placement.nodes)}"),
+        *(f"--ntasks={placement.tasks}", f"--ntasks-per-node={placement.tasks_per_node}"),
+        f"--cpus-per-task={placement.cpus_per_task}",
+        *([f"--mem={placement.memory_mib}M"] if placement.memory_mib else []),
+        f"--gres=gpu:{placement.gpus_per_node}" if placement.gpus_per_node else "--gres=none",
+        *("--mpi=none", "--input=none", f"--wait={TASKS_END_TIMEOUT_S}", "--open-mode=append"),
+        f"--output={output}",
+        *(*shlex.split(python), "-u", "-m", SUPERVISOR_MODULE, str(launch)),
+    ]
+
+
+class StepJobHandle:
+    """A job that runs as a step."""
+
+    def __init__(self, launch: LaunchFile, job_id: str, step_name: str, command: Sequence[str]):
+        self._launch = launch
+        self._allocation, self._step_name = job_id, step_name
+        # In a session of its own: a Ctrl-C in the terminal is the launcher's to handle.
+        self._srun = subprocess.Popen(
+            command, env=build_step_environment(os.environ), start_new_session=True
+        )
+
+    @property
+    def name(self) -> str:
+        """Name within the run."""
+        return self._launch.job.name
+
+    @property
+    def job_id(self) -> str:
+        """The allocation's number, and the name of the step in it."""
+        return f"{self._allocation} {self._step_name}"
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of what its supervisors print."""
+        return self._launch.paths.steps_dir
+
+    def is_done(self) -> bool:
+        """True once no task of the step runs any more."""
+        return self._srun.poll() is not None
+
+    def read_task_exits(self) -> list[TaskExit]:
+        """Exit statuses of the tasks of this step that have ended, lowest rank first."""
+        assert self._launch.step is not None
+        found = read_task_exits(self._launch.paths).values()
+        return [one for one in found if one.incarnation == self._launch.step.incarnation]
+
+    def request_stop(self) -> None:
+        """Ask every task to stop. Returns at once. srun forwards this signal; SIGTERM kills."""
+        if not self.is_done():
+            self._srun.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """Kill every task, on whatever node."""
+        if self.is_done():
+            return
+        with contextlib.suppress(ClusterError):  # it ends with the allocation then
+            for step_id in self._find_step_ids():
+                run_slurm_command("scancel", "--signal=KILL", step_id)
+        try:
+            self._srun.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._srun.kill()
+            self._srun.wait()
+
+    def _find_step_ids(self) -> list[str]:
+        shown = run_slurm_command(
+            "squeue", "--steps", f"--jobs={self._allocation}", "--noheader", "--format=%i %j"
+        )
+        rows = (line.split(maxsplit=1) for line in shown.splitlines())
+        return [row[0] for row in rows if row[1:] == [self._step_name]]
+
+
+def build_step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without what srun would take for wishes about the step."""
+    return strip_own_variables(environ)

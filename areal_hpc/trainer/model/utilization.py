@@ -1,0 +1,89 @@
+"""Model FLOP/s utilization (MFU): work that training needs, as a share of what GPUs could do.
+
+Work is counted as by arXiv:2204.02311, appendix B, for what this trainer computes: two operations
+a weight and token forward, four backward; logits of scored tokens alone; attention under the causal
+mask, hence half of the square. Recomputed activations are no work.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.model.families.architecture import Architecture
+from areal_hpc.trainer.model.families.weight_map import build_weight_map
+from areal_hpc.trainer.model.policy import Policy
+
+PASSES = 3
+"""The backward pass is two forward passes of work."""
+PEAK_TFLOPS_BY_NAME = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200", 989.4),
+    ("H800", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+)
+"""Dense bfloat16 operations per second, in units of 1e12, by words of the name that CUDA gives; the
+first whose words are all there counts. From NVIDIA's data sheets, half of what they give with
+sparsity."""
+
+
+def measure_training_speed(
+    policy: Policy, rows: Sequence[TrainingRow], tokens: float, train_s: float
+) -> FlatRow:
+    """Metrics of optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
+    ranks = dist.get_world_size()
+    is_judged = policy.device.type == "cuda" and policy.dtype == torch.bfloat16
+    peak = find_peak_flops(torch.cuda.get_device_name(policy.device)) if is_judged else None
+    lengths = [len(row.input_ids_T) for row in rows]
+    scored = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
+    flops = count_training_flops(policy.arch, lengths, scored)
+    return {
+        "throughput/train_phase_tokens_per_s": tokens / train_s,
+        "throughput/tokens_per_s_per_gpu": tokens / train_s / ranks,
+        "throughput/mfu": None if peak is None else flops / (train_s * ranks * peak),
+    }
+
+
+def find_peak_flops(device_name: str) -> float | None:
+    """Operations per second of a GPU in bfloat16; None if unknown, or for a part of a GPU."""
+    words = set(re.split(r"[\s-]+", device_name))
+    if "MIG" in words:
+        return None
+    known = (peak for name, peak in PEAK_TFLOPS_BY_NAME if words.issuperset(name.split()))
+    tera = next(known, None)
+    return None if tera is None else tera * 1e12
+
+
+def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_tokens: int) -> float:
+    """Floating-point operations of one update on rows of these lengths."""
+    matrices = 2 * _count_active_weights(arch) * sum(lengths)
+    logits = 2 * arch.vocab * arch.hidden * scored_tokens
+    # Scores, and sums of values by them: two operations each, on half of the square.
+    attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
+    return float(PASSES * (matrices + logits + attention))
+
+
+def _count_active_weights(arch: Architecture) -> float:
+    """Weights of the layers' matrices that a token is multiplied by."""
+    total = 0.0
+    for parameter in build_weight_map(arch):
+        if parameter.layer is None:
+            continue
+        share = 1.0
+        if parameter.expert is not None and arch.experts is not None:
+            share = arch.experts.per_token / arch.experts.count
+        matrices = (tensor.shape for tensor in parameter.hf if len(tensor.shape) == 2)
+        total += share * sum(math.prod(shape) for shape in matrices)
+    return total

@@ -1,0 +1,137 @@
+"""Rows as trajectories in ATIF 1.8, the Agent Trajectory Interchange Format of Harbor.
+
+A row becomes one trajectory: its messages are the steps, results of tools stand with the step that
+called them, and replies that the row trains or holds carry token ids and log-probabilities. Replies
+that a client brought along, or that an earlier row of the episode has already, are copied context.
+"""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from areal_hpc.view.transcripts.conversation import get_text, place_calls
+from areal_hpc.view.transcripts.row_search import FoundRow
+from areal_hpc.wire.row_record import CallRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+SCHEMA_VERSION = "ATIF-v1.8"
+_SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
+"""Of messages by their roles; every other one is the user's."""
+
+JsonObject = dict[str, Any]
+
+
+def build_trajectory(found: FoundRow, agent: str, agent_version: str, model: str) -> JsonObject:
+    """One row as a trajectory, a JSON object without empty fields."""
+    row, record = found.read(), found.record
+    steps = _build_steps(row)
+    metrics = [step["metrics"] for step in steps if "metrics" in step]
+    tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
+    session = {"session_id": record.session_id} if record.session_id else {}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **session,
+        "trajectory_id": f"{found.shard.path.stem}-{found.row}",
+        "agent": {
+            "name": agent,
+            "version": agent_version,
+            "model_name": model,
+            **({"tool_definitions": tools} if tools else {}),
+        },
+        "steps": steps,
+        "final_metrics": {
+            "total_prompt_tokens": sum(one["prompt_tokens"] for one in metrics),
+            "total_completion_tokens": sum(one["completion_tokens"] for one in metrics),
+            "total_cached_tokens": sum(one["cached_tokens"] for one in metrics),
+            "total_steps": len(steps),
+            "extra": {"reward": row.reward},
+        },
+        "extra": {
+            "kind": found.kind.label,
+            "step": found.step,
+            "ticket": row.ticket_id,
+            "attempt": row.attempt,
+            "episode": row.episode,
+            "row": row.row,
+            "task": record.task_index,
+            "temperature": row.temperature,
+            **({"error": record.error} if record.error else {}),
+        },
+    }
+
+
+def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
+    calls = dict(place_calls(row.record.calls))
+    steps: list[JsonObject] = []
+    for place, message in enumerate(row.meta.get("messages") or ()):
+        if message.get("role") in ("tool", "function") and steps:
+            _add_observation(steps[-1], message)
+            continue
+        source = _SOURCES.get(str(message.get("role")), "user")
+        step = {"step_id": len(steps) + 1, "source": source}
+        step["message"] = get_text(message.get("content"))
+        if source == "agent":
+            step |= _describe_reply(message, calls.get(place), row)
+        steps.append(step)
+    return steps
+
+
+def _describe_reply(message: JsonObject, call: CallRecord | None, row: TrajectoryRow) -> JsonObject:
+    facts: JsonObject = {}
+    if reasoning := message.get("reasoning_content"):
+        facts["reasoning_content"] = get_text(reasoning)
+    if called := message.get("tool_calls"):
+        facts["tool_calls"] = [_build_tool_call(one, at) for at, one in enumerate(called)]
+    if not row.record.calls:
+        return facts  # of version 1 of the shard format, which knew no calls
+    if call is None:
+        return facts | {"is_copied_context": True}
+    if call.answered_at:
+        facts["timestamp"] = datetime.fromtimestamp(call.answered_at, UTC).isoformat()
+    if not call.trained:
+        facts["is_copied_context"] = True
+    prompt, end = call.prompt_tokens, call.prompt_tokens + call.reply_tokens
+    extra: JsonObject = {"finish_reason": call.finish_reason, "sampling": call.sampling}
+    if call.reward:
+        extra["reward"] = call.reward.value
+        extra |= {f"reward.{name}": value for name, value in call.reward.parts.items()}
+    return facts | {
+        "llm_call_count": 1,
+        "metrics": {
+            "prompt_tokens": prompt,
+            "completion_tokens": call.reply_tokens,
+            "cached_tokens": call.cached_tokens,
+            "prompt_token_ids": row.input_ids_T[:prompt].tolist(),
+            "completion_token_ids": row.input_ids_T[prompt:end].tolist(),
+            "logprobs": row.logprobs_T[prompt:end].tolist(),
+            "extra": extra,
+        },
+    }
+
+
+def _build_tool_call(called: JsonObject, place: int) -> JsonObject:
+    """A call of a tool; arguments that are no JSON object stand in `extra` as they were said."""
+    function = called.get("function") or {}
+    said = function.get("arguments")
+    try:
+        arguments = json.loads(said) if isinstance(said, str) else said
+    except ValueError:
+        arguments = None
+    made = {
+        "tool_call_id": str(called.get("id") or f"call-{place}"),
+        "function_name": str(function.get("name") or "?"),
+    }
+    if isinstance(arguments, dict):
+        return made | {"arguments": arguments}
+    return made | {"arguments": {}, "extra": {"arguments": said}}
+
+
+def _add_observation(step: JsonObject, message: JsonObject) -> None:
+    """Put a tool's result beside the calls of a step; one of an unknown call without its id."""
+    result: JsonObject = {"content": get_text(message.get("content"))}
+    call_id = message.get("tool_call_id")
+    if call_id in {one["tool_call_id"] for one in step.get("tool_calls", ())}:
+        result["source_call_id"] = call_id
+    elif call_id is not None:
+        result["extra"] = {"tool_call_id": call_id}
+    step.setdefault("observation", {"results": []})["results"].append(result)

@@ -1,0 +1,157 @@
+"""Files of recorded rows for other programs: JSON lines, Parquet, conversations for SFT, ATIF."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from areal_hpc import __version__
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.atomic import fsync_path, open_temporary
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.transcripts.atif import build_trajectory
+from areal_hpc.view.transcripts.row_search import FoundRow
+
+FORMATS = ("jsonl", "parquet", "sft", "atif")
+_ROWS_PER_PARQUET_GROUP = 256
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """Counts of an export."""
+
+    written: int
+    left_out: int
+    """Rows without messages, which formats of conversations cannot hold."""
+
+
+def export_rows(
+    rows: Sequence[FoundRow],
+    file_format: str,
+    out: Path,
+    paths: RunPaths,
+    tell: Callable[[int], None],
+) -> ExportReport:
+    """Write rows to a file, which is there whole or not at all; `tell` hears of each row's end.
+
+    Raises:
+        RecipeError: The file exists.
+        ShardError: A shard is damaged.
+        OSError: The storage refused.
+    """
+    if out.exists():
+        raise RecipeError(f"{out} exists", key="--out", hint="name another file, or move that one")
+    build = _choose_builder(file_format, paths)
+    counts = {"written": 0, "left_out": 0}
+
+    def build_all() -> Iterator[JsonObject]:
+        for number, row in enumerate(rows, 1):
+            made = build(row)
+            counts["left_out" if made is None else "written"] += 1
+            if made is not None:
+                yield made
+            tell(number)
+
+    # As private as what the rows hold.
+    with open_temporary(out, mode=0o600) as stream:
+        (_write_parquet if file_format == "parquet" else _write_lines)(stream, build_all())
+    Path(stream.name).rename(out)
+    fsync_path(out.parent)
+    return ExportReport(**counts)
+
+
+def _choose_builder(file_format: str, paths: RunPaths) -> Callable[[FoundRow], JsonObject | None]:
+    if file_format == "sft":
+        return _build_conversation
+    if file_format == "atif":
+        recipe = read_run_recipe(paths.recipe) if paths.recipe.exists() else {}
+        agent = recipe.get("rollout", {}).get("workflow") or "agent"
+        model = recipe.get("model", {})
+        name = str(model.get("hub") or model.get("path") or "policy")
+        return lambda row: build_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
+    return _build_record
+
+
+def _build_conversation(found: FoundRow) -> JsonObject | None:
+    """Messages and tools, as trainers of supervised fine-tuning read them."""
+    row = found.read()
+    if not (messages := row.meta.get("messages")):
+        return None
+    tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def _build_record(found: FoundRow) -> JsonObject:
+    """All that a shard holds of a row."""
+    row, record = found.read(), found.record
+    return {
+        "number": found.number,
+        "shard": found.shard.path.name,
+        "kind": found.kind.label,
+        "step": found.step,
+        "ticket": row.ticket_id,
+        "attempt": row.attempt,
+        "episode": row.episode,
+        "row": row.row,
+        "task": record.task_index,
+        "cell": record.cell,
+        "session": record.session_id,
+        "started_at": record.started_at,
+        "ended_at": record.ended_at,
+        "reward": row.reward,
+        "temperature": row.temperature,
+        "cause": record.cause,
+        "error": record.error,
+        "messages": row.meta.get("messages"),
+        "tools": row.tool_schemas,
+        "calls": msgspec.to_builtins(record.calls),
+        "input_ids": row.input_ids_T.tolist(),
+        "loss_mask": row.loss_mask_T.tolist(),
+        "logprobs": row.logprobs_T.tolist(),
+        "versions": row.versions_T.tolist(),
+    }
+
+
+def _write_lines(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
+    for one in objects:
+        stream.write(msgspec.json.encode(one) + b"\n")
+
+
+def _write_parquet(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
+    """Columns of numbers and texts; what has no fixed shape is JSON text.
+
+    Raises:
+        RecipeError: pyarrow cannot be imported here.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetWriter
+    except ImportError as error:
+        raise RecipeError(
+            f"Parquet needs pyarrow, which cannot be imported ({error})",
+            key="--format",
+            hint="pip install pyarrow, or use --format jsonl",
+        ) from error
+    texts = ("shard", "kind", "cell", "session", "cause", "error")
+    as_json = ("messages", "tools", "calls")
+    whole = ("number", "step", "ticket", "attempt", "episode", "row", "task")
+    fields = [(name, pa.int64()) for name in whole] + [(name, pa.string()) for name in texts]
+    fields += [(name, pa.float64()) for name in ("started_at", "ended_at", "reward", "temperature")]
+    fields += [(name, pa.string()) for name in as_json]
+    lists = {"input_ids": pa.int32(), "loss_mask": pa.uint8(), "logprobs": pa.float32()}
+    lists["versions"] = pa.int64()
+    fields += [(name, pa.list_(kind)) for name, kind in lists.items()]
+    schema = pa.schema(fields)
+    with ParquetWriter(stream, schema, compression="zstd") as writer:
+        while group := list(islice(objects, _ROWS_PER_PARQUET_GROUP)):
+            encoded = [
+                one | {name: msgspec.json.encode(one[name]).decode() for name in as_json}
+                for one in group
+            ]
+            writer.write_table(pa.Table.from_pylist(encoded, schema))

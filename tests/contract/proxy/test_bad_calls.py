@@ -1,0 +1,125 @@
+"""A bad call is its own fault: few tries, no session of others moves, who runs the cell is told."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from areal_hpc.wire.replicas import ReplicaView
+from tests.contract.proxy.talk import counted
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script, ScriptedSGLang
+from tests.support.waiting import wait_for
+
+POISON = "poison"
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """One where no session of other tests is at home anywhere."""
+    stage = Stage(tmp_path_factory.mktemp("bad_calls"))
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="module")
+def servers(stage: Stage) -> Iterator[list[ScriptedSGLang]]:
+    """Three servers, of which the stage's own is the first."""
+    others = [ScriptedSGLang(stage.tokenizer) for _ in range(2)]
+    for server in others:
+        stage.loop.run(server.start())
+    yield [stage.sglang, *others]
+    for server in others:
+        stage.loop.run(server.stop())
+
+
+def serve(stage: Stage, *servers: ScriptedSGLang) -> None:
+    """Let the proxy know of these servers, and only of them."""
+    stage.relay.replicas = [
+        ReplicaView(index, 1, "serving", server.url, "1.0") for index, server in enumerate(servers)
+    ]
+    stage.await_polls()
+    health = f"{stage.url}/healthz"
+    wait_for(lambda: stage.http.get(health).json()["replicas_serving"] == len(servers))
+    for server in servers:
+        server.script = lambda request: Script()
+        server.requests.clear()
+
+
+def poison(stage: Stage, fault: str, *servers: ScriptedSGLang) -> None:
+    """Let the servers fail so at calls that say the word."""
+    for server in servers:
+        server.script = lambda request: Script(
+            fault=fault if POISON in stage.prompt_of(request) else ""
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engines_error_is_answered_after_three_tries(
+    stage: Stage, key: str, servers: list[ScriptedSGLang], stream: bool
+) -> None:
+    serve(stage, *servers[:2])
+    homes = {}
+    for _ in range(6):
+        _, other = stage.open_session()
+        stage.ask(other, "hi")
+        (homes[other],) = (one for one in servers[:2] if one.requests)
+        homes[other].requests.clear()
+    assert {*map(id, homes.values())} == {*map(id, servers[:2])}
+    poison(stage, "500", *servers[:2])
+    before = counted(stage, "failed_calls_total")
+    answer = stage.ask(key, POISON, stream=stream)
+    assert answer.status_code == 502
+    assert "3 tries of this call failed" in answer.text
+    assert "boom" in answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    assert sum(len(one.requests) for one in servers[:2]) == 3
+    assert counted(stage, "failed_calls_total") == before + 1
+    for other, home in homes.items():
+        for server in servers[:2]:
+            server.requests.clear()
+        assert stage.ask(other, "again").status_code == 200
+        assert [one for one in servers[:2] if one.requests] == [home], "it stays where it was"
+
+
+def test_what_engines_die_of_reaches_two_of_them(
+    stage: Stage, key: str, servers: list[ScriptedSGLang]
+) -> None:
+    serve(stage, *servers)
+    poison(stage, "hang_up", *servers)
+    answer = stage.ask(key, POISON)
+    assert answer.status_code == 502
+    assert "2 replicas hung up on this call" in answer.text
+    assert sorted(len(one.requests) for one in servers) == [0, 1, 1]
+
+
+def test_sessions_that_start_one_after_the_other_are_spread(
+    own_stage: Stage, servers: list[ScriptedSGLang]
+) -> None:
+    first, second = own_stage.sglang, servers[1]
+    serve(own_stage, first, second)
+    keys = [own_stage.open_session()[1] for _ in range(16)]
+    for key in keys:
+        assert own_stage.ask(key, "a title").status_code == 200
+    assert (len(first.requests), len(second.requests)) == (8, 8)
+    for key in keys:
+        assert own_stage.ask(key, "the task").status_code == 200
+    assert (len(first.requests), len(second.requests)) == (16, 16), "they stay"
+
+
+def test_refusals_are_counted_and_logged_once_a_client(stage: Stage, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}", "user-agent": "sparkle-cli/2.1"}
+    body = {"messages": [{"role": "user", "content": "hi"}], "temprature": 1}
+    pattern = r'areal_hpc_proxy_refusals_total\{route="/chat/completions",status="400"\} (\d+)'
+
+    def count() -> int:
+        found = re.search(pattern, stage.http.get(f"{stage.url}/metrics").text)
+        return int(found[1]) if found else 0
+
+    before = count()
+    for _ in range(3):
+        answer = stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 400
+    assert count() == before + 3
+    line = "/chat/completions: client 'sparkle-cli/2.1' gets status 400 for 'temprature'"
+    assert stage.log.count(line) == 1

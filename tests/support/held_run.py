@@ -1,0 +1,149 @@
+"""A run whose jobs are steps of an allocation that somebody holds."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.rundir.allocation_note import AllocationNote, find_live_allocation
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import PROGRAM, areal_hpc, said_by
+from tests.support.devclusters import SLURM_POLL_S, Devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
+from tests.support.waiting import wait_for
+
+SALLOC = ("salloc", "--partition=priority", "--ntasks-per-node=1", "--cpus-per-task=4")
+TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
+ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
+RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
+LOOK_PERIOD_S = 15
+LEAD_S = 20
+"""What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
+SMALL = (
+    *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
+    "cluster.stop_grace_s=6",
+)
+NO_END = 5000
+"""Steps that no test waits for."""
+
+
+class HeldRun:
+    """`areal-hpc run --in-allocation` in allocations, one after the other."""
+
+    def __init__(self, cluster: Devcluster, fileroot: Path, *overrides: str) -> None:
+        self.cluster = cluster
+        self.paths = RunPaths(fileroot / "quickstart" / "demo")
+        self._fileroot = fileroot
+        self._log = fileroot / "said.log"
+        self._overrides = (*SMALL, *overrides)
+        fileroot.mkdir()
+        self.salloc: subprocess.Popen[str] | None = None
+
+    @contextmanager
+    def hold(self, *options: str) -> Iterator[None]:
+        """An allocation in which the run goes on; `options` of salloc first, then overrides."""
+        shape = [one for one in options if one.startswith("--")]
+        overrides = (*self._overrides, *options[len(shape) :])
+        with self._log.open("a") as log:
+            self.salloc = subprocess.Popen(
+                [
+                    *(*SALLOC, *shape, *PROGRAM, "run", *RECIPE),
+                    *(f"cluster.fileroot={self._fileroot}", *overrides),
+                ],
+                cwd=CHECKOUT,
+                env=self.cluster.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            yield
+        finally:
+            if self.salloc.poll() is None:
+                self.salloc.terminate()
+            self.salloc.wait(60)
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def end(self, timeout_s: float) -> int:
+        """The exit code of the command, which salloc hands on."""
+        assert self.salloc is not None
+        return self.salloc.wait(timeout_s)
+
+    def read_note(self) -> AllocationNote:
+        note = find_live_allocation(self.paths)
+        assert note is not None, self.said()
+        return note
+
+    def read_steps(self) -> list[int]:
+        return [row["step"] for row in read_lines(self.paths.metrics)]
+
+    def await_true(self, condition: Callable[[], object], timeout_s: float = 200) -> None:
+        def is_reached() -> object:
+            assert self.salloc is not None
+            assert self.salloc.poll() is None, self.said()
+            return condition()
+
+        wait_for(is_reached, timeout_s, self.said)
+
+    def await_training(self, steps: int) -> None:
+        self.await_true(lambda: len(self.read_steps()) >= steps)
+
+    def find_supervisors(self, job: str) -> list[psutil.Process]:
+        """Tasks of a job's step: not srun, whose command line ends alike."""
+        launch = str(self.paths.job(job).launch)
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+            if words[-1:] == [launch] and words[0] != "srun":
+                found.append(process)
+        return found
+
+    def press_ctrl_c(self) -> None:
+        """SIGINT to the launcher's process group, which salloc makes the terminal's."""
+        assert self.salloc is not None
+        [launcher] = psutil.Process(self.salloc.pid).children()
+        os.killpg(os.getpgid(launcher.pid), signal.SIGINT)
+
+    def get_gpus(self, job: str) -> str:
+        """GPUs that Slurm shows the step of a job."""
+        [supervisor] = self.find_supervisors(job)
+        return str(supervisor.environ()["CUDA_VISIBLE_DEVICES"])
+
+    def shorten_time_limit(self) -> None:
+        """End the allocation as soon as the launcher is sure to see it in time."""
+        ends_at = datetime.now() + timedelta(seconds=LOOK_PERIOD_S + LEAD_S)
+        update = ("scontrol", "update", f"JobId={self.read_note().job_id}")
+        self.cluster.slurm(*update, f"EndTime={ends_at:%Y-%m-%dT%H:%M:%S}")
+
+    def cancel_step(self, step: str) -> None:
+        """`scancel JOB.STEP`: Slurm kills its tasks at once."""
+        shown = self.cluster.slurm("squeue", "--steps", "-h", "-o", "%j %i")
+        self.cluster.slurm("scancel", dict(line.split() for line in shown.splitlines())[step])
+
+    def await_step(self, step: str) -> None:
+        """Return once a step of this name is at work."""
+        job = step.partition(".")[0]
+        self.await_true(lambda: step in {one.step for one in self.read_note().steps})
+        self.await_true(lambda: self.find_supervisors(job))
+
+    def await_nothing_left(self) -> None:
+        wait_for(lambda: processes_of(self.paths.root) == [], 60, self.said)
+        wait_for(lambda: self.cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
+        assert not self.paths.allocation.exists()
+
+    def why(self) -> str:
+        return said_by(areal_hpc("why", self.paths.root, environ=self.cluster.environ))

@@ -1,0 +1,51 @@
+"""Environments with Transformer Engine or Apex, which Megatron would take over from."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.checks.pythons import check_role_pythons
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.trainer.megatron_replacements import (
+    MEGATRON_REPLACEMENTS,
+    raise_if_megatron_is_replaced,
+)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    """A folder with both packages, either of which fails when it is imported."""
+    for name in MEGATRON_REPLACEMENTS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')\n")
+    return tmp_path
+
+
+def test_a_rank_refuses_them_by_name_and_imports_neither(
+    stubs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_if_megatron_is_replaced()
+    monkeypatch.syspath_prepend(str(stubs))
+    with pytest.raises(ClusterError) as caught:
+        raise_if_megatron_is_replaced()
+    assert [problem.key for problem in caught.value.problems] == ["cluster.train.python"] * 2
+    for name, problem in zip(MEGATRON_REPLACEMENTS, caught.value.problems, strict=True):
+        assert name in problem.message
+        assert problem.hint is not None
+        assert "uninstall" in problem.hint
+        assert name not in sys.modules
+
+
+def test_a_launch_refuses_the_interpreter_before_any_job(
+    stubs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("recipes/quickstart.yaml")
+    assert list(check_role_pythons(recipe, {"train": sys.executable})) == []
+    monkeypatch.setenv("PYTHONPATH", f"{stubs}{os.pathsep}{Path.cwd()}")
+    problems = list(check_role_pythons(recipe, {"train": sys.executable}))
+    assert [problem.key for problem in problems] == ["cluster.train.python"] * 2
+    for name, problem in zip(MEGATRON_REPLACEMENTS, problems, strict=True):
+        assert name in problem.message

@@ -1,0 +1,162 @@
+"""Files of recorded rows for other programs, read back with those programs' own readers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import atif
+import msgspec
+import pytest
+from pyarrow import parquet
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.transcripts.export import FORMATS, ExportReport, export_rows
+from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from tests.golden.make_shard_v1 import GOLDEN
+from tests.support.sample_trajectories import seal_in, trajectory
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call_of(arguments: str) -> dict[str, Any]:
+    return {"id": "t1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def conversation(arguments: str = '{"a": 2}') -> TrajectoryRow:
+    """A call of a tool and an answer, after an exchange that the client brought along."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call_of(arguments)]},
+        {"role": "tool", "tool_call_id": "t1", "content": "4"},
+        {"role": "tool", "tool_call_id": "t9", "content": "of nobody"},
+        {"role": "assistant", "content": "4", "reasoning_content": "Easy."},
+    ]
+    calls = [
+        CallRecord(
+            id="a", trained=True, new_messages=4, prompt_tokens=3, reply_tokens=2, tools="h"
+        ),
+        CallRecord(
+            id="b",
+            parent_id="a",
+            trained=True,
+            new_messages=2,
+            prompt_tokens=8,
+            reply_tokens=4,
+            cached_tokens=5,
+            answered_at=12.5,
+            finish_reason="stop",
+            reward=Reward(1.0, {"format": 0.5}),
+        ),
+    ]
+    return replace(
+        trajectory(1, 0, tokens=12),
+        record=RowRecord(session_id="s", task_index=7, calls=calls),
+        meta={"messages": messages},
+        tool_schemas={"h": [TOOL]},
+    )
+
+
+def exported(
+    paths: RunPaths, file_format: str, where: str = "", *, run: Path | None = None
+) -> tuple[Path, ExportReport]:
+    rows, _ = find_rows(run or paths.root, RowQuery(where))
+    out = paths.root / f"rows.{file_format}"
+    return out, export_rows(rows, file_format, out, paths, lambda done: None)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def test_every_token_of_a_row_stands_in_json_lines_and_parquet(paths: RunPaths) -> None:
+    rows = [conversation(), trajectory(2, 1, tokens=5)]
+    seal_in(paths, rows)
+    lines = lines_of(exported(paths, "jsonl")[0])
+    path, report = exported(paths, "parquet")
+    table = parquet.read_table(path).to_pylist()
+    assert report == ExportReport(2, 0)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for row, line, record in zip(rows, lines, table, strict=True):
+        for found in (line, record):
+            assert found["input_ids"] == row.input_ids_T.tolist()
+            assert found["loss_mask"] == row.loss_mask_T.tolist()
+            assert found["versions"] == row.versions_T.tolist()
+            assert found["logprobs"] == pytest.approx(row.logprobs_T.tolist())
+            assert (found["ticket"], found["episode"]) == (row.ticket_id, row.episode)
+        assert msgspec.json.decode(record["messages"]) == line["messages"] == row.meta["messages"]
+        assert msgspec.json.decode(record["calls"]) == line["calls"]
+    assert lines[0]["calls"][1]["reward"]["parts"] == {"format": 0.5}
+
+
+def test_conversations_for_sft_have_messages_and_tools(paths: RunPaths) -> None:
+    failed = replace(trajectory(3, tokens=0), kind=RowKind.FAILED, meta={})
+    seal_in(paths, [conversation(), failed])
+    path, report = exported(paths, "sft")
+    assert report == ExportReport(written=1, left_out=1)
+    assert lines_of(path) == [{"messages": conversation().meta["messages"], "tools": [TOOL]}]
+
+
+def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths) -> None:
+    row = conversation()
+    seal_in(paths, [row])
+    (line,) = lines_of(exported(paths, "atif")[0])
+    found = atif.Trajectory.model_validate(line)
+    sources = [step.source for step in found.steps]
+    assert sources == ["system", "user", "agent", "user", "agent", "agent"]
+    brought, calling, answering = (step for step in found.steps if step.source == "agent")
+    assert brought.is_copied_context
+    assert brought.metrics is None
+    assert calling.tool_calls
+    assert calling.observation
+    assert answering.metrics
+    assert calling.tool_calls[0].arguments == {"a": 2}
+    results = calling.observation.results
+    assert [(one.source_call_id, one.content) for one in results] == [
+        ("t1", "4"),
+        (None, "of nobody"),
+    ]
+    assert answering.is_copied_context is None
+    assert answering.reasoning_content == "Easy."
+    assert answering.metrics.prompt_token_ids == row.input_ids_T[:8].tolist()
+    assert answering.metrics.completion_token_ids == row.input_ids_T[8:].tolist()
+    assert answering.metrics.logprobs == pytest.approx(row.logprobs_T[8:].tolist())
+    assert answering.metrics.cached_tokens == 5
+    assert found.agent.tool_definitions == [TOOL]
+    assert found.final_metrics
+    assert found.final_metrics.total_completion_tokens == 6
+    assert found.extra
+    assert found.extra["task"] == 7
+
+
+@pytest.mark.parametrize("said", ["[1, 2]", "no JSON", ""])
+def test_arguments_that_are_no_object_are_kept_as_they_were_said(
+    paths: RunPaths, said: str
+) -> None:
+    seal_in(paths, [conversation(said)])
+    (line,) = lines_of(exported(paths, "atif")[0])
+    calls = atif.Trajectory.model_validate(line).steps[4].tool_calls
+    assert calls
+    (call,) = calls
+    assert (call.arguments, call.extra) == ({}, {"arguments": said})
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_shard_of_version_1_is_exported_and_no_file_is_overwritten(
+    paths: RunPaths, file_format: str
+) -> None:
+    path, report = exported(paths, file_format, run=GOLDEN)
+    assert report.written > 0
+    before = path.read_bytes()
+    with pytest.raises(RecipeError, match="exists"):
+        exported(paths, file_format, run=GOLDEN)
+    assert path.read_bytes() == before
+    if file_format == "atif":
+        for line in lines_of(path):
+            atif.Trajectory.model_validate(line)
