@@ -1,6 +1,8 @@
 """What agents see of Google's dialect: raw HTTP, as its SDKs send it, against a real proxy."""
 
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import httpx
@@ -119,7 +121,7 @@ def test_what_is_asked_of_sampling_reaches_the_engine(stage: Stage) -> None:
     }
     ask_well(stage, key, generationConfig=asked)
     silent, loud = (request["sampling_params"] for request in stage.sglang.requests)
-    names = ("temperature", "top_p", "max_new_tokens")
+    names: tuple[str, ...] = ("temperature", "top_p", "max_new_tokens")
     assert [silent[name] for name in names] == [0.5, 0.25, 9]
     names += ("top_k", "sampling_seed", "stop", "presence_penalty", "frequency_penalty")
     assert [loud[name] for name in names] == [0.7, 0.9, 33, 40, 5, ["x"], 0.5, -0.5]
@@ -157,10 +159,14 @@ def test_formats_of_the_text_reach_the_engine(
     assert {name: params[name] for name in ("json_schema", "ebnf") if name in params} == sent
 
 
+def _say_next(texts: Iterator[str], request: dict[str, Any]) -> Script:
+    return Script(next(texts))
+
+
 def test_candidates_are_choices_of_one_prompt(stage: Stage, key: str) -> None:
     for verb in VERBS:
         texts = iter(["one", "two"])
-        stage.sglang.script = lambda request, said=texts: Script(next(said))
+        stage.sglang.script = partial(_say_next, texts)
         responses = ask_well(stage, key, verb, generationConfig={"candidateCount": 2})
         assert sorted(text_of(responses, i) for i in (0, 1)) == ["one", "two"]
         (usage,) = (one["usageMetadata"] for one in responses if "usageMetadata" in one)
@@ -189,7 +195,7 @@ def test_log_probabilities_have_googles_shape(stage: Stage, key: str, verb: str)
 
 
 def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage, key: str) -> None:
-    more = {"systemInstruction": {"parts": {"text": "Be brief."}}}
+    more: dict[str, Any] = {"systemInstruction": {"parts": {"text": "Be brief."}}}
     whole = {"model": "models/tiny", "contents": CONTENTS, **more}
     bodies: list[dict[str, Any]] = [
         {"contents": CONTENTS, **more},
@@ -300,7 +306,7 @@ def test_a_conversation_may_change_its_dialect(stage: Stage, key: str) -> None:
 
 
 def test_what_the_model_reads_of_contents(stage: Stage, key: str) -> None:
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"functionCall": {"name": "add", "args": {"x": 1}}, "thoughtSignature": "c2ln"},
         {"functionCall": {"name": "add", "args": {"x": 2}}},
         {"functionCall": {"name": "sub"}},
@@ -314,7 +320,9 @@ def test_what_the_model_reads_of_contents(stage: Stage, key: str) -> None:
         {"text": "on"},
     ]
     history = [*CONTENTS, model(*calls), {"role": "function", "parts": results}]
-    more = {"systemInstruction": {"role": "user", "parts": [{"text": "Be"}, {"text": "brief."}]}}
+    more: dict[str, Any] = {
+        "systemInstruction": {"role": "user", "parts": [{"text": "Be"}, {"text": "brief."}]}
+    }
     ask_well(stage, key, contents=history, **more)
     assert stage.prompt_of(stage.sglang.requests[0]) == (
         "<|im_start|>system\nBe\nbrief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n"

@@ -96,7 +96,7 @@ def test_a_conversation_goes_on_with_the_models_own_tokens(
             del call["id"]
         elif echo == "other ids":  # as the Gemini CLI makes them
             call["id"] = f"add_1795441083044_{i}"
-    results = [
+    results: list[dict[str, Any]] = [
         {"functionResponse": {**call, "response": {"output": "7"}, "args": None}} for call in called
     ]
     answered = {"role": "user", "parts": results or [{"text": "Sure?"}]}

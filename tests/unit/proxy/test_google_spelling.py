@@ -10,7 +10,7 @@ from areal_hpc.proxy.dialects.google.request import CountTokensRequest, Generate
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
 
 CALL = {"name": "f", "args": {"function_call": {"top_p": None}}}
-SCHEMA = {"properties": {"system_instruction": {"any_of": []}}}
+SCHEMA: dict[str, Any] = {"properties": {"system_instruction": {"any_of": []}}}
 
 
 @pytest.mark.parametrize(
