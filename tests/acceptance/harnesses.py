@@ -53,6 +53,12 @@ _PI = {
     **{"baseUrl": "$URL/v1", "api": "openai-completions", "apiKey": "$KEY"},
     "models": [{"id": "tiny", "contextWindow": 262144, "maxTokens": 4096}],
 }
+_GEMINI = {
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"enableAutoUpdate": False},
+}
 _QWEN = {
     "privacy": {"usageStatisticsEnabled": False},
     "telemetry": {"enabled": False},
@@ -88,6 +94,7 @@ class Harness:
             **ENVIRONMENT,
             **{"PATH": os.environ["PATH"], "HOME": str(home)},
             **{"ANTHROPIC_BASE_URL": url, "OPENAI_BASE_URL": f"{url}/v1"},
+            **{"GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": key},
             **dict.fromkeys(("ANTHROPIC_API_KEY", "OPENAI_API_KEY", "CODEX_API_KEY"), key),
         }
         return subprocess.run(
@@ -149,6 +156,12 @@ HARNESSES = {
         (_SHELL, _SHELL, "DONE"),
         frozenset({"thinking", "tools[].cache_control"}),
         files={".qwen/settings.json": json.dumps(_QWEN)},
+    ),
+    "gemini-cli-0.61.0": Harness(
+        (str(NPM / ".bin" / "gemini"), "--skip-trust", "--yolo", "--model", "gemini-2.5-pro", "-p"),
+        (_SHELL, _SHELL, "DONE"),
+        frozenset({"generationConfig.thinkingConfig.thinkingBudget"}),
+        files={".gemini/settings.json": json.dumps(_GEMINI)},
     ),
     "inspect-ai-0.3.285": Harness(
         (str(PYTHON), str(PROGRAMS / "inspect_ai_responses.py")),

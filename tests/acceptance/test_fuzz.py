@@ -28,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.acceptance.session_machine import Sessions
 from tests.support.proxy_stage import Stage
 from tests.support.results import add_results
+from tests.support.sound_calls import CONTENTS, GOOGLE
 from tests.support.waiting import wait_for
 
 pytestmark = [
@@ -46,6 +47,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "/messages": {"messages": ASKED},
     "/messages/count_tokens": {"messages": ASKED},
     "/responses": {"input": "hello"},
+    **{f"/v1beta/models/{{model}}:{verb}": {"contents": CONTENTS} for verb in GOOGLE},
     "/rl/set_reward": {"reward": 1.0},
     "/rl/start_session": {"task_id": "try"},
     "/rl/offer_episode": {"session": {"task_id": "try"}, "task": {}, "wait_s": 0.01},
@@ -82,7 +84,7 @@ def operations(stage: Stage) -> Iterator[Any]:
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
         assert isinstance(found, Ok), found
         operation = found.ok()
-        if not operation.path.startswith("/v1/"):  # the same code answers both
+        if not operation.path.startswith(("/v1/", "/v1alpha/")):  # the same code answers all
             yield operation
 
 

@@ -58,7 +58,7 @@ class Scene:
     def ignored(self) -> set[str]:
         """The parameters that had no effect."""
         text = httpx.get(f"{self.proxy.url}/metrics", timeout=60).text
-        return {*re.findall(r'_ignored_parameters_total\{route=".+",parameter="(.+)"\}', text)}
+        return {*re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=', text)}
 
     def rows(self) -> list[dict[str, list[int]]]:
         """The session's export, once it has been rewarded."""

@@ -28,7 +28,7 @@ from tests.support.light_run import BATCH_TICKETS, ENTRIES, LightRun, light_run
 from tests.support.mutated_calls import Mutator, RawCall, Sender
 from tests.support.rank_server import rank_server
 from tests.support.results import add_results, read_results
-from tests.support.sound_calls import RESPONSE_ID, list_sound_calls
+from tests.support.sound_calls import MODEL, RESPONSE_ID, list_sound_calls
 
 pytestmark = pytest.mark.timeout(7200)
 
@@ -83,7 +83,7 @@ def assert_every_route_is_called(run: LightRun) -> None:
     }
     document = run.http.get(f"{run.url('proxy')}/openapi.json").json()
     assert called["proxy"] == {
-        (method.upper(), path.replace("{response_id}", RESPONSE_ID))
+        (method.upper(), path.replace("{response_id}", RESPONSE_ID).replace("{model}", MODEL))
         for path, methods in document["paths"].items()
         for method in methods
     }

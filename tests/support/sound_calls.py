@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from areal_hpc.proxy.http.google_api import GOOGLE_PREFIXES
 from areal_hpc.session.tree import Interaction, VersionSpan
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
@@ -22,7 +23,22 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
     },
 }
-RESPONSE_ID = "resp_1"
+RESPONSE_ID, MODEL = "resp_1", "tiny"
+CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
+FUNCTION = {
+    "name": "add",
+    "parameters": {"type": "OBJECT", "properties": {"a": {"type": "NUMBER"}}},
+}
+ASKED_OF_GOOGLE: dict[str, Any] = {
+    "contents": CONTENTS,
+    "systemInstruction": {"parts": [{"text": "be brief"}]},
+    "generationConfig": {"temperature": 0.5, "maxOutputTokens": 20, "stopSequences": ["x"]},
+}
+GOOGLE: dict[str, dict[str, Any]] = {
+    "generateContent": {**ASKED_OF_GOOGLE, "tools": [{"functionDeclarations": [FUNCTION]}]},
+    "streamGenerateContent": ASKED_OF_GOOGLE,
+    "countTokens": {"contents": CONTENTS},
+}
 DIALECTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {
         "messages": ASKED,
@@ -79,6 +95,13 @@ def _list_agent_calls(run: LightRun, key: str) -> list[Call]:
         calls.append(Call("proxy", "GET", f"{prefix}/models", None, key))
         for method in ("GET", "DELETE"):
             calls.append(Call("proxy", method, f"{prefix}/responses/{RESPONSE_ID}", None, key))
+    for prefix in GOOGLE_PREFIXES:
+        calls += [
+            Call("proxy", "POST", f"{prefix}/models/{MODEL}:{verb}", body, key)
+            for verb, body in GOOGLE.items()
+        ]
+        paths = {f"{prefix}/models", f"{prefix}/models/{MODEL}"} - {"/v1/models"}
+        calls += [Call("proxy", "GET", path, None, key) for path in sorted(paths)]
     calls += [Call("proxy", "GET", path) for path in ("/healthz", "/metrics", "/openapi.json")]
     return calls
 

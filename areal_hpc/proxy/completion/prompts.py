@@ -176,7 +176,7 @@ class PromptBuilder:
             return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        choice, tools = call.tool_choice, [*(call.tools or ())]
+        choice, tools = call.tool_choice, call.tool_choice.select_tools(call.tools or ())
         strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.active_grammar_names:
             tools = []  # a reply held to another grammar calls nothing

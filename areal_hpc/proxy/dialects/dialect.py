@@ -29,6 +29,7 @@ class Exchange(ABC):
         self.answer_id = id_prefix + os.urandom(14).hex()
         """Of the reply and of its first interaction."""
         self.streams = bool(streams)
+        self.stream_media_type = "text/event-stream"
         self.created_at = int(time.time())
 
     @abstractmethod

@@ -20,20 +20,19 @@ _type_info = cache(inspect.type_info)
 
 def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for name in _list_declared_hints(type(request)):
-        if getattr(request, name) is not None:
-            yield inside + name
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
+    for field in _list_fields(type(request)):
+        value = getattr(request, field.name)
         if isinstance(value, Struct):
-            yield from list_ignored_params(value, f"{inside}{name}.")
+            yield from list_ignored_params(value, f"{inside}{field.encode_name}.")
+        elif value is not None and is_hint(field.type):
+            yield inside + field.encode_name
 
 
 @cache
-def _list_declared_hints(form: type[Struct]) -> tuple[str, ...]:
+def _list_fields(form: type[Struct]) -> tuple[inspect.Field, ...]:
     declared = inspect.type_info(form)
     assert isinstance(declared, inspect.StructType)
-    return tuple(field.name for field in declared.fields if is_hint(field.type))
+    return declared.fields
 
 
 def is_hint(form: inspect.Type) -> bool:

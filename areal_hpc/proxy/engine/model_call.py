@@ -23,11 +23,24 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """The one tool that must be called."""
     parallel: bool = True
     """A reply may hold several calls."""
+    allowed: tuple[str, ...] = ()
+    """The tools that may be called; all when there is none."""
+    follows_schemas: bool = False
+    """Arguments are as the schemas say, also of tools that do not ask for it."""
 
     @property
     def must_call(self) -> bool:
         """The reply is a call, and no text."""
         return self.mode == "required"
+
+    def select_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The tools that may be called, as a grammar is made of them. The model is shown all."""
+        allowed, more = self.allowed, {"strict": True} if self.follows_schemas else {}
+        return [
+            {**tool, "function": {**tool["function"], **more}}
+            for tool in tools
+            if not allowed or tool["function"]["name"] in allowed
+        ]
 
 
 class ModelCall(msgspec.Struct, frozen=True):

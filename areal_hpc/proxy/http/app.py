@@ -13,7 +13,6 @@ from collections.abc import (
     MutableMapping,
 )
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -22,6 +21,7 @@ from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
+from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
 from areal_hpc.proxy.dialects.validation import decode_json
 from areal_hpc.proxy.engine.model_call import ServedModel
@@ -29,6 +29,7 @@ from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
+from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -90,9 +91,15 @@ class ProxyApp:
                     completions.metrics.render,
                     form=METRICS_CONTENT_TYPE,
                 ),
-                Route("GET", "/openapi.json", "anyone", lambda: render_openapi(self._routes)),
+                Route(
+                    "GET",
+                    "/openapi.json",
+                    "anyone",
+                    lambda: render_openapi((*self._google_routes, *self._routes)),
+                ),
             )
         )
+        self._google_routes = Routes(GoogleApi(model, completions).list_routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -102,11 +109,13 @@ class ProxyApp:
         refused: FormatError | None = None
         allowed, label, is_final = "", "unknown route", False
         extra_headers: Headers = []
+        key = read_google_key(scope)
+        routes = self._routes if key is None else self._google_routes
         try:
-            methods, named = self._routes.find_routes(scope["path"])
-            route, key = methods.get(scope["method"]), ""
+            methods, named = routes.find_routes(scope["path"])
+            route, key = methods.get(scope["method"]), key or ""
             described = route or next(iter(methods.values()))
-            refused, label = described.refused, described.path.removeprefix("/v1")
+            refused, label = described.refused, described.label
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
@@ -228,9 +237,13 @@ class ProxyApp:
             if session.ended and not route.when_ended:
                 raise ProxyRequestError(403, "the session has ended")
             yield session
-        if named:
+        if route.rewrite is not None:
+            body = route.rewrite(body)
+        if route.takes_query:
+            yield read_query(scope)
+        if named and route.request is None:
             yield named
-            yield dict(parse_qsl(scope["query_string"].decode("latin-1")))
+            yield read_query(scope)
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
@@ -311,7 +324,9 @@ def _build_id_headers(request_id: str) -> Headers:
 
 
 def _choose_error_format(scope: Scope) -> FormatError:
-    """The shape of errors where no route decides: Anthropic's for its clients and paths."""
+    """The shape of errors where no route decides: that of a client's own key, headers or paths."""
+    if read_google_key(scope) is not None:
+        return format_google_error
     path = f"{scope.get('path', '')}/"
     is_anthropic = "/messages/" in path or _get_header(scope, b"anthropic-version")
     return MESSAGES_DIALECT.refused if is_anthropic else openai_format.format_error

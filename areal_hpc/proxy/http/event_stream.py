@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 PING_AFTER_S = 10.0
 """Silence after which a stream shows that it lives."""
-EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 Headers = list[tuple[bytes, bytes]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI's."""
@@ -28,10 +27,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class EventStream:
     """The body of one streamed answer."""
 
-    def __init__(self, send: Send, headers: Headers, ping: bytes) -> None:
+    def __init__(self, send: Send, headers: Headers, exchange: Exchange) -> None:
         self._send = send
-        self._headers = [*EVENT_STREAM_HEADERS, *headers]
-        self._ping = ping
+        kind = (b"content-type", exchange.stream_media_type.encode())
+        self._headers = [kind, (b"cache-control", b"no-cache"), *headers]
+        self._ping = exchange.ping_event
         self.begun = False
         """The client has the status: an error can only be told within the stream."""
         self._last_sent_at = time.monotonic()
@@ -63,7 +63,7 @@ async def send_events(send: Send, headers: Headers, exchange: Exchange, live: Re
     Raises:
         Exception: What broke the reply, if nothing has been sent by then.
     """
-    stream = EventStream(send, headers, exchange.ping_event)
+    stream = EventStream(send, headers, exchange)
     events = exchange.stream_events(live)
     pinger = asyncio.create_task(stream.ping_when_silent())
     try:

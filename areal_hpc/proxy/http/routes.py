@@ -13,6 +13,7 @@ from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
 
 _NAMED_PART_PATTERN = re.compile(r"\{(\w+)\}")
+_VERSION_PATTERN = re.compile(r"^/v1[a-z]*(?=/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,17 @@ class Route:
     """Takes the session that the key opened, if one did; then the name in the path and the query's
     parameters, or the request, if there is one."""
     request: type[msgspec.Struct] | None = None
-    """What the body holds; None: it is not read."""
+    """What the body holds; None: it is not read. Where there is one, the name is not asked for."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """Makes the body that is decoded of the one that was sent."""
+    takes_query: bool = False
+    """The answer takes the query's parameters before the request, too."""
     refused: FormatError | None = None
     """The body of an error; None: in the shape that the client expects."""
     form: str = "application/json"
     """Content type of the answer."""
+    json_type: Literal["object", "array"] = "object"
+    """What the answer is if it is JSON."""
     streams: bool = False
     """It may answer with server-sent events."""
     when_ended: bool = False
@@ -55,6 +62,11 @@ class Route:
     names as well."""
     for_recording: bool = False
     """Only for a session whose client records its own calls."""
+
+    @property
+    def label(self) -> str:
+        """The path without the version of an API that it may begin with."""
+        return _VERSION_PATTERN.sub("", self.path)
 
     @property
     def path_parameter(self) -> str:
@@ -103,6 +115,7 @@ SCHEMA_REF_TEMPLATE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES: dict[str, dict[str, Any]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
 }
 _ERROR_SCHEMA = {
     "type": "object",
@@ -110,16 +123,17 @@ _ERROR_SCHEMA = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["message"],
+            "properties": {name: {"type": "string"} for name in ("message", "type", "status")},
         }
     },
 }
 """Headers and status that all dialects' errors share."""
 
 
-def render_openapi(routes: Routes) -> bytes:
+def render_openapi(routes: Iterable[Route]) -> bytes:
     """The routes as an OpenAPI document, JSON."""
+    routes = [*routes]
     structs = {one.request for one in routes if one.request}
     ordered = sorted(structs, key=lambda one: one.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REF_TEMPLATE)
@@ -142,7 +156,7 @@ def render_openapi(routes: Routes) -> bytes:
 
 
 def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
-    kind = "object" if route.form == "application/json" else "string"
+    kind = route.json_type if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}

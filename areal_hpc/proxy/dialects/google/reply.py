@@ -1,0 +1,221 @@
+"""Google's generateContent replies, whole or streamed; its errors and lists of models."""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from areal_hpc.errors import PromptTooLongError, ProxyRequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.dialects.blocks import BlockChange, BlockSplitter, ContentBlock
+from areal_hpc.proxy.dialects.dialect import Exchange
+from areal_hpc.proxy.dialects.google.request import GenerateContentRequest, build_model_call
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.sessions.store import Session
+
+Delivery = Literal["whole", "events", "array"]
+"""One body; server-sent events; or the elements of a JSON array, as they come."""
+
+_FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS"}
+_STATUS_BY_CODE = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+"""Names of google.rpc.Code."""
+
+
+class GenerateContentExchange(Exchange):
+    """A GenerateContentResponse that is asked for."""
+
+    ping_event = b"\r\n"
+    """An empty line. The Python SDK takes a comment for the beginning of an error."""
+
+    def __init__(
+        self,
+        request: GenerateContentRequest,
+        session: Session,
+        model: ServedModel,
+        delivery: Delivery,
+    ) -> None:
+        call = build_model_call(request, session.request.sampling, model)
+        super().__init__(call, model, "gen_", delivery != "whole")
+        self._is_array = delivery == "array"
+        if self._is_array:
+            self.stream_media_type = "application/json"
+        config = request.config
+        thinking = config.thinking_config
+        self._shows_thoughts = thinking is not None and bool(thinking.include_thoughts)
+        self._with_logprobs = bool(config.response_logprobs)
+        self._sent = 0
+        """Elements of the stream."""
+
+    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+        """The JSON body of the response."""
+        candidates = []
+        for answer in answers:
+            reader = BlockSplitter()
+            parts = self._build_parts((*reader.add_delta(answer.said), *reader.finish()))
+            said = self._build_candidate(answer.choice, parts, answer.generation)
+            candidates.append(said | self._build_end(answer))
+        return msgspec.json.encode(self._build_response(candidates, self._count_usage(answers)))
+
+    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+        """Each chunk has parts: clients do not keep a turn of which one has none."""
+        readers = [BlockSplitter() for _ in range(live.choices)]
+        answers: list[RecordedReply] = []
+        async for happened in live:
+            reader = readers[happened.choice]
+            if isinstance(happened, ReplyChunk):
+                parts = self._build_parts(reader.add_delta(happened.said))
+                if parts or (self._with_logprobs and happened.piece.output_ids):
+                    said = self._build_candidate(happened.choice, parts, happened.piece)
+                    yield self._format_element(self._build_response([said]))
+                continue
+            answers.append(happened)
+            parts = self._build_parts(reader.finish())
+            said = self._build_candidate(happened.choice, parts) | self._build_end(happened)
+            usage = self._count_usage(answers) if len(answers) == live.choices else None
+            yield self._format_element(self._build_response([said], usage))
+        if self._is_array:
+            yield b"]"
+
+    def format_error_event(self, refusal: ProxyRequestError) -> bytes:
+        """The error, and the end of the array if the stream is one."""
+        return self._format_element(_build_error(refusal)) + (b"]" if self._is_array else b"")
+
+    def _format_element(self, content: dict[str, Any]) -> bytes:
+        body = msgspec.json.encode(content)
+        self._sent += 1
+        if not self._is_array:
+            return b"data: " + body + b"\r\n\r\n"
+        return (b"[" if self._sent == 1 else b",\r\n") + body
+
+    def _build_response(
+        self, candidates: Sequence[dict[str, Any]], usage: dict[str, int] | None = None
+    ) -> dict[str, Any]:
+        frame = {"modelVersion": self.model.name, "responseId": self.answer_id}
+        counted = {"usageMetadata": usage} if usage is not None else {}
+        return {"candidates": candidates, **counted, **frame}
+
+    def _build_parts(self, changes: Iterable[BlockChange]) -> list[dict[str, Any]]:
+        """What changes of blocks show. A call is shown once it is whole: its arguments are JSON."""
+        parts: list[dict[str, Any]] = []
+        for kind, block, text in changes:
+            if kind == "end" and block.kind == "call":
+                parts.append(_build_call_part(block))
+            elif kind == "add" and block.kind == "text":
+                parts.append({"text": text})
+            elif kind == "add" and block.kind == "reasoning" and self._shows_thoughts:
+                parts.append({"text": text, "thought": True})
+        return parts
+
+    def _build_candidate(
+        self, choice: int, parts: list[dict[str, Any]], said: Generation | TokenChunk | None = None
+    ) -> dict[str, Any]:
+        content = {"role": "model", "parts": parts or [{"text": ""}]}
+        fields: dict[str, Any] = {"content": content, "index": choice}
+        if self._with_logprobs and said is not None:
+            fields["logprobsResult"] = self._format_logprobs(said)
+        return fields
+
+    def _build_end(self, answer: RecordedReply) -> dict[str, Any]:
+        """Why a candidate ended, and how likely it was."""
+        generation = answer.generation
+        fields: dict[str, Any] = {
+            "finishReason": _FINISH_REASONS.get(generation.finish_reason, "OTHER")
+        }
+        if self._with_logprobs and generation.logprobs:
+            fields["avgLogprobs"] = sum(generation.logprobs) / len(generation.logprobs)
+        return fields
+
+    def _format_logprobs(self, said: Generation | TokenChunk) -> dict[str, Any]:
+        chosen = zip(said.output_ids, said.logprobs, strict=True)
+        tops = said.top_logprobs or ()
+        return {
+            "chosenCandidates": [self._format_token(token, logprob) for token, logprob in chosen],
+            "topCandidates": [
+                {"candidates": [self._format_token(token, logprob) for logprob, token, _ in one]}
+                for one in (top or () for top in tops)
+            ],
+        }
+
+    def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.model.encoder.decode([token])
+        return {"token": text, "tokenId": token, "logProbability": logprob}
+
+    def _count_usage(self, answers: Sequence[RecordedReply]) -> dict[str, int]:
+        """Google counts what was thought apart from what was said, the prompt with its cache."""
+        prompt = answers[0].interaction.prompt_tokens
+        said = sum(len(answer.generation.output_ids) for answer in answers)
+        thoughts = sum(map(self._count_thought_tokens, answers))
+        return {
+            "promptTokenCount": prompt,
+            "candidatesTokenCount": said - thoughts,
+            "thoughtsTokenCount": thoughts,
+            "cachedContentTokenCount": answers[0].generation.cached_tokens,
+            "totalTokenCount": prompt + said,
+        }
+
+    def _count_thought_tokens(self, answer: RecordedReply) -> int:
+        reasoning = answer.said.reasoning
+        tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
+        return min(tokens, len(answer.generation.output_ids))
+
+
+def _build_call_part(block: ContentBlock) -> dict[str, Any]:
+    """A call; one whose arguments are no object, which Google has no form for, as text."""
+    try:
+        is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)
+    except msgspec.DecodeError:
+        is_object = False
+    if not is_object:
+        name = msgspec.json.encode(block.name).decode()
+        return {"text": f'{{"name": {name}, "arguments": {block.text}}}'}
+    arguments = msgspec.Raw((block.text or "{}").encode())
+    return {"functionCall": {"id": block.call_id, "name": block.name, "args": arguments}}
+
+
+def _build_error(refusal: ProxyRequestError) -> dict[str, Any]:
+    """A google.rpc.Status; the parameter at fault is a field violation."""
+    default = "INTERNAL" if refusal.status >= 500 else "INVALID_ARGUMENT"
+    status = _STATUS_BY_CODE.get(refusal.status, default)
+    problem = refusal.message
+    message = f"{refusal.param}: {problem}" if refusal.param else problem
+    if isinstance(refusal, PromptTooLongError):  # clients know it by these words
+        most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
+        message = problem = (
+            f"The input token count ({refusal.prompt_tokens}) exceeds the maximum number of "
+            f"tokens allowed ({most_tokens})."
+        )
+    fields: dict[str, Any] = {"code": refusal.status, "message": message, "status": status}
+    if refusal.param:
+        kind = "type.googleapis.com/google.rpc.BadRequest"
+        violations = [{"field": refusal.param, "description": problem}]
+        fields["details"] = [{"@type": kind, "fieldViolations": violations}]
+    return {"error": fields}
+
+
+def format_error(refusal: ProxyRequestError) -> bytes:
+    """A refusal in Google's shape."""
+    return msgspec.json.encode(_build_error(refusal))
+
+
+def build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
+    """The served model under the name that it was asked for by."""
+    return {
+        "name": f"models/{name}",
+        "baseModelId": name,
+        "version": "1",
+        "displayName": model.name,
+        "inputTokenLimit": model.context_tokens,
+        "outputTokenLimit": model.context_tokens,
+        "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
+        "thinking": model.reasoning_parser is not None,
+    }

@@ -1,0 +1,86 @@
+"""Google's schemas as JSON schemas: types in lower case, `nullable` as a type, names in camel case.
+
+Both kinds of a request's schemas come here. A JSON schema stays what it is, but for types in upper
+case, which clients write there too.
+"""
+
+from typing import Any
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.engine.grammar_limits import MAX_SCHEMA_DEPTH
+
+_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_CAMEL_CASE_BY_SNAKE: dict[str, str] = {
+    "any_of": "anyOf",
+    "min_items": "minItems",
+    "max_items": "maxItems",
+    "min_length": "minLength",
+    "max_length": "maxLength",
+    "min_properties": "minProperties",
+    "max_properties": "maxProperties",
+    "property_ordering": "propertyOrdering",
+    "additional_properties": "additionalProperties",
+}
+_COUNTS = frozenset(name for name in _CAMEL_CASE_BY_SNAKE.values() if name[:3] in ("min", "max"))
+"""64-bit integers, which Google's JSON writes as texts."""
+_SCHEMAS = frozenset({"items", "additionalProperties", "not", "contains", "if", "then", "else"})
+_LISTS_OF_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+
+def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
+    """The JSON schema that a schema stands for, whichever of the two it is.
+
+    Raises:
+        ProxyRequestError: 400, naming `key`: it nests too deep.
+    """
+    if not isinstance(schema, dict):  # true and false are schemas
+        return schema
+    if depth > MAX_SCHEMA_DEPTH:
+        raise ProxyRequestError(400, f"schemas nest deeper than {MAX_SCHEMA_DEPTH}", key=key)
+
+    def convert(below: Any) -> Any:
+        return build_json_schema(below, key, depth + 1)
+
+    built: dict[str, Any] = {}
+    given: str
+    for given, value in schema.items():
+        name = _CAMEL_CASE_BY_SNAKE.get(given, given)
+        if name in _SCHEMAS:
+            value = [*map(convert, value)] if isinstance(value, list) else convert(value)
+        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            value = [*map(convert, value)]
+        elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = {own: convert(below) for own, below in value.items()}
+        elif name in _COUNTS and isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        elif name == "type":
+            value = [*map(_lower, value)] if isinstance(value, list) else _lower(value)
+        built[name] = value
+    return _drop_what_is_googles_alone(built)
+
+
+def _lower(kind: Any) -> Any:
+    lower = kind.lower() if isinstance(kind, str) else ""
+    return lower if lower in _TYPES else kind
+
+
+def _drop_what_is_googles_alone(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with JSON schema's own means for what Google has names for."""
+    if schema.get("type") == "TYPE_UNSPECIFIED":
+        del schema["type"]
+    if schema.get("format") == "enum":
+        del schema["format"]
+    ordering, properties = schema.pop("propertyOrdering", None), schema.get("properties")
+    if isinstance(ordering, list) and isinstance(properties, dict):
+        first = {name: properties[name] for name in ordering if name in properties}
+        schema["properties"] = {**first, **properties}
+    if schema.pop("nullable", None) is not True:
+        return schema
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"], "null"]
+    if isinstance(schema.get("enum"), list):
+        schema["enum"] = [*schema["enum"], None]
+    if isinstance(schema.get("anyOf"), list):
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    return schema

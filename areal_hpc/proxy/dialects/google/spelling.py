@@ -1,0 +1,97 @@
+"""Names of parameters in camel case, as a request is declared.
+
+Google reads each name in camel and in snake case, and its SDKs mix them within one request.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from areal_hpc.errors import ProxyRequestError
+
+
+def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
+    """A JSON request whose declared names are all in camel case; a client's own data is left alone.
+
+    What is not JSON comes back as it is.
+
+    Raises:
+        ProxyRequestError: 400, one parameter stands there in both spellings.
+    """
+    body = bytes(body)
+    if _build_snake_pattern(form).search(body) is None:
+        return body
+    try:
+        return _respell(body, (_get_type_info(form),), "")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body
+
+
+_get_type_info = cache(inspect.type_info)
+
+
+@cache
+def _build_snake_pattern(form: Any) -> re.Pattern[bytes]:
+    """Finds a declared name in snake case, where a name may stand."""
+    names = "|".join(sorted(_list_snake_names((_get_type_info(form),))))
+    return re.compile(rf'"(?:{names})"\s*:'.encode())
+
+
+def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
+    structs, items = _split_types(forms)
+    names = {
+        field.name for one in structs for field in one.fields if field.name != field.encode_name
+    }
+    below = [(field.type,) for one in structs for field in one.fields]
+    return names.union(*map(_list_snake_names, [items, *below] if items else below))
+
+
+def _split_types(
+    forms: tuple[inspect.Type, ...],
+) -> tuple[list[inspect.StructType], tuple[inspect.Type, ...]]:
+    """The objects that a value may be, and what lists that it may be hold."""
+    plain = [*_unwrap_types(forms)]
+    structs = [one for one in plain if isinstance(one, inspect.StructType)]
+    return structs, tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
+
+
+def _unwrap_types(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
+    for form in forms:
+        if isinstance(form, inspect.Metadata):
+            yield from _unwrap_types((form.type,))
+        elif isinstance(form, inspect.UnionType):
+            yield from _unwrap_types(form.types)
+        else:
+            yield form
+
+
+def _respell(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
+    structs, items = _split_types(forms)
+    raw = raw.lstrip()
+    if structs and raw[:1] == b"{":
+        fields = [field for one in structs for field in one.fields]
+        in_camel_case = {field.name: field.encode_name for field in fields}
+        types = {field.encode_name: field.type for field in fields}
+        kept: dict[str, msgspec.Raw] = {}
+        for given, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+            name = in_camel_case.get(given, given)
+            where = f"{place}.{name}" if place else name
+            if name in kept:
+                problem = f"{name} is given twice, in two spellings"
+                raise ProxyRequestError(400, problem, key=where)
+            below = (types[name],) if name in types else ()
+            kept[name] = msgspec.Raw(_respell(bytes(value), below, where))
+        return msgspec.json.encode(kept)
+    if items and raw[:1] == b"[":
+        listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        return msgspec.json.encode(
+            [
+                msgspec.Raw(_respell(bytes(one), items, f"{place}[{i}]"))
+                for i, one in enumerate(listed)
+            ]
+        )
+    return raw

@@ -1,0 +1,159 @@
+"""Routes of Google's dialect, which share paths and keys with no other."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.completion.sampling_rule import bind_call
+from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.dialects.google.reply import (
+    Delivery,
+    GenerateContentExchange,
+    build_model_card,
+    format_error,
+)
+from areal_hpc.proxy.dialects.google.request import (
+    CountTokensRequest,
+    GenerateContentRequest,
+    build_model_call,
+)
+from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.http.routes import ModelAnswer, Route, RouteResult
+from areal_hpc.proxy.sessions.store import Session
+
+GOOGLE_PREFIXES = ("/v1beta", "/v1", "/v1alpha")
+"""Versions of Google's API that its SDKs ask for; what is served is the same."""
+_OWN_PREFIXES = ("/v1beta/", "/v1alpha/")
+"""Those that no other dialect has."""
+_GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "countTokens")
+_OWN_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
+
+
+def read_google_key(scope: MutableMapping[str, Any]) -> str | None:
+    """The key of a request in Google's dialect; None if it is in another.
+
+    Of paths that others have too, `/v1/models`, the place of the key tells.
+    """
+    path: str = scope["path"]
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    key = next((value for name, value in headers if name == b"x-goog-api-key"), b"").decode(
+        "latin-1"
+    )
+    if not key and "/models" in path:
+        key = read_query(scope).get("key", "")
+    is_own = path.startswith(_OWN_PREFIXES) or path.endswith(_OWN_ENDS)
+    return key if key or is_own else None
+
+
+def read_query(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    """The parameters behind a path."""
+    text: bytes = scope["query_string"]
+    return dict(parse_qsl(text.decode("latin-1")))
+
+
+class GoogleApi:
+    """Answers agents that speak Google's dialect."""
+
+    def __init__(self, model: ServedModel, completions: CompletionService) -> None:
+        self._model = model
+        self._completions = completions
+
+    def list_routes(self) -> Iterator[Route]:
+        """The routes, under every version."""
+
+        def post(path: str, answer: Any, request: type[msgspec.Struct], **more: Any) -> Route:
+            return Route(
+                "POST",
+                path,
+                "session",
+                answer,
+                request,
+                partial(spell_in_camel_case, form=request),
+                takes_query=True,
+                refused=format_error,
+                ignores_unknown=True,
+                **more,
+            )
+
+        def get(path: str, answer: Any) -> Route:
+            more: dict[str, Any] = {"refused": format_error, "when_ended": True}
+            return Route("GET", path, "session", answer, **more)
+
+        for prefix in GOOGLE_PREFIXES:
+            named = prefix + "/models/{model}:"
+            yield post(named + _GENERATE, self._generate, GenerateContentRequest)
+            yield post(
+                named + _STREAM,
+                self._stream,
+                GenerateContentRequest,
+                streams=True,
+                json_type="array",
+            )
+            yield post(named + _COUNT, self._count_tokens, CountTokensRequest)
+            yield get(prefix + "/models", self._list_models)
+            yield get(prefix + "/models/{model}", self._get_model)
+
+    async def _generate(
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: GenerateContentRequest,
+        unknown: Sequence[str],
+    ) -> RouteResult:
+        _read_delivery(query)
+        exchange = GenerateContentExchange(request, session, self._model, "whole")
+        call = exchange.call = self._bind(_GENERATE, session, exchange.call, unknown)
+        answers = await self._completions.answer(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, exchange.format_reply(answers))
+
+    async def _stream(
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: GenerateContentRequest,
+        unknown: Sequence[str],
+    ) -> RouteResult:
+        exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
+        call = exchange.call = self._bind(_STREAM, session, exchange.call, unknown)
+        live = await self._completions.stream(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, live)
+
+    async def _count_tokens(
+        self,
+        session: Session,
+        query: Mapping[str, str],
+        request: CountTokensRequest,
+        unknown: Sequence[str],
+    ) -> bytes:
+        whole = request.build_whole_request()
+        asked = build_model_call(whole, session.request.sampling, self._model)
+        call = self._bind(_COUNT, session, asked, unknown)
+        _, count = await self._completions.prompts.build_prompt_json(session, call)
+        return msgspec.json.encode({"totalTokens": count})
+
+    def _bind(
+        self, verb: str, session: Session, asked: ModelCall, unknown: Sequence[str]
+    ) -> ModelCall:
+        """A call as its session allows it; what it asks for in vain is counted."""
+        call = bind_call(asked, session.request, unknown)
+        route, names = f"/models/{{model}}:{verb}", call.without_effect
+        self._completions.metrics.count_ignored_parameters(route, session.client, names)
+        return call
+
+    def _list_models(self, session: Session) -> bytes:
+        return msgspec.json.encode({"models": [build_model_card(self._model.name, self._model)]})
+
+    def _get_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
+        return msgspec.json.encode(build_model_card(name, self._model))
+
+
+def _read_delivery(query: Mapping[str, str]) -> Delivery:
+    form = query.get("alt", "json")
+    if form not in ("json", "sse"):
+        raise ProxyRequestError(400, f"expected alt=json or alt=sse, got {form!r}", key="alt")
+    return "events" if form == "sse" else "array"
