@@ -38,6 +38,12 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
+    steps = trainer.optimizer.schedule_steps or trainer.total_steps
+    if trainer.optimizer.warmup_steps >= steps:
+        yield (
+            f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
+            f"never reaches its peak in {steps} steps"
+        )
     if recipe.reward.isolation == "none":
         yield (
             "reward.isolation=none: a program that the model wrote can read and change all that "

@@ -77,6 +77,8 @@ class AdamConfig(BaseConfig):
     """Steps in which the learning rate grows from near 0 to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
+    schedule_steps: Annotated[int, Field(ge=1)] | None = None
+    """The step that `decay` reaches its end at; null: the last one, wherever that is moved to."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a share of the peak."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
