@@ -274,20 +274,6 @@ class TrainerConfig(BaseConfig):
         )
 
     @model_validator(mode="after")
-    def _check_that_ratios_differ(self) -> TrainerConfig:
-        one = self.objective
-        wanted = [f"surrogate={one.surrogate}"] * (one.surrogate == "cispo")
-        wanted += [f"ratio_level={one.ratio_level}"] * (one.ratio_level == "sequence")
-        if wanted and self.ratios_are_one:
-            raise ValueError(
-                f"objective.{' and objective.'.join(wanted)} would have no effect: with "
-                f"minibatches=1 and objective.proximal={one.proximal} every ratio is 1. Set "
-                "minibatches=2 or more, or objective.proximal=none with "
-                "objective.off_policy_correction=none"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(

@@ -149,6 +149,18 @@ def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
     assert told in doubt
 
 
+@pytest.mark.parametrize("key", ["surrogate=cispo", "ratio_level=sequence"])
+def test_objectives_of_ratios_that_are_always_one_are_refused(key: str) -> None:
+    chosen = f"trainer.objective.{key}"
+    for proximal in ("recompute", "log_linear"):
+        given = [chosen, f"trainer.objective.proximal={proximal}"]
+        with pytest.raises(RecipeError, match="would have no effect.*every ratio is 1"):
+            load_recipe(QUICKSTART, given)
+        load_recipe(QUICKSTART, [*given, "trainer.minibatches=2"])
+    naive = ("proximal=none", "off_policy_correction=none")
+    load_recipe(QUICKSTART, [chosen, *(f"trainer.objective.{one}" for one in naive)])
+
+
 def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None:
     for baseline in ("none", "batch_mean"):
         objective = [
