@@ -154,7 +154,7 @@ def test_objectives_of_ratios_that_are_always_one_are_refused(key: str) -> None:
     chosen = f"trainer.objective.{key}"
     for proximal in ("recompute", "log_linear"):
         given = [chosen, f"trainer.objective.proximal={proximal}"]
-        with pytest.raises(RecipeError, match="would have no effect.*every ratio is 1"):
+        with pytest.raises(RecipeError, match=r"would have no effect.*every ratio is 1"):
             load_recipe(QUICKSTART, given)
         load_recipe(QUICKSTART, [*given, "trainer.minibatches=2"])
     naive = ("proximal=none", "off_policy_correction=none")
