@@ -121,6 +121,12 @@ def check_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], N
         raise RecipeError.from_problems(problems)
     for key in changed:
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
+    optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
+    if steps_key in changed and optimizer.decay != "constant" and not optimizer.schedule_steps:
+        say(
+            f"note     the learning rate decays over {steps_key}, so it is another one from the "
+            f"next step on; trainer.optimizer.schedule_steps={before.get(steps_key)} keeps it"
+        )
 
 
 def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:

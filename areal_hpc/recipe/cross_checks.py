@@ -38,6 +38,12 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
+    steps = trainer.optimizer.schedule_steps or trainer.total_steps
+    if trainer.optimizer.warmup_steps >= steps:
+        yield (
+            f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
+            f"never reaches its peak in {steps} steps"
+        )
     if recipe.reward.isolation == "none":
         yield (
             "reward.isolation=none: a program that the model wrote can read and change all that "
@@ -61,6 +67,17 @@ def _check_training(recipe: Recipe) -> Iterator[Problem]:
     if trainer.batch_size % parallel.dp:
         message = f"{undivided}.parallel.dp={parallel.dp}"
         yield Problem(message, "trainer.batch_size", f"use a multiple of {parallel.dp}")
+    objective = trainer.objective
+    for name, value in (("surrogate", "cispo"), ("ratio_level", "sequence")):
+        if getattr(objective, name) == value and trainer.ratios_are_one:
+            yield Problem(
+                f"trainer.objective.{name}={value} would have no effect: with "
+                f"trainer.minibatches=1 and trainer.objective.proximal={objective.proximal} every "
+                "ratio is 1",
+                f"trainer.objective.{name}",
+                "set trainer.minibatches=2 or more, or trainer.objective.proximal=none with "
+                "off_policy_correction=none",
+            )
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
         yield Problem(

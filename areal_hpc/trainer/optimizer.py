@@ -16,6 +16,7 @@ from areal_hpc.trainer.optimizer_offload import lend_master_weights, offload_opt
 
 def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
     """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    total_steps = config.schedule_steps or total_steps
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     last = max(1, total_steps - 1 - config.warmup_steps)
     progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))

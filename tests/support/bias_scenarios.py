@@ -58,12 +58,12 @@ def _stale(sigma: float) -> Callable[[int], ToyTask]:
 
 def _nucleus(seed: int) -> ToyTask:
     acting = take_nucleus(make_policy(seed), 0.7)
-    return act_otherwise(_linear("binary")(seed), acting, EVERYWHERE, is_target=True)
+    return act_otherwise(_linear("graded")(seed), acting, EVERYWHERE, is_target=True)
 
 
 def _greedy(seed: int) -> ToyTask:
     acting = take_best(make_policy(seed), slice(1, 4))
-    return act_otherwise(_linear("binary")(seed), acting, LATER, is_target=True)
+    return act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
 
 
 def _retried(seed: int) -> ToyTask:
@@ -86,8 +86,8 @@ SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
     "binary, the same, `min_samples=2` of 3": lambda seed: keep_those_that_succeed(
         _linear("binary")(seed), _fails_when_long
     ),
-    "binary, `top_p=0.7`": _nucleus,
-    "binary, the second turn is greedy": _greedy,
+    "graded, `top_p=0.7`": _nucleus,
+    "graded, the second turn is greedy": _greedy,
     "graded, noise of .3 on all logits": _stale(0.3),
     "graded, noise of 1 on all logits": _stale(1.0),
 }

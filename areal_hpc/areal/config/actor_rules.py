@@ -137,6 +137,15 @@ def _translate_reward_norm(
     return found
 
 
+def _check_reward_scaling(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    is_scaled = source("actor.reward_norm.eps") is None or source("actor.reward_norm.std_level")
+    if value == 1 or is_scaled:
+        return {}
+    return Untranslatable(
+        "without std_level rewards are taken as they are: scale them in the agent"
+    )
+
+
 def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if value in (1, source("gconfig.n_samples")):
         return {}
@@ -214,7 +223,11 @@ ACTOR_RULES = (
         "actor.reward_norm",
         "without the section, rewards are compared with their group's mean in its deviations",
     ),
-    ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
+    Rule(
+        "actor.reward_scaling",
+        "(not needed) it cancels out where differences are divided by their deviation",
+        _check_reward_scaling,
+    ),
     ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
     unsupported_rule("actor.reward_clip", "rewards are not clipped; clip them in the agent"),
     fixed_rule(

@@ -77,6 +77,8 @@ class AdamConfig(BaseConfig):
     """Steps in which the learning rate grows from near 0 to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
+    schedule_steps: Annotated[int, Field(ge=1)] | None = None
+    """The step that `decay` reaches its end at; null: the last one, wherever that is moved to."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a share of the peak."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -270,20 +272,6 @@ class TrainerConfig(BaseConfig):
             recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
-
-    @model_validator(mode="after")
-    def _check_that_ratios_differ(self) -> TrainerConfig:
-        one = self.objective
-        wanted = [f"surrogate={one.surrogate}"] * (one.surrogate == "cispo")
-        wanted += [f"ratio_level={one.ratio_level}"] * (one.ratio_level == "sequence")
-        if wanted and self.ratios_are_one:
-            raise ValueError(
-                f"objective.{' and objective.'.join(wanted)} would have no effect: with "
-                f"minibatches=1 and objective.proximal={one.proximal} every ratio is 1. Set "
-                "minibatches=2 or more, or objective.proximal=none with "
-                "objective.off_policy_correction=none"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

@@ -9,9 +9,14 @@ import pytest
 
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.writer import write_sealed_shard
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.proxy import ExportSettings
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
+from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 STEPS = 3
 OBJECTIVE = {
@@ -93,6 +98,29 @@ def test_sequence_losses_do_not_depend_on_split_or_layout(
             assert {name: line[name] for name in COMPARED} == pytest.approx(
                 {name: other[name] for name in COMPARED}, rel=2e-5, abs=1e-6
             ), (parallel, line["step"])
+
+
+def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path: Path) -> None:
+    paths = record_run(tmp_path / "run", 0)
+    good = [MadeUpTurn(9, 0.5), MadeUpTurn(0, 0.0), MadeUpTurn(0, 1.0)]
+    bad = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(0, 0.25)]
+    rows = build_batch([[good, bad]], ExportSettings())
+    shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+    places, rewards = list(range(len(rows))), [row.reward for row in rows]
+    ticket = SealedTicket(TicketRef(0, 0), shard.file, places, rewards, NO_VERSION)
+    write_manifest(paths, BatchManifest(1, 1, [ticket]))
+    largest = {}
+    for credit in ("episode", "turn"):
+        copied = RunPaths(shutil.copytree(paths.root, tmp_path / credit))
+        objective = {"credit": credit, "scale_rewards": "none"}
+        settings = {"total_steps": 1, "objective": objective}
+        outcome = ranks.run(copied, "replay", 1, trainer=settings)
+        assert outcome.codes == [0], outcome.log
+        (line,) = read_lines(copied.metrics)
+        largest[credit] = line["advantage/abs_max"]
+    # Episodes earned 1.5 and .25. Their replies earned 1, 0, 1 and .125, 0, .25: .396 on average;
+    # the last two of each weigh a half.
+    assert largest == pytest.approx({"episode": 0.625, "turn": 1 - 2.375 / 6}, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PRESETS)

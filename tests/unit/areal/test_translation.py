@@ -142,6 +142,12 @@ def test_a_norm_by_another_deviation_than_that_of_its_mean_is_lost() -> None:
         assert reasons({"actor": {"reward_norm": norm}})["actor.reward_norm.mean_level"]
 
 
+def test_a_scale_of_rewards_matters_where_no_deviation_divides_them() -> None:
+    raw = {"reward_norm": {"mean_level": "group", "std_level": None}, "reward_scaling": 10}
+    assert "scale them in the agent" in reasons({"actor": raw})["actor.reward_scaling"]
+    assert "actor.reward_scaling" not in reasons({"actor": {"reward_scaling": 10}})
+
+
 def test_the_second_bound_and_the_level_of_ratios_are_carried_over() -> None:
     actor = {"c_clip": 3.0, "importance_sampling_level": "sequence", "ppo_n_minibatches": 4}
     found = recipe_of({"actor": actor})

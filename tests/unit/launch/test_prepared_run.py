@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
-from areal_hpc.launch.setup import refuse_other_recipe, write_recipe
+from areal_hpc.launch.setup import check_recipe_changes, refuse_other_recipe, write_recipe
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
@@ -32,6 +32,25 @@ def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_pat
     assert not paths.root.exists()
     assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
     assert kept.parent == paths.root.parent
+
+
+def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_path: Path) -> None:
+    given = [f"cluster.fileroot={tmp_path}", "trainer.optimizer.decay=cosine"]
+    recipe = load_recipe(QUICKSTART, [*given, "trainer.total_steps=100"])
+    paths = RunPaths(recipe.run_dir)
+    paths.root.mkdir(parents=True)
+    write_recipe(recipe, paths.recipe)
+
+    def resume(*more: str) -> str:
+        said: list[str] = []
+        check_recipe_changes(load_recipe(QUICKSTART, [*given, *more]), paths, said.append)
+        return "\n".join(said)
+
+    grown = "trainer.total_steps=200"
+    assert "trainer.optimizer.schedule_steps=100 keeps it" in resume(grown)
+    kept = resume(grown, "trainer.optimizer.schedule_steps=100")
+    assert "changed  trainer.total_steps: 100 -> 200" in kept
+    assert "note" not in kept
 
 
 def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path: Path) -> None:

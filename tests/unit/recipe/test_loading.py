@@ -138,6 +138,41 @@ def test_sampling_that_training_does_not_know_of_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.objective.clip_high=0.4", "every ratio is 1"),
+        ("trainer.optimizer.warmup_steps=500", "never reaches its peak in 25 steps"),
+    ],
+)
+def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
+    (doubt,) = find_doubts(load_recipe(QUICKSTART, [override]))
+    assert told in doubt
+
+
+@pytest.mark.parametrize("key", ["surrogate=cispo", "ratio_level=sequence"])
+def test_objectives_of_ratios_that_are_always_one_are_refused(key: str) -> None:
+    chosen = f"trainer.objective.{key}"
+    for proximal in ("recompute", "log_linear"):
+        given = [chosen, f"trainer.objective.proximal={proximal}"]
+        with pytest.raises(RecipeError, match=r"would have no effect.*every ratio is 1"):
+            load_recipe(QUICKSTART, given)
+        load_recipe(QUICKSTART, [*given, "trainer.minibatches=2"])
+    naive = ("proximal=none", "off_policy_correction=none")
+    load_recipe(QUICKSTART, [chosen, *(f"trainer.objective.{one}" for one in naive)])
+
+
+def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None:
+    for baseline in ("none", "batch_mean"):
+        objective = [
+            f"trainer.objective.baseline={baseline}",
+            "trainer.objective.scale_rewards=batch",
+        ]
+        load_recipe(QUICKSTART, ["rollout.n_samples=1", *objective])
+    with pytest.raises(RecipeError, match="scale_rewards=group"):
+        load_recipe(QUICKSTART, ["rollout.n_samples=1", "trainer.objective.baseline=none"])
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("a: [1", "is not YAML"),

@@ -28,5 +28,5 @@ def test_credit_of_episodes_is_exact_on_branches() -> None:
 
 def test_known_biases_are_seen() -> None:
     assert measure("graded rewards (lognormal)", "default", 1)[0] < 0.95
-    assert measure("binary, the second turn is greedy", "rloo", 1)[0] < 0.99
+    assert measure("graded, the second turn is greedy", "rloo", 1)[0] < 0.99
     assert measure("binary rewards", "default", 1)[0] > 0.98

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TrainerConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_aggregation import (
     compute_minibatch_factors,
@@ -135,14 +135,3 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
 def test_keys_without_a_meaning_are_refused(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ObjectiveConfig(**values)
-
-
-@pytest.mark.parametrize("values", [{"surrogate": "cispo"}, {"ratio_level": "sequence"}])
-def test_ratios_that_are_always_one_are_refused(values: dict[str, Any]) -> None:
-    for proximal in ("recompute", "log_linear"):
-        objective = {**values, "proximal": proximal}
-        with pytest.raises(ValueError, match="no effect"):
-            TrainerConfig(objective=objective)  # type: ignore[arg-type]
-        TrainerConfig(objective=objective, minibatches=2)  # type: ignore[arg-type]
-    naive = {**values, "proximal": "none", "off_policy_correction": "none"}
-    TrainerConfig(objective=naive)  # type: ignore[arg-type]

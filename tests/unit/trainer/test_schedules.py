@@ -37,6 +37,17 @@ def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> No
     assert rates[19] == pytest.approx(0.1)
 
 
+def test_a_schedule_of_its_own_stays_when_the_run_grows() -> None:
+    decay = {"lr": 1.0, "decay": "cosine"}
+    stretched, fixed = (AdamConfig.model_validate(decay | more) for more in (
+        {}, {"schedule_steps": 100},
+    ))  # fmt: skip
+    before = [compute_learning_rate(step, 100, stretched) for step in range(100)]
+    assert [compute_learning_rate(step, 200, fixed) for step in range(100)] == before
+    assert compute_learning_rate(150, 200, fixed) == 0.0
+    assert compute_learning_rate(80, 200, stretched) > 5 * before[80]
+
+
 def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
     schedule = Schedule(
         total_steps=7,
