@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _kept: set[int] = set()
 
 
@@ -28,6 +29,14 @@ def list_descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # it ended meanwhile
             found += [int(child) for child in (task / "children").read_text().split()]
     return [*found, *(below for child in found for below in list_descendants(child))]
+
+
+def read_resident_bytes(pid: int) -> int:
+    """Memory that a process holds, shared pages included; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
 
 
 def keep_process(pid: int) -> None:
