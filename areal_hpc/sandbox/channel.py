@@ -159,13 +159,19 @@ class Channel:
             await self._send(number, INPUT)
 
     async def _send(self, number: int, kind: bytes, content: bytes = b"") -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with self._turn:
-                frame = HEADER.pack(number, kind, len(content)) + content
-                await loop.sock_sendall(self._socket, frame)
-        except OSError as error:
-            raise EOFError from error
+        frame = HEADER.pack(number, kind, len(content)) + content
+        # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
+        if not await asyncio.shield(asyncio.ensure_future(self._write(frame))):
+            raise EOFError
+
+    async def _write(self, frame: bytes) -> bool:
+        """False if nobody takes it any more."""
+        async with self._turn:
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+            except OSError:
+                return False
+        return True
 
     async def _read(self) -> None:
         """Take in frames until the server is gone, or sends what is none."""
