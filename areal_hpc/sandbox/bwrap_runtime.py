@@ -90,7 +90,7 @@ class BwrapRuntime:
                 user=NOBODY_UID if as_nobody else None,
             )
             try:
-                return await Sandbox.start(plan, listens=spec.network == "session-only")
+                return await Sandbox.start(plan)
             except ClusterError as error:
                 said = error.problems[0].message
                 if any(sign in said for sign in ("unshare:", "bwrap:", "mount:")):
@@ -136,12 +136,12 @@ def build_arguments(
         command.append("--share-net")
     if spec.root is None:
         command += _show_system(scratch, spec.network, contents)
-        writable = (WORK_DIR, "/tmp")
+        writable = [WORK_DIR, "/tmp"]
     else:
         command += ["--overlay-src", str(spec.root)]
         command += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
         command += ["--dir", WORK_DIR, "--perms", "1777", "--dir", "/tmp"]
-        writable = ("/",)
+        writable = ["/"]
         if spec.network == "open":
             command += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
     command += ["--proc", "/proc", "--dev", "/dev", "--bind", f"{scratch}/shm", "/dev/shm"]

@@ -78,6 +78,11 @@ class CommandServer:
                     if key.fd in self._selector.get_map():
                         key.data()
                 self._reap()
+        while below := list_children(os.getpid()):
+            for pid in below:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
     def _receive(self) -> None:
         piece = os.read(self._reading, CHUNK_BYTES)
@@ -270,6 +275,16 @@ def kill_session(leader: int) -> None:
             with contextlib.suppress(OSError):
                 if os.getsid(int(process.name)) == leader:
                     os.kill(int(process.name), signal.SIGKILL)
+
+
+def list_children(pid: int) -> list[int]:
+    """Children of a process, orphans that it adopted among them."""
+    try:
+        listed = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY)
+        with os.fdopen(listed, "rb") as file:
+            return [int(one) for one in file.read().split()]
+    except OSError:  # a kernel that does not tell; then the sandbox's end is theirs
+        return []
 
 
 def set_limits(limits: dict[str, int]) -> None:

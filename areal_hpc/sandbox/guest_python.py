@@ -65,6 +65,7 @@ def build_server_command(
     *,
     writable: Sequence[str],
     counts_processes: bool,
+    origin: str = "/",
 ) -> list[str]:
     """The command line of a sandbox's server.
 
@@ -74,11 +75,13 @@ def build_server_command(
         script: The place of the server there.
         writable: Folders that a snapshot looks through.
         counts_processes: The kernel counts the processes of this sandbox alone.
+        origin: The folder that paths in a snapshot are relative to.
     """
     request = {
         "limits": _list_limits(spec.limits, counts_processes),
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
         "writable": list(writable),
+        "origin": origin,
         "lower": None if spec.root is None else LOWER_DIR,
     }
     return [*python, script, json.dumps(request)]

@@ -17,7 +17,7 @@ SESSION_PORT = 8999
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What a sandbox may use. Over memory, processes or time it ends; the rest is refused."""
+    """What a sandbox may use. One that uses more memory ends; of the rest it gets no more."""
 
     memory_bytes: int = 2 << 30
     """Resident memory of all its processes together, and private memory of each of them."""
@@ -27,8 +27,6 @@ class SandboxLimits:
     """All that it writes, in memory of the node."""
     files: int = 100_000
     """Files, folders and links that it makes."""
-    time_s: float = 3600.0
-    """From the moment in which somebody takes it."""
     output_bytes: int = 1 << 20
     """What one command prints, each of its two streams; a command that prints more is killed."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
@@ -76,6 +77,8 @@ class Sandbox:
     def __init__(self, plan: StartPlan, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self.folder = plan.folder
         """Working directory of commands; relative paths are below it."""
+        self.base_url = ""
+        """Where commands reach the model's endpoint; empty if they cannot."""
         self._plan, self._process, self._channel = plan, process, channel
         self._variables = dict(plan.variables)
         self._relay: SessionRelay | None = None
@@ -87,8 +90,8 @@ class Sandbox:
         self._is_stopped = False
 
     @classmethod
-    async def start(cls, plan: StartPlan, listens: bool) -> "Sandbox":
-        """A sandbox whose server has answered. `listens`: a session may be opened to it.
+    async def start(cls, plan: StartPlan) -> "Sandbox":
+        """A sandbox whose server has answered.
 
         Raises:
             ClusterError: It did not; the message has what the process said.
@@ -118,7 +121,8 @@ class Sandbox:
             await sandbox.stop()
             raise
         if listener is not None:
-            sandbox._take_listener(listener, listens)
+            listener.setblocking(False)
+            sandbox._relay = SessionRelay(listener)
         sandbox._watch = asyncio.create_task(sandbox._watch_limits())
         return sandbox
 
@@ -132,24 +136,23 @@ class Sandbox:
         """The process of this machine below which all of the sandbox's are."""
         return self._process.pid
 
-    async def open_session(self, host: str, port: int, variables: Mapping[str, str]) -> str:
-        """Serve the sandbox's own address from here on; commands get these variables as well.
+    async def open_session(self, url: str) -> str:
+        """Let commands reach this address (`http://HOST:PORT`); its URL within the sandbox.
 
-        Returns:
-            The URL of that address, within the sandbox.
-
-        Raises:
-            ValueError: It has no such network.
+        In a `session-only` network that is the only one that they reach.
         """
         if self._relay is None:
-            raise ValueError("the sandbox's network is not session-only")
-        await self._relay.start(host, port)
-        self._variables |= variables
+            return url
+        address = urlsplit(url)
+        await self._relay.start(address.hostname or "127.0.0.1", address.port or 80)
         return f"http://127.0.0.1:{SESSION_PORT}"
 
-    def begin_time(self) -> None:
-        """Count `limits.time_s` from now on."""
-        time_s = self._plan.limits.time_s
+    def add_variables(self, variables: Mapping[str, str]) -> None:
+        """Give all later commands these variables as well."""
+        self._variables |= variables
+
+    def begin_time(self, time_s: float) -> None:
+        """End it after so long."""
         self._clock = asyncio.get_running_loop().call_later(
             time_s, self._lose, f"its {time_s:g} s are over"
         )
@@ -233,9 +236,9 @@ class Sandbox:
         for one in (self._watch, self._clock):
             if one is not None:
                 one.cancel()
+        self._kill()
         if self._relay is not None:
             await self._relay.close()
-        self._kill()
         await self._channel.close()
         # A thread: the kernel takes its time to tear namespaces down.
         await asyncio.shield(asyncio.to_thread(self._process.wait))
@@ -243,13 +246,6 @@ class Sandbox:
             self._process.stderr.close()
         if self._plan.on_stop is not None:
             self._plan.on_stop()
-
-    def _take_listener(self, listener: socket.socket, listens: bool) -> None:
-        if listens:
-            listener.setblocking(False)
-            self._relay = SessionRelay(listener)
-        else:
-            listener.close()
 
     def _locate(self, path: str) -> str:
         return str(PurePosixPath(self.folder) / path)
@@ -322,8 +318,8 @@ def _start_process(plan: StartPlan, channel: socket.socket) -> subprocess.Popen[
     """In the calling thread, which must live on: the process ends with it."""
     return subprocess.Popen(
         list(plan.command),
-        stdin=channel,
-        stdout=channel,
+        stdin=channel.fileno(),
+        stdout=channel.fileno(),
         stderr=subprocess.PIPE,
         cwd="/",
         env=dict(plan.environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),
@@ -331,5 +327,5 @@ def _start_process(plan: StartPlan, channel: socket.socket) -> subprocess.Popen[
         start_new_session=True,
         user=plan.user,
         group=plan.user,
-        extra_groups=None if plan.user is None else [],
+        extra_groups=None if plan.user is None else list[int](),
     )

@@ -24,9 +24,9 @@ def work(request: dict[str, Any], server: dict[str, Any]) -> None:
         case "get":
             get_file(request["path"])
         case "pack":
-            pack_changes(server["writable"], server["lower"])
+            pack_changes(server["origin"], server["writable"], server["lower"])
         case "unpack":
-            unpack_changes()
+            unpack_changes(server["origin"])
 
 
 def put_file(path: str, mode: int) -> None:
@@ -60,8 +60,15 @@ def demand_regular(descriptor: int, path: str) -> None:
         raise OSError(f"{path} is no regular file")
 
 
-def pack_changes(writable: list[str], lower: str | None) -> None:
-    """Write all that was written or removed to standard output, as a layer of an OCI image."""
+def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
+    """Write all that was written or removed to standard output, as a layer of an OCI image.
+
+    Names are relative to `origin`; `lower` is the root file system as it was.
+    """
+
+    def name_member(path: str) -> str:
+        return path.removeprefix(origin).lstrip("/")
+
     skipped = {*read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"} - set(writable)
     with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
         pending = list(writable)
@@ -74,11 +81,11 @@ def pack_changes(writable: list[str], lower: str | None) -> None:
                     continue
                 former = None if below is None else f"{below}/{name}"
                 if has_changed(entry.path, former):
-                    archive.add(entry.path, entry.path.lstrip("/"), recursive=False)
+                    archive.add(entry.path, name_member(entry.path), recursive=False)
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
             for name in list_removed(names, below):
-                mark = tarfile.TarInfo(f"{folder}/{WHITEOUT_PREFIX}{name}".lstrip("/"))
+                mark = tarfile.TarInfo(name_member(f"{folder}/{WHITEOUT_PREFIX}{name}"))
                 archive.addfile(mark)
 
 
@@ -115,15 +122,15 @@ def list_removed(names: dict[str, Any], below: str | None) -> list[str]:
     return [entry.name for entry in former if entry.name not in names]
 
 
-def unpack_changes() -> None:
+def unpack_changes(origin: str) -> None:
     """Read from standard input what `pack_changes` wrote, and make it so."""
     extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
     modes = {}
     with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
         for member in archive:
-            folder, _, name = ("/" + member.name).rpartition("/")
+            folder, _, name = f"{origin.rstrip('/')}/{member.name}".rpartition("/")
             if not name.startswith(WHITEOUT_PREFIX):
-                archive.extract(member, "/", set_attrs=not member.isdir(), **extra)
+                archive.extract(member, origin, set_attrs=not member.isdir(), **extra)
                 if member.isdir():
                     modes[f"{folder}/{name}"] = member.mode
                 continue
