@@ -295,6 +295,8 @@ class Sandbox:
         self._kill()
 
     def _kill(self) -> None:
+        if self._process.poll() is not None:  # its number may be another's
+            return
         below = list_descendants(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

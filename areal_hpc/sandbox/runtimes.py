@@ -1,0 +1,21 @@
+"""Choice of a runtime by its name."""
+
+from collections.abc import Callable
+
+from areal_hpc.sandbox.bubblewrap import find_bubblewrap
+from areal_hpc.sandbox.bwrap_runtime import BwrapRuntime
+from areal_hpc.sandbox.host_runtime import HostRuntime
+from areal_hpc.sandbox.runtime import Runtime
+
+_RUNTIMES: dict[str, Callable[[], Runtime]] = {"bwrap": BwrapRuntime, "none": HostRuntime}
+
+
+def make_runtime(name: str) -> Runtime:
+    """The runtime that `rollout.agent.isolation` names."""
+    return _RUNTIMES[name]()
+
+
+def find_runtimes() -> list[str]:
+    """Names of the runtimes whose programs are on this machine."""
+    found = {"bwrap": find_bubblewrap() is not None, "none": True}
+    return [name for name, is_here in found.items() if is_here]
