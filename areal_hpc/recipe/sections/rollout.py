@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.recipe.sections.sandbox import AgentIsolation, SandboxConfig
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -37,6 +38,10 @@ class AgentExecutionConfig(BaseConfig):
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
+    isolation: AgentIsolation | None = None
+    """What `data["sandbox"]` is, where commands run; `none`: as you do; null: there is none."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """What it sees, reaches and may use."""
     export_style: Literal["concat", "individual"] = "concat"
     """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
