@@ -13,7 +13,8 @@ import json, os, urllib.request
 url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'
 body = json.dumps({'model': 'default', 'messages': [{'role': 'user', 'content': '2 + 2 ='}]})
 headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
-request = urllib.request.Request(url, body.encode(), {**headers, 'Content-Type': 'application/json'})
+headers['Content-Type'] = 'application/json'
+request = urllib.request.Request(url, body.encode(), headers)
 print(json.load(urllib.request.urlopen(request, timeout=30))['object'])
 """
 

@@ -31,14 +31,15 @@ async def play(
     agent = build_agent(how, PATH, kwargs)
     assert agent is not None
     sandboxes = make_agent_sandboxes(how) if how.mode == "inline" else None
-    async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
-        episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
-        outcomes = await asyncio.gather(*episodes)
-    if isinstance(agent, SubprocessAgent):
-        agent.close()
-    if sandboxes is not None:
-        await sandboxes.close()
-    return outcomes
+    try:
+        async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
+            episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
+            return await asyncio.gather(*episodes)
+    finally:
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
+        if sandboxes is not None:
+            await sandboxes.close()
 
 
 def read_sandboxes(note: Path) -> list[list[int]]:
