@@ -30,16 +30,8 @@ from areal_hpc.sandbox.guest_python import (
 from areal_hpc.sandbox.runtime import Network, SandboxSpec
 from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
 from areal_hpc.sandbox.seccomp import build_filter
+from areal_hpc.sandbox.system_view import ACCOUNTS, VARIABLES, WORK_DIR
 
-WORK_DIR = "/workspace"
-"""Working and home directory of commands, at first empty."""
-VARIABLES = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": WORK_DIR,
-    "LC_ALL": "C.UTF-8",
-    "TMPDIR": "/tmp",
-    "USER": "nobody",
-}
 _SCRATCH_PLACES = ("/media", "/srv", "/mnt", "/opt")
 """Folders that every distribution has (FHS 3.0); one of them is covered, for bubblewrap alone."""
 _PREPARE = """
@@ -51,12 +43,6 @@ cd "$4"  # the sandbox sees this command line, and is told no path of this machi
 shift 4
 exec ./bwrap "$@"
 """
-_ACCOUNTS = {
-    "passwd": f"nobody:x:{NOBODY_UID}:{NOBODY_UID}:nobody:{WORK_DIR}:/bin/sh\n",
-    "group": f"nogroup:x:{NOBODY_UID}:\n",
-    "hosts": "127.0.0.1 localhost\n",
-}
-"""Of a sandbox that shows this machine's programs: its accounts are nobody's business."""
 
 
 class BwrapRuntime:
@@ -64,6 +50,7 @@ class BwrapRuntime:
 
     name = "bwrap"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
+    takes_root = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -181,7 +168,7 @@ def _show_system(scratch: str, network: Network, contents: _Contents) -> Iterato
     shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
     for name in (*SYSTEM_FILES, *shared):
         yield from ("--ro-bind-try", name, name)
-    for name, content in _ACCOUNTS.items():
+    for name, content in ACCOUNTS.items():
         yield from ("--perms", "0644")
         yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -85,7 +86,10 @@ class CommandServer:
                     os.waitpid(pid, 0)
 
     def _receive(self) -> None:
-        piece = os.read(self._reading, CHUNK_BYTES)
+        try:
+            piece = os.read(self._reading, CHUNK_BYTES)
+        except BlockingIOError:
+            return
         if not piece:
             raise EOFError
         self._received += piece
@@ -219,7 +223,10 @@ class CommandServer:
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(self._writing, rest) :]
+            try:
+                rest = rest[os.write(self._writing, rest) :]
+            except BlockingIOError:  # a kernel may hand the channel over like this
+                select.select([], [self._writing], [])
 
 
 def become_child(request: dict[str, Any], pipes: list[int], server: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ class HostRuntime:
 
     name = "none"
     networks: tuple[Network, ...] = ("open",)
+    takes_root = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""

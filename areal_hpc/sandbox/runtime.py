@@ -48,6 +48,8 @@ class Runtime(Protocol):
     """As `rollout.agent.isolation` names it."""
     networks: tuple[Network, ...]
     """What it can offer."""
+    takes_root: bool
+    """It can show another root file system than this machine's."""
 
     async def start(self, spec: SandboxSpec) -> "Sandbox":
         """A sandbox that is ready for commands.

@@ -4,10 +4,15 @@ from collections.abc import Callable
 
 from areal_hpc.sandbox.bubblewrap import find_bubblewrap
 from areal_hpc.sandbox.bwrap_runtime import BwrapRuntime
+from areal_hpc.sandbox.gvisor_runtime import GvisorRuntime, find_runsc
 from areal_hpc.sandbox.host_runtime import HostRuntime
 from areal_hpc.sandbox.runtime import Runtime
 
-_RUNTIMES: dict[str, Callable[[], Runtime]] = {"bwrap": BwrapRuntime, "none": HostRuntime}
+_RUNTIMES: dict[str, Callable[[], Runtime]] = {
+    "bwrap": BwrapRuntime,
+    "gvisor": GvisorRuntime,
+    "none": HostRuntime,
+}
 
 
 def make_runtime(name: str) -> Runtime:
@@ -17,5 +22,9 @@ def make_runtime(name: str) -> Runtime:
 
 def find_runtimes() -> list[str]:
     """Names of the runtimes whose programs are on this machine."""
-    found = {"bwrap": find_bubblewrap() is not None, "none": True}
+    found = {
+        "bwrap": find_bubblewrap() is not None,
+        "gvisor": find_runsc() is not None,
+        "none": True,
+    }
     return [name for name, is_here in found.items() if is_here]

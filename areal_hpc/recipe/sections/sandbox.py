@@ -6,7 +6,7 @@ from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
 
-AgentIsolation = Literal["bwrap", "none"]
+AgentIsolation = Literal["bwrap", "gvisor", "none"]
 """Names of runtimes."""
 
 

@@ -116,6 +116,12 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             key="rollout.agent.sandbox.network",
             hint=f"use {runtime.networks[0]}",
         )
+    if config.root and not runtime.takes_root:
+        raise RecipeError(
+            f"{runtime.name} shows the programs of the node, and no other root file system",
+            key="rollout.agent.sandbox.root",
+            hint="use rollout.agent.isolation=bwrap",
+        )
     if config.root and not Path(config.root).is_dir():
         raise RecipeError(
             f"there is no folder {config.root}",
