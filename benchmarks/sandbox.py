@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Runtime, SandboxSpec
-from areal_hpc.sandbox.runtimes import find_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from benchmarks._pairs import add_out, report
 
@@ -108,7 +108,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(prog="areal-hpc bench sandbox", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     isolating = [name for name in find_runtimes() if name != "none"]
     parser.add_argument("--runtime", choices=isolating, default="bwrap", help="which (bwrap)")
     parser.add_argument("--root", type=Path, help="folder of a root file system")

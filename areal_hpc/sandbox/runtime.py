@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from areal_hpc.sandbox.sandbox import Sandbox
 
 Network = Literal["none", "session-only", "open"]
-"""`none`: loopback alone, with nothing on it; `session-only`: one address there, which a relay
+"""`none`: loopback alone, with nothing on it; `session-only`: one address there, which a forwarder
 outside serves; `open`: the network of the machine."""
 
 SESSION_PORT = 8999

@@ -20,8 +20,8 @@ from areal_hpc.jobs.processes.descendants import (
     read_resident_bytes,
 )
 from areal_hpc.sandbox.channel import Channel, RunningCommand
-from areal_hpc.sandbox.relay import SessionRelay
 from areal_hpc.sandbox.runtime import SESSION_PORT, SandboxLimits
+from areal_hpc.sandbox.session_forwarder import SessionForwarder
 
 START_TIMEOUT_S = 30.0
 """A loaded node may take long to start a few processes."""
@@ -81,7 +81,7 @@ class Sandbox:
         """Where commands reach the model's endpoint; empty if they cannot."""
         self._plan, self._process, self._channel = plan, process, channel
         self._variables = dict(plan.variables)
-        self._relay: SessionRelay | None = None
+        self._forwarder: SessionForwarder | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._why_lost = ""
         self._active = asyncio.Event()
@@ -122,7 +122,7 @@ class Sandbox:
             raise
         if listener is not None:
             listener.setblocking(False)
-            sandbox._relay = SessionRelay(listener)
+            sandbox._forwarder = SessionForwarder(listener)
         sandbox._watch = asyncio.create_task(sandbox._watch_limits())
         return sandbox
 
@@ -141,10 +141,10 @@ class Sandbox:
 
         In a `session-only` network that is the only one that they reach.
         """
-        if self._relay is None:
+        if self._forwarder is None:
             return url
         address = urlsplit(url)
-        await self._relay.start(address.hostname or "127.0.0.1", address.port or 80)
+        await self._forwarder.start(address.hostname or "127.0.0.1", address.port or 80)
         return f"http://127.0.0.1:{SESSION_PORT}"
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
@@ -237,8 +237,8 @@ class Sandbox:
             if one is not None:
                 one.cancel()
         self._kill()
-        if self._relay is not None:
-            await self._relay.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
         await self._channel.close()
         # A thread: the kernel takes its time to tear namespaces down.
         await asyncio.shield(asyncio.to_thread(self._process.wait))

@@ -11,7 +11,7 @@ from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Network, Runtime, SandboxLimits, SandboxSpec
-from areal_hpc.sandbox.runtimes import make_runtime
+from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 
 SANDBOX_KEY = "sandbox"

@@ -18,7 +18,7 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox import channel
 from areal_hpc.sandbox.runtime import Network, Runtime, SandboxLimits, SandboxSpec
-from areal_hpc.sandbox.runtimes import find_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
@@ -327,7 +327,7 @@ OWNER = """
 import asyncio, sys, time
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox.runtime import SandboxSpec
-from areal_hpc.sandbox.runtimes import make_runtime
+from areal_hpc.sandbox.runtimes.choice import make_runtime
 async def main():
     runtime = make_runtime(sys.argv[1])
     sandboxes = [await runtime.start(SandboxSpec()) for _ in range(2)]

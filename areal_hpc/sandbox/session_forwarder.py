@@ -1,4 +1,4 @@
-"""Relay of a `session-only` network: from a socket that listens in a sandbox to one address."""
+"""Forwarder of a `session-only` network: from a socket that listens in a sandbox to one address."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ _PIECE_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0
 
 
-class SessionRelay:
+class SessionForwarder:
     """Serves a sandbox's listening socket from outside of it, and connects to nothing else."""
 
     def __init__(self, listener: socket.socket) -> None:

@@ -6,8 +6,8 @@ import shutil
 import sys
 import tempfile
 
-from areal_hpc.sandbox.guest_python import SCRIPTS, build_server_command
 from areal_hpc.sandbox.runtime import Network, SandboxSpec
+from areal_hpc.sandbox.runtimes.guest_python import SCRIPTS, build_server_command
 from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from areal_hpc.sandbox.bubblewrap import find_bubblewrap
-from areal_hpc.sandbox.bwrap_runtime import BwrapRuntime
-from areal_hpc.sandbox.gvisor_runtime import GvisorRuntime, find_runsc
-from areal_hpc.sandbox.host_runtime import HostRuntime
 from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
+from areal_hpc.sandbox.runtimes.host import HostRuntime
 
 _RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "bwrap": BwrapRuntime,
