@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import Runtime, SandboxSpec
+from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
 from benchmarks._pairs import add_out, report
 
 LIFETIME_S = 600.0

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.runtime import Runtime, SandboxSpec
+from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from areal_hpc.jobs.processes.descendants import (
     read_resident_bytes,
 )
 from areal_hpc.sandbox.channel import Channel, RunningCommand
-from areal_hpc.sandbox.runtime import SESSION_PORT, SandboxLimits
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
 
 START_TIMEOUT_S = 30.0
 """A loaded node may take long to start a few processes."""

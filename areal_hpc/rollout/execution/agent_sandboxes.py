@@ -10,9 +10,10 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import Network, Runtime, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 
 SANDBOX_KEY = "sandbox"
 """Where an agent finds its sandbox in its task."""

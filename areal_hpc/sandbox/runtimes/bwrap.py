@@ -19,7 +19,6 @@ from areal_hpc.sandbox.bubblewrap import (
     may_become_nobody,
     stage_for_all,
 )
-from areal_hpc.sandbox.runtime import Network, SandboxSpec
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
@@ -31,6 +30,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
 from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
 from areal_hpc.sandbox.seccomp import build_filter
+from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 _SCRATCH_PLACES = ("/media", "/srv", "/mnt", "/opt")
 """Folders that every distribution has (FHS 3.0); one of them is covered, for bubblewrap alone."""

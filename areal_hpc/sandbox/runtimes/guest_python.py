@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_python
-from areal_hpc.sandbox.runtime import SESSION_PORT, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 
 GUEST_DIR = "/sandbox"
 """What a sandbox needs to run its server."""

@@ -19,7 +19,6 @@ from areal_hpc.sandbox.bubblewrap import (
     SYSTEM_LINKS,
     may_become_nobody,
 )
-from areal_hpc.sandbox.runtime import Network, SandboxSpec
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SCRIPTS,
@@ -29,6 +28,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
 )
 from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 _PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

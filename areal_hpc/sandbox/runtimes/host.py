@@ -6,9 +6,9 @@ import shutil
 import sys
 import tempfile
 
-from areal_hpc.sandbox.runtime import Network, SandboxSpec
 from areal_hpc.sandbox.runtimes.guest_python import SCRIPTS, build_server_command
 from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 
 class HostRuntime:

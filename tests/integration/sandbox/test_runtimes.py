@@ -17,9 +17,10 @@ import pytest
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox import channel
-from areal_hpc.sandbox.runtime import Network, Runtime, SandboxLimits, SandboxSpec
+from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 
@@ -326,7 +327,7 @@ def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> N
 OWNER = """
 import asyncio, sys, time
 from areal_hpc.jobs.processes.descendants import list_descendants
-from areal_hpc.sandbox.runtime import SandboxSpec
+from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 async def main():
     runtime = make_runtime(sys.argv[1])
