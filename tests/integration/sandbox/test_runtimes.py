@@ -373,3 +373,24 @@ def test_no_rights_can_be_gained(isolating: Runtime) -> None:
         assert set(status.split()[1::2]) == {"0" * 16}
 
     play(isolating, scene)
+
+
+AS_USER = """
+import asyncio
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.spec import SandboxSpec
+async def main():
+    sandbox = await make_runtime("bwrap").start(SandboxSpec(network="session-only"))
+    print((await sandbox.exec("id -u; echo text > a; cat a")).stdout)
+    await sandbox.stop()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mapped", [("--map-user=1234", "--map-group=1234"), ("--map-root-user",)])
+def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
+    mapped: tuple[str, ...],
+) -> None:
+    command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert told.stdout == repr(b"65534\ntext\n") + "\n", told.stderr
