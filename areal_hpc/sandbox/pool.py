@@ -49,7 +49,7 @@ class SandboxPool:
         try:
             yield sandbox
         finally:
-            await asyncio.shield(asyncio.ensure_future(sandbox.stop()))
+            await sandbox.stop()
 
     async def close(self) -> None:
         """Stop those that are ready."""

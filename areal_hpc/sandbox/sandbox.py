@@ -87,7 +87,7 @@ class Sandbox:
         self._active = asyncio.Event()
         self._running = 0
         self._watch: asyncio.Task[None] | None = None
-        self._is_stopped = False
+        self._stopping: asyncio.Future[None] | None = None
 
     @classmethod
     async def start(cls, plan: StartPlan) -> "Sandbox":
@@ -229,10 +229,15 @@ class Sandbox:
         await self._work({"operation": "unpack"}, snapshot)
 
     async def stop(self) -> None:
-        """End all that runs in it; its files are gone. To be repeated without harm."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
+        """End all that runs in it; its files are gone. To be repeated without harm.
+
+        Who is cancelled here does not hold it up.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         for one in (self._watch, self._clock):
             if one is not None:
                 one.cancel()
@@ -241,7 +246,7 @@ class Sandbox:
             await self._forwarder.close()
         await self._channel.close()
         # A thread: the kernel takes its time to tear namespaces down.
-        await asyncio.shield(asyncio.to_thread(self._process.wait))
+        await asyncio.to_thread(self._process.wait)
         if self._process.stderr is not None:
             self._process.stderr.close()
         if self._plan.on_stop is not None:
