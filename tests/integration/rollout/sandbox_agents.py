@@ -37,3 +37,19 @@ class Commanding:
         if self.then == "lose":
             await sandbox.exec("kill -9 -1; sleep 5")
         return float(told.stdout == b"chat.completion\n")
+
+
+class Judging:
+    """Runs a program around what the model says, and compares what it prints."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        reply = await extra_kwargs["http_client"].post(
+            f"{extra_kwargs['base_url']}/chat/completions",
+            json={"model": "default", "messages": data["messages"]},
+            headers={"Authorization": f"Bearer {extra_kwargs['api_key']}"},
+        )
+        program = f"print(input(), {reply.json()['choices'][0]['message']['content']!r})"
+        sandbox = data["sandbox"]
+        await sandbox.put("solution.py", program)
+        result = await sandbox.exec("python3 solution.py", stdin=data["input"], timeout_s=10)
+        return float(result.exit_code == 0 and result.stdout.decode() == data["output"])

@@ -25,10 +25,14 @@ def make_spec(timeout_s: float = 60.0) -> EpisodeSpec:
 
 
 async def play(
-    run_dir: Path, how: AgentExecutionConfig, specs: list[EpisodeSpec], kwargs: dict[str, Any]
+    run_dir: Path,
+    how: AgentExecutionConfig,
+    specs: list[EpisodeSpec],
+    kwargs: dict[str, Any],
+    path: str = PATH,
 ) -> list[EpisodeOutcome]:
     """Episodes side by side, as a driver runs them."""
-    agent = build_agent(how, PATH, kwargs)
+    agent = build_agent(how, path, kwargs)
     assert agent is not None
     sandboxes = make_agent_sandboxes(how) if how.mode == "inline" else None
     try:
@@ -77,6 +81,15 @@ def test_an_episode_that_takes_too_long_leaves_nothing_of_its_sandbox(
     (used,) = read_sandboxes(note)
     assert len(used) >= 3
     assert not [pid for pid in used if is_running(pid)]
+
+
+def test_an_agent_judges_a_program_by_what_it_prints(tmp_path: Path) -> None:
+    how = AgentExecutionConfig(isolation="bwrap")
+    path = PATH.replace("Commanding", "Judging")
+    tasks = ({"input": "so", "output": f"so {said}\n"} for said in ("Answer: 4", "Answer: 5"))
+    specs = [dataclasses.replace(make_spec(), data={**TASK, **task}) for task in tasks]
+    outcomes = finish(play(tmp_path, how, specs, {}, path))
+    assert [one.reward for one in outcomes] == [1.0, 0.0], outcomes[0].reason
 
 
 def test_a_sandbox_that_is_lost_costs_its_own_episode(tmp_path: Path) -> None:
