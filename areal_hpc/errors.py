@@ -155,6 +155,10 @@ class WorkerLostError(AgentError):
     """The process that ran the user's code died during the call. Another one takes its place."""
 
 
+class SandboxLostError(AgentError):
+    """The sandbox is gone: it used more than it may, or what ran in it ended it."""
+
+
 class JobFailedError(ArealError):
     """A job of the run failed. Carries the exit code of the process that decided it."""
 

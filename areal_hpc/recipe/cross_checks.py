@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
@@ -15,6 +16,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_training(recipe)
     yield from _check_agent_and_tasks(recipe)
     yield from _check_rollout(recipe)
+    yield from _check_sandbox(recipe)
     yield from _check_serving(recipe)
 
 
@@ -43,6 +45,17 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
         yield (
             f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
             f"never reaches its peak in {steps} steps"
+        )
+    agent = recipe.rollout.agent
+    if agent.isolation == "none":
+        yield (
+            "rollout.agent.isolation=none: commands of the agent run as you, and can read and "
+            "change all that you can, its reward and this run included"
+        )
+    elif agent.isolation and agent.sandbox.network == "open":
+        yield (
+            "rollout.agent.sandbox.network=open: commands of the agent reach all that a node "
+            "reaches, the services of this run and of other users included"
         )
     if recipe.reward.isolation == "none":
         yield (
@@ -126,6 +139,29 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
             "weights of train_dataset.sources are ignored when rollout.curriculum is set",
             "train_dataset.sources",
             "remove the weights, or weight the rows in the curriculum function",
+        )
+
+
+def _check_sandbox(recipe: Recipe) -> Iterator[Problem]:
+    agent, key = recipe.rollout.agent, "rollout.agent.sandbox"
+    if agent.isolation is None and agent.sandbox != SandboxConfig():
+        yield Problem(
+            "rollout.agent.sandbox describes a sandbox, but rollout.agent.isolation names none",
+            key,
+            "add rollout.agent.isolation=bwrap, or remove it",
+        )
+    if agent.isolation and agent.mode == "online":
+        yield Problem(
+            "rollout.agent.isolation cannot be used with mode=online: external programs run the "
+            "agent",
+            "rollout.agent.isolation",
+            "remove it",
+        )
+    if agent.isolation == "none" and agent.sandbox.root:
+        yield Problem(
+            "rollout.agent.sandbox.root cannot be used with rollout.agent.isolation=none",
+            f"{key}.root",
+            "use rollout.agent.isolation=bwrap, or remove it",
         )
 
 

@@ -15,6 +15,7 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -60,7 +61,7 @@ def build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
     if not workflow:
         return None
     if how.mode == "subproc":
-        return SubprocessAgent(workflow, kwargs, how.subproc_max_workers)
+        return SubprocessAgent(workflow, kwargs, how.subproc_max_workers, how)
     return load_agent(workflow, kwargs)
 
 
@@ -71,6 +72,11 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
     for agent in agents.values():
         if isinstance(agent, SubprocessAgent):
             await agent.check_agent_builds()
+    sandboxes = None
+    if job.rollout.agent.mode == "inline":
+        sandboxes = make_agent_sandboxes(job.rollout.agent)
+    if sandboxes is not None:
+        await sandboxes.fill()
     key = ensure_admin_key(paths.admin_key)
     services = ServiceClients(
         ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
@@ -91,6 +97,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         events=events,
         gate=gate,
         watch=watch,
+        sandboxes=sandboxes,
     )
     loop = LeaseLoop(
         job,
@@ -106,7 +113,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         # A run that has trained a step has an agent that works.
         if job.plays_trials and agents["train"] is not None and not paths.metrics.exists():
             tasks, proxy = TaskSet.read(paths.dataset("train")), services.proxy
-            await play_trial_tasks(job.rollout, agents["train"], tasks, proxy, http_client, events)
+            await play_trial_tasks(
+                job.rollout, agents["train"], tasks, proxy, http_client, events, sandboxes
+            )
         await loop.run()
 
     try:
@@ -114,6 +123,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
         await _run_until_stopped_or_idle(play_trials_and_lease(), loop, stop, idle_timeout_s)
     finally:
+        if sandboxes is not None:
+            await sandboxes.close()
         await http_client.aclose()
         await services.close()
 

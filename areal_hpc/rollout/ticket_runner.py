@@ -20,6 +20,7 @@ from areal_hpc.rollout.episodes.episode import (
 )
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group
 from areal_hpc.rollout.episodes.limits import resolve_limits
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
@@ -77,6 +78,7 @@ class TicketRunner:
         events: EventLog,
         gate: ReplicaGate,
         watch: EpisodeWatch,
+        sandboxes: AgentSandboxes | None = None,
     ) -> None:
         self._cell, self._rollout = job.cell, job.rollout
         self._sampling: dict[TaskSplit, SamplingDefaults] = {
@@ -95,7 +97,7 @@ class TicketRunner:
         self._acceptance = GroupFilter(job.rollout)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
-        self._gate, self._watch = gate, watch
+        self._gate, self._watch, self._sandboxes = gate, watch, sandboxes
 
     async def run(self, grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
@@ -217,7 +219,9 @@ class TicketRunner:
             "limit_s": spec.timeout_s,
         }
         with self._watch.follow_episode(spec.session.task_id, facts) as running:
-            outcome = await run_episode(spec, agent, self._proxy, self._http_client)
+            outcome = await run_episode(
+                spec, agent, self._proxy, self._http_client, self._sandboxes
+            )
             if outcome.status == "ok":
                 self._watch.record_good_end(running)
         return outcome

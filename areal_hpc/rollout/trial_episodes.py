@@ -14,6 +14,7 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
 )
 from areal_hpc.rollout.episodes.limits import resolve_limits
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
@@ -35,6 +36,7 @@ async def play_trial_episode(
     number: int,
     proxy: ServiceClient,
     http_client: Any,
+    sandboxes: AgentSandboxes | None = None,
 ) -> EpisodeOutcome:
     """Play one task as an episode of training would, in a session that belongs to no ticket.
 
@@ -55,8 +57,8 @@ async def play_trial_episode(
         records_calls=is_workflow,
         sampling_from=rollout.agent.sampling,
     )
-    spec = EpisodeSpec(session, task, limits.timeout_s)
-    return await run_episode(spec, agent, proxy, http_client)
+    spec = EpisodeSpec(session, {**task}, limits.timeout_s)  # another try gets its own
+    return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
 async def play_trial_tasks(
@@ -66,6 +68,7 @@ async def play_trial_tasks(
     proxy: ServiceClient,
     http_client: Any,
     events: EventLog,
+    sandboxes: AgentSandboxes | None = None,
 ) -> None:
     """Play `rollout.trial_tasks` tasks side by side, until one ends well or none does.
 
@@ -80,7 +83,9 @@ async def play_trial_tasks(
     count = min(rollout.trial_tasks, len(tasks))
     pending = {
         asyncio.create_task(
-            _play_until_decided(rollout, agent, tasks[number], number, proxy, http_client, events)
+            _play_until_decided(
+                rollout, agent, tasks[number], number, proxy, http_client, events, sandboxes
+            )
         )
         for number in range(count)
     }
@@ -123,11 +128,14 @@ async def _play_until_decided(
     proxy: ServiceClient,
     http_client: Any,
     events: EventLog,
+    sandboxes: AgentSandboxes | None,
 ) -> EpisodeOutcome:
     """Repeat a trial as an episode of training would be repeated."""
     failures = 0
     while True:
-        outcome = await play_trial_episode(rollout, agent, task, number, proxy, http_client)
+        outcome = await play_trial_episode(
+            rollout, agent, task, number, proxy, http_client, sandboxes
+        )
         if outcome.status == "ok":
             return outcome
         problem = outcome.error.problems[0] if outcome.error else Problem("")

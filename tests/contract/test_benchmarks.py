@@ -33,6 +33,11 @@ GROUP_LAYOUT = "group_layout_cpu_over_ours"
             ["broadcast_over_bare"],
         ),
         (
+            "sandbox",
+            ("--rounds", "1", "--commands", "2", "--many", "2"),
+            ["cold_start_ms", "warm_start_ms", "command_ms", "many_start_ms"],
+        ),
+        (
             "proxy",
             ("--rounds", "1", "--share", "0.01", "--no-litellm"),  # it would be installed
             [

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _kept: set[int] = set()
 
 
@@ -23,11 +24,21 @@ def adopt_orphans() -> None:
 
 def list_descendants(pid: int) -> list[int]:
     """The processes below one, the nearest first. Costs a file read for each of its threads."""
-    found = []
-    for task in _list_tasks(pid):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return [*found, *(below for child in found for below in list_descendants(child))]
+    found, looked_at = [pid], 0
+    while looked_at < len(found):  # no recursion: a program may start any number within another
+        for task in _list_tasks(found[looked_at]):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                found += [int(child) for child in (task / "children").read_text().split()]
+        looked_at += 1
+    return found[1:]
+
+
+def read_resident_bytes(pid: int) -> int:
+    """Memory that a process holds, shared pages included; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
 
 
 def keep_process(pid: int) -> None:

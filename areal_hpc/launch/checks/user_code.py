@@ -26,6 +26,9 @@ try:
         load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
+    if request["sandbox"]:
+        from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox
+        check_sandbox(request["sandbox"])
     if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
         sys.modules["areal_hpc.sandbox.run"].check_isolation()
 except ArealError as error:
@@ -52,6 +55,10 @@ def check_user_code(
     ):
         function = getattr(rollout, name)
         asked["agents"] = [one for one in named if one[0]]
+        is_agent = bool(asked["agents"])
+        asked["sandbox"] = (
+            rollout.agent.model_dump() if is_agent and rollout.agent.isolation else None
+        )
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
             yield from _check_user_code_loads(python, asked, environ, key, what)

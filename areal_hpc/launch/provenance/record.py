@@ -51,6 +51,10 @@ def record_provenance(
             "host": platform.node(),
             "environments": read_environments(pythons),
             "gpu_driver": read_gpu_driver_version(),
+            "isolation": {
+                "agent": recipe.rollout.agent.isolation,
+                "reward": recipe.reward.isolation,
+            },
             "repositories": {
                 name: _keep_repository(
                     state, paths.provenance_copy(attempt, f"{name}.patch"), paths

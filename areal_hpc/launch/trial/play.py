@@ -12,6 +12,7 @@ from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from areal_hpc.rollout.service_client import ServiceClient
@@ -57,11 +58,14 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)
     tasks = TaskSet.read(paths.dataset("train"))
+    sandboxes = None
+    if not isinstance(agent, SubprocessAgent):
+        sandboxes = make_agent_sandboxes(job.rollout.agent, warm=0)
     outcomes = []
     try:
         for number in range(len(tasks)):
             outcome = await play_trial_episode(
-                job.rollout, agent, tasks[number], number, proxy, http_client
+                job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
             )
             outcomes.append(outcome)
             session = cell.get_session(outcome.session_id)

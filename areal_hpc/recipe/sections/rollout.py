@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.recipe.sections.sandbox import AgentIsolation, SandboxConfig
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -39,6 +40,10 @@ class AgentExecutionConfig(BaseConfig):
     """Whose temperature, top_p, top_k hold: the agent's where it asks, or always the recipe's."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
+    isolation: AgentIsolation | None = None
+    """What `data["sandbox"]` is, where commands run; `none`: as you do; null: there is none."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """What it sees, reaches and may use."""
     export_style: Literal["concat", "individual"] = "concat"
     """Packing: `concat`: a row per branch of the conversation; `individual`: one per model call."""
     credit: Literal["tree", "chronological"] = "tree"

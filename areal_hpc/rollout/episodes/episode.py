@@ -13,6 +13,7 @@ from areal_hpc.rollout.agent_errors import (
     find_waiting_line,
     suggest_column,
 )
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes, acquire_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import parse_reward
@@ -81,19 +82,28 @@ def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
 
 
 async def run_episode(
-    spec: EpisodeSpec, agent: Agent, proxy: ServiceClient, http_client: Any
+    spec: EpisodeSpec,
+    agent: Agent,
+    proxy: ServiceClient,
+    http_client: Any,
+    sandboxes: AgentSandboxes | None = None,
 ) -> EpisodeOutcome:
     """Run one episode to its end. Whatever the agent does, this returns an outcome.
 
-    Waits while the proxy is away, so a restart of the proxy costs no try.
+    Waits while the proxy is away, so a restart of the proxy costs no try. With `sandboxes` it has
+    one of them, which is stopped before this returns.
 
     Raises:
         HttpStatusError: The proxy refused to open a session.
+        ClusterError: No sandbox could be started.
     """
-    async with acquire_episode_agent(agent) as one:
+    lifetime_s = spec.timeout_s + CANCEL_GRACE_S
+    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes, lifetime_s) as free:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.peer_started_at
         try:
+            if free is not None:
+                await free.hand_over(spec.data, f"{proxy.url}/v1", session.api_key)
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
             reward = await _send_rewards_and_end_session(
                 parse_agent_rewards(returned), session, proxy

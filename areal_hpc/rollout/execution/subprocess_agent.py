@@ -12,17 +12,30 @@ from functools import partial
 from typing import Any
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.agent_errors import build_agent_error
+from areal_hpc.rollout.execution.agent_sandboxes import (
+    acquire_sandbox,
+    build_endpoint_variables,
+    make_agent_sandboxes,
+)
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 
 
 class SubprocessAgent:
     """Runs the episodes of an agent that `load_agent` finds, in at most `size` processes."""
 
-    def __init__(self, workflow: Any, kwargs: Mapping[str, Any], size: int) -> None:
+    def __init__(
+        self,
+        workflow: Any,
+        kwargs: Mapping[str, Any],
+        size: int,
+        how: AgentExecutionConfig | None = None,
+    ) -> None:
         self._workflow = workflow
         self._kwargs = dict(kwargs)
+        self._how = how
         self._pool = ProcessPool(size)
 
     async def check_agent_builds(self) -> None:
@@ -38,7 +51,9 @@ class SubprocessAgent:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
         async with self._pool.acquire() as process:
             yield _WorkerAgentHandle(
-                partial(process.call, _run_episode_in_child, self._workflow, self._kwargs)
+                partial(
+                    process.call, _run_episode_in_child, self._workflow, self._kwargs, self._how
+                )
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
@@ -56,13 +71,7 @@ class _WorkerAgentHandle:
         self._run = run
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
-        url, key = extra_kwargs["base_url"], extra_kwargs["api_key"]
-        variables = {
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its SDK adds that itself
-            "ANTHROPIC_API_KEY": key,
-        }
+        variables = build_endpoint_variables(extra_kwargs["base_url"], extra_kwargs["api_key"])
         return await self._run(data, variables)
 
 
@@ -96,12 +105,26 @@ def _check_agent_builds(workflow: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _run_episode_in_child(
-    workflow: Any, kwargs: Mapping[str, Any], data: dict[str, Any], variables: Mapping[str, str]
+    workflow: Any,
+    kwargs: Mapping[str, Any],
+    how: AgentExecutionConfig | None,
+    data: dict[str, Any],
+    variables: Mapping[str, str],
 ) -> Any:
     os.environ.update(variables)
     agent = _get_agent(workflow, kwargs)
+
+    async def run() -> Any:
+        sandboxes = None if how is None else make_agent_sandboxes(how, warm=0)
+        # The driver ends this process, and all below it, when the episode takes too long.
+        async with acquire_sandbox(sandboxes, float("inf")) as free:
+            if free is not None:
+                url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
+                await free.hand_over(data, url, key)
+            return await agent.run(data)
+
     try:
-        return asyncio.run(agent.run(data))
+        return asyncio.run(run())
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code

@@ -64,6 +64,14 @@ def launch(recipe: Recipe, attempt: int, project: Path, **pythons: str) -> dict[
     return found
 
 
+def test_it_says_what_programs_and_commands_are_isolated_by(project: Path, tmp_path: Path) -> None:
+    words = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
+    words += ["rollout.agent.isolation=none"]
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", words)
+    found = launch(recipe, 1, project)
+    assert found["isolation"] == {"agent": "none", "reward": "bwrap"}
+
+
 def test_versions_of_every_role_are_those_of_its_own_interpreter(
     recipe: Recipe, project: Path
 ) -> None:

@@ -173,6 +173,35 @@ def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("rollout.agent.sandbox.network=open", "rollout.agent.isolation names none"),
+        (
+            "rollout.agent.isolation=bwrap rollout.agent.mode=online rollout.workflow=''",
+            "external programs run the agent",
+        ),
+        ("rollout.agent.isolation=none rollout.agent.sandbox.root=/images/a", "cannot be used"),
+        ("rollout.agent.isolation=docker", "bwrap"),
+    ],
+)
+def test_a_sandbox_that_no_agent_can_have_is_refused(words: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        load_recipe(QUICKSTART, words.split())
+
+
+def test_an_agent_s_commands_that_reach_the_user_or_the_network_are_told() -> None:
+    for words, key in (
+        ("rollout.agent.isolation=none", "rollout.agent.isolation=none"),
+        (
+            "rollout.agent.isolation=bwrap rollout.agent.sandbox.network=open",
+            "rollout.agent.sandbox.network=open",
+        ),
+    ):
+        (told,) = find_doubts(load_recipe(QUICKSTART, words.split()))
+        assert told.startswith(key)
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("a: [1", "is not YAML"),

@@ -1,0 +1,31 @@
+"""Recipe section `rollout.agent.sandbox`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_hpc.recipe.base import BaseConfig
+
+AgentIsolation = Literal["bwrap", "gvisor", "none"]
+"""Names of runtimes."""
+
+
+class SandboxConfig(BaseConfig):
+    """The sandbox that each episode's agent gets as `data["sandbox"]`."""
+
+    root: str = ""
+    """Folder of a root file system, there on every node; empty: the node's programs, read-only."""
+    network: Literal["none", "session-only", "open"] = "none"
+    """What commands reach: nothing; the model's endpoint alone; all that the node reaches."""
+    memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
+    """Memory of all processes together; a sandbox that takes more is ended."""
+    processes: Annotated[int, Field(ge=4)] = 256
+    """Processes and threads."""
+    disk_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """All that is written, in memory of the node."""
+    files: Annotated[int, Field(ge=100)] = 100_000
+    """Files, folders and links that are made."""
+    output_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    """What one command prints, on each of its two streams; it is killed when it prints more."""
+    warm: Annotated[int, Field(ge=0)] = 4
+    """Sandboxes that each cell keeps ready; those of mode `subproc` are started when wanted."""

@@ -1,0 +1,153 @@
+"""Sandboxes of agents: one for each episode, as the recipe describes them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.recipe.sections.sandbox import SandboxConfig
+from areal_hpc.sandbox.pool import SandboxPool
+from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+
+SANDBOX_KEY = "sandbox"
+"""Where an agent finds its sandbox in its task."""
+
+
+class AgentSandboxes:
+    """Pool of sandboxes for the agents of this process."""
+
+    def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
+        self._pool = SandboxPool(runtime, spec, warm)
+        self._has_session = spec.network != "none"
+
+    async def fill(self) -> None:
+        """Start one, so that what is wrong is known before any episode.
+
+        Raises:
+            RecipeError: This machine cannot start it.
+            ClusterError: It did not start.
+        """
+        await self._pool.fill()
+
+    @asynccontextmanager
+    async def acquire(self, lifetime_s: float) -> "AsyncIterator[EpisodeSandbox]":
+        """A sandbox for one episode, stopped in the end."""
+        async with self._pool.acquire(lifetime_s) as sandbox:
+            yield EpisodeSandbox(sandbox, self._has_session)
+
+    async def close(self) -> None:
+        """Stop those that nobody took."""
+        await self._pool.close()
+
+
+class EpisodeSandbox:
+    """A sandbox that no agent has yet."""
+
+    def __init__(self, sandbox: Sandbox, has_session: bool) -> None:
+        self._sandbox, self._has_session = sandbox, has_session
+
+    async def hand_over(self, data: dict[str, Any], base_url: str, api_key: str) -> None:
+        """Put the sandbox into the agent's task, and show its commands the model's endpoint.
+
+        Raises:
+            RecipeError: The task has something else there.
+        """
+        if SANDBOX_KEY in data:
+            raise RecipeError(
+                f"the task has a column {SANDBOX_KEY!r}, in whose place the agent gets its sandbox",
+                key=SANDBOX_KEY,
+                hint="rename the column, or set rollout.agent.isolation=null",
+            )
+        if self._has_session:
+            url = await self._sandbox.open_session(base_url.removesuffix("/v1"))
+            self._sandbox.base_url = f"{url}/v1"
+            self._sandbox.add_variables(build_endpoint_variables(f"{url}/v1", api_key))
+        data[SANDBOX_KEY] = self._sandbox
+
+
+def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
+    """Environment from which SDKs learn whom to call."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its SDK adds that itself
+        "ANTHROPIC_API_KEY": api_key,
+    }
+
+
+@asynccontextmanager
+async def acquire_sandbox(
+    sandboxes: AgentSandboxes | None, lifetime_s: float
+) -> AsyncIterator[EpisodeSandbox | None]:
+    """A sandbox for one episode, if agents get any."""
+    if sandboxes is None:
+        yield None
+        return
+    async with sandboxes.acquire(lifetime_s) as free:
+        yield free
+
+
+def make_agent_sandboxes(
+    how: AgentExecutionConfig, warm: int | None = None
+) -> AgentSandboxes | None:
+    """The sandboxes that a recipe describes; None if agents get none."""
+    if how.isolation is None:
+        return None
+    runtime = make_runtime(how.isolation)
+    ready = how.sandbox.warm if warm is None else warm
+    return AgentSandboxes(runtime, build_sandbox_spec(how.sandbox, runtime), ready)
+
+
+def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
+    """What a recipe's section asks of a runtime.
+
+    Raises:
+        RecipeError: The runtime has no such network, or there is no such root file system.
+    """
+    network: Network = "open" if runtime.name == "none" else config.network
+    if network not in runtime.networks:
+        raise RecipeError(
+            f"{runtime.name} has no network {network!r}, only {', '.join(runtime.networks)}",
+            key="rollout.agent.sandbox.network",
+            hint=f"use {runtime.networks[0]}",
+        )
+    if config.root and not runtime.takes_root:
+        raise RecipeError(
+            f"{runtime.name} shows the programs of the node, and no other root file system",
+            key="rollout.agent.sandbox.root",
+            hint="use rollout.agent.isolation=bwrap",
+        )
+    if config.root and not Path(config.root).is_dir():
+        raise RecipeError(
+            f"there is no folder {config.root}",
+            key="rollout.agent.sandbox.root",
+            hint="unpack a root file system there, on every node",
+        )
+    limits = SandboxLimits(
+        config.memory_bytes, config.processes, config.disk_bytes, config.files, config.output_bytes
+    )
+    return SandboxSpec(Path(config.root).resolve() if config.root else None, network, limits)
+
+
+def check_sandbox(agent: dict[str, Any]) -> None:
+    """Start and stop the sandbox of a section `rollout.agent` on this machine.
+
+    Raises:
+        RecipeError: This machine cannot start it.
+        ClusterError: It did not start.
+    """
+    how = AgentExecutionConfig.model_validate(agent)
+
+    async def start_and_stop() -> None:
+        sandboxes = make_agent_sandboxes(how, warm=1)
+        if sandboxes is not None:
+            await sandboxes.fill()
+            await sandboxes.close()
+
+    asyncio.run(start_and_stop())

@@ -1,0 +1,210 @@
+"""Host's end of the channel to a command server, which is not trusted."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.sandbox.command_server import (
+    BEGIN,
+    CHUNK_BYTES,
+    ERRORS,
+    HEADER,
+    HELLO,
+    INPUT,
+    KILL,
+    OUTPUT,
+    RESULT,
+    TAKEN,
+)
+
+WINDOW_BYTES = 1 << 20
+"""Input that is under way to a command which has not read it."""
+KILL_GRACE_S = 10.0
+"""Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
+
+
+@dataclass(slots=True)
+class RunningCommand:
+    """A command as its host sees it."""
+
+    output_bytes: int
+    """Kept of each of its two streams."""
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    is_cut_off: bool = False
+    """It printed more, and is killed."""
+    exit_code: int | None = None
+    on_its_way: int = 0
+    """Bytes of input that it has not read."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    has_read: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        """Have those look who wait for it."""
+        self.changed.set()
+        self.has_read.set()
+
+
+class Channel:
+    """Frames to and from a command server, over one socket.
+
+    The server's end is handed to a process; then `greet` waits for its first word.
+    """
+
+    def __init__(self) -> None:
+        self._socket, self.servers_end = socket.socketpair()
+        self._socket.setblocking(False)
+        self._commands: dict[int, RunningCommand] = {}
+        self._next = 1
+        self._turn = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self.closed = asyncio.Event()
+        """The server is gone."""
+
+    async def greet(self) -> socket.socket | None:
+        """Wait for the server; the socket that listens within the sandbox, if it sends one.
+
+        Raises:
+            EOFError: It ended without a word.
+        """
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._socket, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._socket)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, 1)
+        listener = socket.socket(fileno=descriptors[0]) if descriptors else None
+        if len(data) != HEADER.size or HEADER.unpack(data) != (0, HELLO, 0):
+            if listener is not None:
+                listener.close()
+            raise EOFError
+        self._reader = asyncio.create_task(self._read())
+        return listener
+
+    async def run(
+        self, request: dict[str, Any], stdin: bytes, output_bytes: int, timeout_s: float
+    ) -> tuple[RunningCommand, bool]:
+        """A command that has ended, and whether that is because it took too long.
+
+        Raises:
+            EOFError: The server is gone.
+        """
+        number, command = self._next, RunningCommand(output_bytes)
+        self._next += 1
+        self._commands[number] = command
+        feeding = asyncio.create_task(self._feed(number, command, request, stdin))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_for_end(number, command)
+            return command, False
+        except TimeoutError:
+            await self._send(number, KILL)
+            await self._wait_for_killed(number, command)
+            return command, True
+        except asyncio.CancelledError:
+            with contextlib.suppress(EOFError):
+                await self._send(number, KILL)
+            raise
+        finally:
+            del self._commands[number]
+            feeding.cancel()
+
+    async def close(self) -> None:
+        """Let the server go: it ends, and its sandbox with it."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait({self._reader})
+        self._tell_closed()
+        self._socket.close()
+        self.servers_end.close()
+
+    async def _wait_for_end(self, number: int, command: RunningCommand) -> None:
+        was_killed = False
+        while command.exit_code is None:
+            if self.closed.is_set():
+                raise EOFError
+            if command.is_cut_off and not was_killed:
+                was_killed = True
+                await self._send(number, KILL)
+            await command.changed.wait()
+            command.changed.clear()
+
+    async def _wait_for_killed(self, number: int, command: RunningCommand) -> None:
+        try:
+            async with asyncio.timeout(KILL_GRACE_S):
+                await self._wait_for_end(number, command)
+        except TimeoutError:  # the server was stopped, by what it started
+            raise EOFError from None
+
+    async def _feed(
+        self, number: int, command: RunningCommand, request: dict[str, Any], stdin: bytes
+    ) -> None:
+        """Begin the command and send its input, as fast as it reads."""
+        with contextlib.suppress(EOFError):
+            await self._send(number, BEGIN, json.dumps(request).encode())
+            rest = memoryview(stdin)
+            while rest:
+                piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
+                while command.on_its_way > WINDOW_BYTES and not self.closed.is_set():
+                    await command.has_read.wait()
+                    command.has_read.clear()
+                command.on_its_way += len(piece)
+                await self._send(number, INPUT, bytes(piece))
+            await self._send(number, INPUT)
+
+    async def _send(self, number: int, kind: bytes, content: bytes = b"") -> None:
+        frame = HEADER.pack(number, kind, len(content)) + content
+        # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
+        if not await asyncio.shield(asyncio.ensure_future(self._write(frame))):
+            raise EOFError
+
+    async def _write(self, frame: bytes) -> bool:
+        """False if nobody takes it any more."""
+        async with self._turn:
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+            except OSError:
+                return False
+        return True
+
+    async def _read(self) -> None:
+        """Take in frames until the server is gone, or sends what is none."""
+        loop, received = asyncio.get_running_loop(), bytearray()
+        with contextlib.suppress(OSError, struct.error, ValueError):
+            while piece := await loop.sock_recv(self._socket, 4 * CHUNK_BYTES):
+                received += piece
+                while len(received) >= HEADER.size:
+                    number, kind, size = HEADER.unpack_from(received)
+                    if size > CHUNK_BYTES:
+                        raise ValueError("a frame is too long")
+                    if len(received) < HEADER.size + size:
+                        break
+                    content = bytes(received[HEADER.size : HEADER.size + size])
+                    del received[: HEADER.size + size]
+                    if command := self._commands.get(number):
+                        self._apply(command, kind, content)
+        self._tell_closed()
+
+    def _tell_closed(self) -> None:
+        self.closed.set()
+        for command in self._commands.values():
+            command.wake()
+
+    @staticmethod
+    def _apply(command: RunningCommand, kind: bytes, content: bytes) -> None:
+        if kind in (OUTPUT, ERRORS):
+            kept = command.stdout if kind == OUTPUT else command.stderr
+            room = command.output_bytes - len(kept)
+            kept += content[:room]
+            command.is_cut_off |= len(content) > room
+        elif kind == TAKEN:
+            command.on_its_way -= struct.unpack("!I", content)[0]
+        elif kind == RESULT:
+            command.exit_code = int(content)
+        command.wake()

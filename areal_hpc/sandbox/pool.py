@@ -1,0 +1,95 @@
+"""Pool of warm sandboxes: started before they are wanted, used once."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
+
+log = logging.getLogger(__name__)
+
+START_TRIES = 3
+"""A loaded node may fail to start one."""
+RETRY_PAUSE_S = 1.0
+
+
+class SandboxPool:
+    """Keeps `size` sandboxes ready, all alike."""
+
+    def __init__(self, runtime: Runtime, spec: SandboxSpec, size: int) -> None:
+        self._runtime, self._spec, self._size = runtime, spec, size
+        self._warm: deque[Sandbox] = deque()
+        self._filler: asyncio.Task[None] | None = None
+
+    async def fill(self) -> None:
+        """Start the first of them, so that what is wrong is known; the others follow.
+
+        Raises:
+            RecipeError: This machine cannot start them.
+            ClusterError: None started.
+        """
+        self._warm.append(await self._start())
+        self._refill()
+
+    @asynccontextmanager
+    async def acquire(self, time_s: float) -> AsyncIterator[Sandbox]:
+        """A sandbox to oneself, for so long at most; it is stopped in the end.
+
+        Raises:
+            RecipeError: This machine cannot start one.
+            ClusterError: None started.
+        """
+        sandbox = await self._take()
+        sandbox.begin_time(time_s)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.stop()
+
+    async def close(self) -> None:
+        """Stop those that are ready."""
+        self._size = 0
+        if self._filler is not None:
+            self._filler.cancel()
+            await asyncio.wait({self._filler})
+        while self._warm:
+            await self._warm.popleft().stop()
+
+    async def _take(self) -> Sandbox:
+        while self._warm:
+            sandbox = self._warm.popleft()
+            self._refill()
+            if sandbox.is_alive:
+                return sandbox
+            await sandbox.stop()
+        self._refill()
+        return await self._start()
+
+    async def _start(self) -> Sandbox:
+        for left in reversed(range(START_TRIES)):
+            try:
+                return await self._runtime.start(self._spec)
+            except ClusterError as error:
+                if not left:
+                    raise
+                log.warning("a sandbox did not start, %d tries left: %s", left, error)
+            await asyncio.sleep(RETRY_PAUSE_S)
+        raise AssertionError
+
+    def _refill(self) -> None:
+        if self._filler is None or self._filler.done():
+            self._filler = asyncio.create_task(self._start_missing())
+
+    async def _start_missing(self) -> None:
+        """One after the other: whoever finds none starts one itself."""
+        while len(self._warm) < self._size:
+            try:
+                self._warm.append(await self._runtime.start(self._spec))
+            except ClusterError as error:
+                log.warning("a warm sandbox did not start: %s", error)
+                return

@@ -1,0 +1,26 @@
+"""What starts sandboxes."""
+
+from typing import Protocol
+
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+
+class Runtime(Protocol):
+    """A way to start sandboxes. All of them run commands through `command_server.py`."""
+
+    name: str
+    """As `rollout.agent.isolation` names it."""
+    networks: tuple[Network, ...]
+    """What it can offer."""
+    takes_root: bool
+    """It can show another root file system than this machine's."""
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """A sandbox that is ready for commands.
+
+        Raises:
+            RecipeError: This machine cannot start it.
+            ClusterError: It did not start in time.
+        """
+        ...

@@ -1,0 +1,194 @@
+"""Sandboxes of bubblewrap: namespaces without root, started in milliseconds.
+
+A first pair of namespaces (`unshare`, user and mounts) holds a file system in memory whose size and
+number of files are limited; bubblewrap makes the sandbox within it. All of it goes with its last
+process.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.sandbox.bubblewrap import (
+    NOBODY_UID,
+    SYSTEM_FILES,
+    SYSTEM_LINKS,
+    find_bubblewrap,
+    may_become_nobody,
+    stage_for_all,
+)
+from areal_hpc.sandbox.runtimes.guest_python import (
+    GUEST_DIR,
+    LOWER_DIR,
+    SCRIPTS,
+    GuestPython,
+    build_server_command,
+    find_guest_python,
+)
+from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
+from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.seccomp import build_filter
+from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+_SCRATCH_PLACES = ("/media", "/srv", "/mnt", "/opt")
+"""Folders that every distribution has (FHS 3.0); one of them is covered, for bubblewrap alone."""
+_PREPARE = """
+set -e
+mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
+mkdir "$1/upper" "$1/work" "$1/workspace"
+mkdir -m 1777 "$1/tmp" "$1/shm"
+cd "$4"  # the sandbox sees this command line, and is told no path of this machine
+shift 4
+exec ./bwrap "$@"
+"""
+
+
+class BwrapRuntime:
+    """Sandboxes of bubblewrap."""
+
+    name = "bwrap"
+    networks: tuple[Network, ...] = ("none", "session-only", "open")
+    takes_root = True
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """See `Runtime.start`."""
+        bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
+        if bwrap is None:
+            raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
+        if as_nobody:
+            bwrap = stage_for_all(bwrap)
+        python = find_guest_python(by_anybody=as_nobody)
+        taken = [str(bwrap), str(spec.root or ""), *(source for source, _ in python.binds)]
+        with _open_contents() as contents:
+            command = [
+                *("unshare", "--user", "--map-root-user", "--mount"),
+                *("sh", "-c", _PREPARE, "sh", scratch := _choose_scratch(taken)),
+                *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
+                *build_arguments(spec, python, scratch, contents),
+            ]
+            plan = StartPlan(
+                command,
+                WORK_DIR,
+                spec.limits,
+                VARIABLES,
+                pass_fds=contents.descriptors,
+                user=NOBODY_UID if as_nobody else None,
+            )
+            try:
+                return await Sandbox.start(plan)
+            except ClusterError as error:
+                said = error.problems[0].message
+                if any(sign in said for sign in ("unshare:", "bwrap:", "mount:")):
+                    raise _build_isolation_error(said) from error
+                raise
+
+
+class _Contents:
+    """Files that exist as descriptors alone, to be inherited."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def add(self, content: bytes) -> str:
+        """The number of a descriptor from which the content is read."""
+        descriptor = os.memfd_create("sandbox")
+        self.descriptors.append(descriptor)
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return str(descriptor)
+
+
+@contextlib.contextmanager
+def _open_contents() -> Iterator[_Contents]:
+    contents = _Contents()
+    try:
+        yield contents
+    finally:
+        for descriptor in contents.descriptors:
+            os.close(descriptor)
+
+
+def build_arguments(
+    spec: SandboxSpec, python: GuestPython, scratch: str, contents: _Contents
+) -> list[str]:
+    """Bubblewrap's command line. `scratch` is the folder whose size is limited."""
+    command = [
+        *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+        *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+        *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
+    ]
+    if spec.network == "open":
+        command.append("--share-net")
+    if spec.root is None:
+        command += _show_system(scratch, spec.network, contents)
+        writable = [WORK_DIR, "/tmp"]
+    else:
+        command += ["--overlay-src", str(spec.root)]
+        command += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
+        command += ["--dir", WORK_DIR, "--perms", "1777", "--dir", "/tmp"]
+        writable = ["/"]
+        if spec.network == "open":
+            command += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--bind", f"{scratch}/shm", "/dev/shm"]
+    command += ["--perms", "0755", "--tmpfs", GUEST_DIR]
+    for source, place in python.binds:
+        command += ["--ro-bind", source, place]
+    for script in SCRIPTS:
+        descriptor = contents.add(script.read_bytes())
+        command += ["--ro-bind-data", descriptor, f"{GUEST_DIR}/{script.name}"]
+    if spec.root is not None:
+        command += ["--ro-bind", str(spec.root), LOWER_DIR]
+    command += ["--remount-ro", GUEST_DIR, "--remount-ro", "/dev"]
+    if spec.root is None:
+        command += ["--remount-ro", "/"]
+    program_filter = build_filter()
+    if program_filter is not None:
+        command += ["--seccomp", contents.add(program_filter)]
+    server = build_server_command(
+        spec,
+        python.command,
+        f"{GUEST_DIR}/command_server.py",
+        writable=writable,
+        counts_processes=True,
+    )
+    options = contents.add("\0".join([*command, "--chdir", "/"]).encode())
+    return ["--args", options, "--", *server]
+
+
+def _show_system(scratch: str, network: Network, contents: _Contents) -> Iterator[str]:
+    """Options for this machine's programs, read-only, and folders to write in."""
+    yield from ("--ro-bind", "/usr", "/usr", "--perms", "0755", "--dir", "/etc")
+    for path in map(Path, SYSTEM_LINKS):
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
+    for name in (*SYSTEM_FILES, *shared):
+        yield from ("--ro-bind-try", name, name)
+    for name, content in ACCOUNTS.items():
+        yield from ("--perms", "0644")
+        yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
+    yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")
+
+
+def _choose_scratch(taken: Sequence[str]) -> str:
+    """A folder that may be covered: nothing that the sandbox is made of lies in it."""
+    for place in _SCRATCH_PLACES:
+        if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in taken):
+            return place
+    raise ClusterError(
+        f"none of {', '.join(_SCRATCH_PLACES)} can hold the files of a sandbox on this machine",
+        hint="move the root file system out of them",
+    )
+
+
+def _build_isolation_error(why: str) -> RecipeError:
+    return RecipeError(
+        f"bubblewrap cannot isolate on this machine: {why}",
+        key="rollout.agent.isolation",
+        hint="allow user namespaces (sysctl user.max_user_namespaces), or set "
+        "rollout.agent.isolation=none: then commands of the agent can do all that you can",
+    )

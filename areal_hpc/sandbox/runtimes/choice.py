@@ -1,0 +1,30 @@
+"""Choice of a runtime by its name."""
+
+from collections.abc import Callable
+
+from areal_hpc.sandbox.bubblewrap import find_bubblewrap
+from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
+from areal_hpc.sandbox.runtimes.host import HostRuntime
+
+_RUNTIMES: dict[str, Callable[[], Runtime]] = {
+    "bwrap": BwrapRuntime,
+    "gvisor": GvisorRuntime,
+    "none": HostRuntime,
+}
+
+
+def make_runtime(name: str) -> Runtime:
+    """The runtime that `rollout.agent.isolation` names."""
+    return _RUNTIMES[name]()
+
+
+def find_runtimes() -> list[str]:
+    """Names of the runtimes whose programs are on this machine."""
+    found = {
+        "bwrap": find_bubblewrap() is not None,
+        "gvisor": find_runsc() is not None,
+        "none": True,
+    }
+    return [name for name, is_here in found.items() if is_here]

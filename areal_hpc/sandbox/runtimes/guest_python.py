@@ -1,0 +1,105 @@
+"""The Python that runs the command server within a sandbox, whatever root file system that has.
+
+It is one of this machine's, started by this machine's loader with this machine's libraries; all of
+them lie below `GUEST_DIR`, read-only.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_python
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
+
+GUEST_DIR = "/sandbox"
+"""What a sandbox needs to run its server."""
+LOWER_DIR = f"{GUEST_DIR}/root"
+"""The root file system as it was, for comparison."""
+SCRIPTS = tuple(
+    Path(__file__).parents[1] / name for name in ("command_server.py", "sandbox_files.py")
+)
+"""The server, which is started, and what it imports."""
+MAX_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GuestPython:
+    """Folders and files of this machine by their places in a sandbox, and the words to start it."""
+
+    binds: tuple[tuple[str, str], ...]
+    """From, to."""
+    command: tuple[str, ...]
+
+
+def find_guest_python(*, by_anybody: bool) -> GuestPython:
+    """The Python for a sandbox. `by_anybody`: any user of this machine must be able to run it.
+
+    Raises:
+        ClusterError: There is none.
+    """
+    found = find_python(by_anybody=by_anybody)
+    if found is None:
+        raise ClusterError(
+            f"user {NOBODY_UID} may run no python3 of this machine",
+            hint="install the distribution's python3, or do not start the run as root",
+        )
+    python, prefix = os.path.realpath(found[0]), found[1] or "/usr"
+    loader, folders = _find_libraries()
+    binds = [(prefix, f"{GUEST_DIR}/python"), (loader, f"{GUEST_DIR}/loader")]
+    places = []
+    for number, folder in enumerate(folders):
+        places.append(f"{GUEST_DIR}/lib{number}")
+        binds.append((folder, places[-1]))
+    within = f"{GUEST_DIR}/python/{Path(python).relative_to(prefix)}"
+    options = ("--library-path", ":".join(places), within, "-I", "-S")
+    return GuestPython(tuple(binds), (f"{GUEST_DIR}/loader", *options))
+
+
+def build_server_command(
+    spec: SandboxSpec,
+    python: Sequence[str],
+    script: str,
+    *,
+    writable: Sequence[str],
+    counts_processes: bool,
+    origin: str = "/",
+) -> list[str]:
+    """The command line of a sandbox's server.
+
+    Args:
+        spec: What the sandbox is to be.
+        python: The words that start Python there.
+        script: The place of the server there.
+        writable: Folders that a snapshot looks through.
+        counts_processes: The kernel counts the processes of this sandbox alone.
+        origin: The folder that paths in a snapshot are relative to.
+    """
+    request = {
+        "limits": _list_limits(spec.limits, counts_processes),
+        "session_port": SESSION_PORT if spec.network == "session-only" else None,
+        "writable": list(writable),
+        "origin": origin,
+        "lower": None if spec.root is None else LOWER_DIR,
+    }
+    return [*python, script, json.dumps(request)]
+
+
+def _list_limits(limits: SandboxLimits, counts_processes: bool) -> dict[str, float]:
+    return asdict(limits) | {"open_files": MAX_OPEN_FILES, "counts_processes": counts_processes}
+
+
+def _find_libraries() -> tuple[str, list[str]]:
+    """This process's loader, and the folders that it found the system's libraries in."""
+    mapped = {
+        os.path.realpath(line.split(maxsplit=5)[5].strip())
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if ".so" in line
+    }
+    loader = next((path for path in mapped if Path(path).name.startswith("ld-")), None)
+    folders = {str(Path(path).parent) for path in mapped if Path(path).name.startswith("libc.")}
+    if loader is None or not folders:
+        raise ClusterError("this Python is linked to no C library of the system's")
+    return loader, sorted(folders)

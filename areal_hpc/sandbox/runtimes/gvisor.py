@@ -1,0 +1,154 @@
+"""Sandboxes of gVisor, whose kernel is a program of its own: `runsc --rootless`, without root.
+
+Files that a sandbox writes lie in the memory of that kernel, and count as memory.
+"""
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.sandbox.bubblewrap import (
+    NOBODY_UID,
+    SYSTEM_FILES,
+    SYSTEM_LINKS,
+    may_become_nobody,
+)
+from areal_hpc.sandbox.runtimes.guest_python import (
+    GUEST_DIR,
+    SCRIPTS,
+    GuestPython,
+    build_server_command,
+    find_guest_python,
+)
+from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
+from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class GvisorRuntime:
+    """Sandboxes of gVisor, which show this machine's programs.
+
+    Its network stack hands no socket out, so there is no session.
+    """
+
+    name = "gvisor"
+    networks: tuple[Network, ...] = ("none",)
+    takes_root = False
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """See `Runtime.start`."""
+        runsc, as_nobody = find_runsc(), may_become_nobody()
+        if runsc is None:
+            raise _build_isolation_error("there is no gVisor (the program runsc)")
+        bundle = Path(tempfile.mkdtemp(prefix="areal-hpc-gvisor-"))
+        python = find_guest_python(by_anybody=as_nobody)
+        write_bundle(bundle, spec, python, as_nobody)
+        options = ("--rootless", "--network=none", "--ignore-cgroups", "--root", f"{bundle}/state")
+        words = ("run", "--bundle", str(bundle), bundle.name)
+        plan = StartPlan(
+            [runsc, *options, *words],
+            WORK_DIR,
+            spec.limits,
+            VARIABLES,
+            user=NOBODY_UID if as_nobody else None,
+            on_stop=functools.partial(shutil.rmtree, bundle, ignore_errors=True),
+        )
+        try:
+            return await Sandbox.start(plan)
+        except ClusterError as error:
+            raise _build_isolation_error(error.problems[0].message) from error
+
+
+def find_runsc() -> str | None:
+    """The program `runsc`."""
+    return shutil.which("runsc", path=f"{os.environ.get('PATH', '')}:{_PATH}")
+
+
+def write_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_nobody: bool) -> None:
+    """Fill the folder from which a container of the Open Container Initiative (OCI) starts."""
+    for name in ("rootfs", "state", "files"):
+        (bundle / name).mkdir()
+    for name, content in ACCOUNTS.items():
+        (bundle / "files" / name).write_text(content)
+    mounts = [*_list_kernel_mounts(), *_list_guest_mounts(python), *_show_system(bundle / "rootfs")]
+    mounts += [_bind(f"{bundle}/files/{name}", f"/etc/{name}") for name in ACCOUNTS]
+    writable = [WORK_DIR, "/tmp"]
+    mounts += [_make_folder(place, spec.limits.disk_bytes) for place in writable]
+    server = build_server_command(
+        spec,
+        python.command,
+        f"{GUEST_DIR}/{SCRIPTS[0].name}",
+        writable=writable,
+        counts_processes=True,
+    )
+    config = {
+        "ociVersion": "1.0.0",
+        "process": {
+            "user": {"uid": NOBODY_UID, "gid": NOBODY_UID},
+            "args": server,
+            "env": [],
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "capabilities": {},
+        },
+        "root": {"path": "rootfs", "readonly": True},
+        "hostname": "sandbox",
+        "mounts": mounts,
+        "linux": {
+            "namespaces": [{"type": one} for one in ("pid", "network", "ipc", "uts", "mount")]
+        },
+    }
+    (bundle / "config.json").write_text(json.dumps(config))
+    if as_nobody:
+        for path in (bundle, *bundle.rglob("*")):
+            os.chown(path, NOBODY_UID, NOBODY_UID, follow_symlinks=False)
+
+
+def _list_kernel_mounts() -> Iterator[dict[str, Any]]:
+    yield {"destination": "/proc", "type": "proc", "source": "proc"}
+    yield {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}
+
+
+def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
+    for source, place in python.binds:
+        yield _bind(source, place)
+    for script in SCRIPTS:
+        yield _bind(str(script), f"{GUEST_DIR}/{script.name}")
+
+
+def _show_system(rootfs: Path) -> Iterator[dict[str, Any]]:
+    """This machine's programs, read-only."""
+    yield _bind("/usr", "/usr")
+    for path in map(Path, SYSTEM_LINKS):
+        if path.is_symlink():
+            (rootfs / path.name).symlink_to(path.readlink())
+        elif path.is_dir():
+            yield _bind(str(path), str(path))
+    for name in SYSTEM_FILES:
+        if Path(name).exists():
+            yield _bind(os.path.realpath(name), name)
+
+
+def _bind(source: str, place: str) -> dict[str, Any]:
+    return {"destination": place, "type": "bind", "source": source, "options": ["bind", "ro"]}
+
+
+def _make_folder(place: str, size_bytes: int) -> dict[str, Any]:
+    options = [f"size={size_bytes}", "mode=1777"]
+    return {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
+
+
+def _build_isolation_error(why: str) -> RecipeError:
+    return RecipeError(
+        f"gVisor cannot isolate on this machine: {why}",
+        key="rollout.agent.isolation",
+        hint="install runsc on every node, or set rollout.agent.isolation=bwrap",
+    )

@@ -1,0 +1,40 @@
+"""No isolation: commands run as the user, in a folder of their own, with limits."""
+
+import functools
+import os
+import shutil
+import sys
+import tempfile
+
+from areal_hpc.sandbox.runtimes.guest_python import SCRIPTS, build_server_command
+from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+
+class HostRuntime:
+    """Folders on this machine. Their commands can do all that the user can."""
+
+    name = "none"
+    networks: tuple[Network, ...] = ("open",)
+    takes_root = False
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """See `Runtime.start`."""
+        folder = tempfile.mkdtemp(prefix="areal-hpc-agent-")
+        command = build_server_command(
+            spec,
+            [sys.executable, "-I", "-S"],
+            str(SCRIPTS[0]),
+            writable=[folder],
+            counts_processes=False,
+            origin=folder,
+        )
+        variables = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": folder,
+            "LC_ALL": "C.UTF-8",
+            "TMPDIR": folder,
+        }
+        remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+        plan = StartPlan(command, folder, spec.limits, variables, on_stop=remove)
+        return await Sandbox.start(plan)

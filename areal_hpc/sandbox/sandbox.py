@@ -1,0 +1,338 @@
+"""A sandbox at work: commands and files in it, its limits, its end."""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from areal_hpc.errors import ClusterError, SandboxLostError
+from areal_hpc.jobs.processes.descendants import (
+    kill_process,
+    list_descendants,
+    read_resident_bytes,
+)
+from areal_hpc.sandbox.channel import Channel, RunningCommand
+from areal_hpc.sandbox.session_forwarder import SessionForwarder
+from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
+
+START_TIMEOUT_S = 30.0
+"""A loaded node may take long to start a few processes."""
+FILE_TIMEOUT_S = 120.0
+"""To read or write files of a sandbox."""
+MAX_FILE_BYTES = 1 << 30
+"""A larger file, or snapshot, is not read out of a sandbox."""
+WATCH_PERIOD_S = 0.5
+_MAX_COMPLAINT_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended, and what it printed."""
+
+    exit_code: int
+    """0 is success; 127: there is no such program; 128 + n: ended by signal n."""
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    is_cut_off: bool = False
+    """It printed more than `limits.output_bytes`, and was killed."""
+
+    @property
+    def text(self) -> str:
+        """What it printed, the errors last."""
+        return (self.stdout + self.stderr).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """How a runtime starts the process that a sandbox lives in."""
+
+    command: Sequence[str]
+    """Standard input and output are those of the command server."""
+    folder: str
+    """Working directory of commands."""
+    limits: SandboxLimits
+    variables: Mapping[str, str]
+    """Environment of commands."""
+    pass_fds: Sequence[int] = ()
+    user: int | None = None
+    """The user to become, also the group."""
+    environ: Mapping[str, str] | None = None
+    """Of the process itself; None: hardly any."""
+    on_stop: Callable[[], None] | None = None
+    """Removes what the process leaves."""
+
+
+class Sandbox:
+    """Commands run in it until it is stopped; they see what earlier ones left."""
+
+    def __init__(self, plan: StartPlan, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.folder = plan.folder
+        """Working directory of commands; relative paths are below it."""
+        self.base_url = ""
+        """Where commands reach the model's endpoint; empty if they cannot."""
+        self._plan, self._process, self._channel = plan, process, channel
+        self._variables = dict(plan.variables)
+        self._forwarder: SessionForwarder | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        self._why_lost = ""
+        self._active = asyncio.Event()
+        self._running = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def start(cls, plan: StartPlan) -> "Sandbox":
+        """A sandbox whose server has answered.
+
+        Raises:
+            ClusterError: It did not; the message has what the process said.
+        """
+        channel = Channel()
+        try:
+            process = _start_process(plan, channel.servers_end)
+        except OSError as error:
+            await channel.close()
+            raise ClusterError(f"a sandbox could not be started: {error}") from error
+        channel.servers_end.close()
+        sandbox = cls(plan, process, channel)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                listener = await channel.greet()
+        except (EOFError, TimeoutError, OSError) as error:
+            said = await sandbox._read_complaint()
+            await sandbox.stop()
+            why = (
+                said
+                or (f"no answer within {START_TIMEOUT_S:.0f} s", "it ended")[
+                    isinstance(error, EOFError)
+                ]
+            )
+            raise ClusterError(f"a sandbox did not start: {why}") from error
+        except asyncio.CancelledError:
+            await sandbox.stop()
+            raise
+        if listener is not None:
+            listener.setblocking(False)
+            sandbox._forwarder = SessionForwarder(listener)
+        sandbox._watch = asyncio.create_task(sandbox._watch_limits())
+        return sandbox
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it ends, for whatever reason."""
+        return not self._channel.closed.is_set() and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process of this machine below which all of the sandbox's are."""
+        return self._process.pid
+
+    async def open_session(self, url: str) -> str:
+        """Let commands reach this address (`http://HOST:PORT`); its URL within the sandbox.
+
+        In a `session-only` network that is the only one that they reach.
+        """
+        if self._forwarder is None:
+            return url
+        address = urlsplit(url)
+        await self._forwarder.start(address.hostname or "127.0.0.1", address.port or 80)
+        return f"http://127.0.0.1:{SESSION_PORT}"
+
+    def add_variables(self, variables: Mapping[str, str]) -> None:
+        """Give all later commands these variables as well."""
+        self._variables |= variables
+
+    def begin_time(self, time_s: float) -> None:
+        """End it after so long."""
+        self._clock = asyncio.get_running_loop().call_later(
+            time_s, self._lose, f"its {time_s:g} s are over"
+        )
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: bytes | str = b"",
+        timeout_s: float = 60.0,
+        folder: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a command to its end; text is one for the shell.
+
+        It is killed with all of its session when it takes too long or prints too much. What it
+        left in the background goes on.
+
+        Raises:
+            SandboxLostError: The sandbox is gone.
+        """
+        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        request = {
+            "operation": "run",
+            "command": words,
+            "folder": self._locate(folder),
+            "variables": self._variables | dict(variables or {}),
+        }
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        ended, timed_out = await self._run(
+            request, content, self._plan.limits.output_bytes, timeout_s
+        )
+        assert ended.exit_code is not None
+        return CommandResult(
+            ended.exit_code, bytes(ended.stdout), bytes(ended.stderr), timed_out, ended.is_cut_off
+        )
+
+    async def put(self, path: str, content: bytes | str, mode: int = 0o644) -> None:
+        """Write a file, and make its folders.
+
+        Raises:
+            OSError: It cannot be written; the message is that of the sandbox.
+            SandboxLostError: The sandbox is gone.
+        """
+        data = content.encode() if isinstance(content, str) else content
+        await self._work({"operation": "put", "path": self._locate(path), "mode": mode}, data)
+
+    async def get(self, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """The content of a regular file.
+
+        Raises:
+            OSError: There is none, or it is longer.
+            SandboxLostError: The sandbox is gone.
+        """
+        request = {"operation": "get", "path": self._locate(path)}
+        return await self._work(request, b"", max_bytes)
+
+    async def snapshot(self) -> bytes:
+        """All that was written or removed since the start, as a layer of an OCI image (a tar).
+
+        Raises:
+            OSError: Something cannot be kept.
+            SandboxLostError: The sandbox is gone.
+        """
+        return await self._work({"operation": "pack"}, b"", MAX_FILE_BYTES)
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Write and remove what a snapshot says, of another sandbox with the same root.
+
+        Raises:
+            OSError: It does not fit.
+            SandboxLostError: The sandbox is gone.
+        """
+        await self._work({"operation": "unpack"}, snapshot)
+
+    async def stop(self) -> None:
+        """End all that runs in it; its files are gone. To be repeated without harm.
+
+        Who is cancelled here does not hold it up.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        for one in (self._watch, self._clock):
+            if one is not None:
+                one.cancel()
+        self._kill()
+        if self._forwarder is not None:
+            await self._forwarder.close()
+        await self._channel.close()
+        # A thread: the kernel takes its time to tear namespaces down.
+        await asyncio.to_thread(self._process.wait)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        if self._plan.on_stop is not None:
+            self._plan.on_stop()
+
+    def _locate(self, path: str) -> str:
+        return str(PurePosixPath(self.folder) / path)
+
+    async def _work(self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16) -> bytes:
+        """What an operation on files gave."""
+        ended, timed_out = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
+        if timed_out or ended.is_cut_off or ended.exit_code != 0:
+            said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
+            why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
+            raise OSError(f"{request['operation']} {request.get('path', '')}: {why or 'too slow'}")
+        return bytes(ended.stdout)
+
+    async def _run(
+        self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float
+    ) -> tuple[RunningCommand, bool]:
+        self._active.set()
+        self._running += 1
+        try:
+            return await self._channel.run(request, data, max_bytes, timeout_s)
+        except EOFError:
+            why = self._why_lost or "what ran in it ended it"
+            shown = shlex.join(request.get("command", [request["operation"]]))[:200]
+            await self.stop()
+            raise SandboxLostError(
+                f"the sandbox is gone ({why}) while it ran: {shown}", kind="SandboxLost"
+            ) from None
+        finally:
+            self._running -= 1
+
+    async def _watch_limits(self) -> None:
+        """End the sandbox when it uses too much; rests while nothing runs in it."""
+        limits, at_rest = self._plan.limits, len(list_descendants(self.pid))
+        while True:
+            await self._active.wait()
+            processes = list_descendants(self.pid)
+            if sum(map(read_resident_bytes, processes)) > limits.memory_bytes:
+                self._lose(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
+            if len(processes) > limits.processes + at_rest:
+                self._lose(f"it had more than {limits.processes} processes")
+            if self._running == 0 and len(processes) <= at_rest:
+                self._active.clear()
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    def _lose(self, why: str) -> None:
+        self._why_lost = self._why_lost or why
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.poll() is not None:  # its number may be another's
+            return
+        below = list_descendants(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for one in below:
+            kill_process(one)
+
+    async def _read_complaint(self) -> str:
+        """What the process wrote as errors, shortened."""
+        stream = self._process.stderr
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+        for _ in range(20):  # it may not have said all when its channel closes
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(0.05)
+        said = stream.read() or b""
+        return " ".join(said.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
+
+
+def _start_process(plan: StartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:
+    """In the calling thread, which must live on: the process ends with it."""
+    return subprocess.Popen(
+        list(plan.command),
+        stdin=channel.fileno(),
+        stdout=channel.fileno(),
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=dict(plan.environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),
+        pass_fds=tuple(plan.pass_fds),
+        start_new_session=True,
+        user=plan.user,
+        group=plan.user,
+        extra_groups=None if plan.user is None else list[int](),
+    )

@@ -1,0 +1,143 @@
+"""Files of a sandbox, read and written by its command server; standard library only.
+
+What a sandbox changed travels as a layer of an OCI image: a tar of what was written, with an empty
+file `.wh.NAME` for what was removed.
+"""
+
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 1 << 16
+WHITEOUT_PREFIX = ".wh."
+
+
+def work(request: dict[str, Any], server: dict[str, Any]) -> None:
+    """Do what a request asks, between a file or all of them and standard input or output."""
+    match request["operation"]:
+        case "put":
+            put_file(request["path"], request["mode"])
+        case "get":
+            get_file(request["path"])
+        case "pack":
+            pack_changes(server["origin"], server["writable"], server["lower"])
+        case "unpack":
+            unpack_changes(server["origin"])
+
+
+def put_file(path: str, mode: int) -> None:
+    """Write standard input into a file; its folders are made."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    demand_regular(descriptor, path)
+    copy(0, descriptor)
+    os.fchmod(descriptor, mode)
+
+
+def get_file(path: str) -> None:
+    """Write a file to standard output."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    demand_regular(descriptor, path)
+    copy(descriptor, 1)
+
+
+def copy(source: int, target: int) -> None:
+    """Copy from one descriptor to another, to the end."""
+    while piece := os.read(source, CHUNK_BYTES):
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[os.write(target, rest) :]
+
+
+def demand_regular(descriptor: int, path: str) -> None:
+    """Raise unless it is a file: a pipe or a device could hold a reader up for ever."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(f"{path} is no regular file")
+
+
+def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
+    """Write all that was written or removed to standard output, as a layer of an OCI image.
+
+    Names are relative to `origin`; `lower` is the root file system as it was.
+    """
+
+    def name_member(path: str) -> str:
+        return path.removeprefix(origin).lstrip("/")
+
+    skipped = {*read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"} - set(writable)
+    with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        pending = list(writable)
+        while pending:
+            folder = pending.pop()
+            below = None if lower is None else lower + folder.rstrip("/")
+            names = {entry.name: entry for entry in os.scandir(folder)}
+            for name, entry in names.items():
+                if entry.path in skipped:
+                    continue
+                former = None if below is None else f"{below}/{name}"
+                if has_changed(entry.path, former):
+                    archive.add(entry.path, name_member(entry.path), recursive=False)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+            for name in list_removed(names, below):
+                mark = tarfile.TarInfo(name_member(f"{folder}/{WHITEOUT_PREFIX}{name}"))
+                archive.addfile(mark)
+
+
+def read_mount_points() -> Iterator[str]:
+    """Folders and files on which something is mounted."""
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        yield line.split()[4].decode("unicode_escape")
+
+
+def has_changed(path: str, former: str | None) -> bool:
+    """True if a file is another one than that of the root file system; sockets never count."""
+    now = os.lstat(path)
+    if stat.S_ISSOCK(now.st_mode):
+        return False
+    try:
+        then = None if former is None else os.lstat(former)
+    except OSError:
+        then = None
+    if then is None or now.st_mode != then.st_mode:
+        return True
+    if stat.S_ISDIR(now.st_mode):
+        return False
+    if stat.S_ISLNK(now.st_mode):
+        return Path(path).readlink() != Path(str(former)).readlink()
+    return (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns)
+
+
+def list_removed(names: dict[str, Any], below: str | None) -> list[str]:
+    """Names of a folder of the root file system that are no longer there."""
+    try:
+        former = [] if below is None else list(os.scandir(below))
+    except OSError:  # the folder is new
+        return []
+    return [entry.name for entry in former if entry.name not in names]
+
+
+def unpack_changes(origin: str) -> None:
+    """Read from standard input what `pack_changes` wrote, and make it so."""
+    extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
+    modes = {}
+    with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
+        for member in archive:
+            folder, _, name = f"{origin.rstrip('/')}/{member.name}".rpartition("/")
+            if not name.startswith(WHITEOUT_PREFIX):
+                archive.extract(member, origin, set_attrs=not member.isdir(), **extra)
+                if member.isdir():
+                    modes[f"{folder}/{name}"] = member.mode
+                continue
+            path = Path(folder, name.removeprefix(WHITEOUT_PREFIX))
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for folder in reversed(modes):  # only now: one may be closed to its owner too
+        Path(folder).chmod(modes[folder])

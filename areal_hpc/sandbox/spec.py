@@ -1,0 +1,38 @@
+"""What a sandbox is asked for: its root, its network, its limits."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Network = Literal["none", "session-only", "open"]
+"""`none`: loopback alone, with nothing on it; `session-only`: one address there, which a forwarder
+outside serves; `open`: the network of the machine."""
+
+SESSION_PORT = 8999
+"""Port of 127.0.0.1 at which a sandbox with a `session-only` network finds its session."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What a sandbox may use. One that uses more memory ends; of the rest it gets no more."""
+
+    memory_bytes: int = 2 << 30
+    """Resident memory of all its processes together, and private memory of each of them."""
+    processes: int = 256
+    """Processes and threads."""
+    disk_bytes: int = 1 << 30
+    """All that it writes, in memory of the node."""
+    files: int = 100_000
+    """Files, folders and links that it makes."""
+    output_bytes: int = 1 << 20
+    """What one command prints, each of its two streams; a command that prints more is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """A sandbox to start."""
+
+    root: Path | None = None
+    """Folder of a root file system, which stays as it is; None: this machine's, read-only."""
+    network: Network = "none"
+    limits: SandboxLimits = field(default_factory=SandboxLimits)

@@ -1,0 +1,55 @@
+"""Agents that run commands in the sandbox of their episode."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.sandbox.sandbox import Sandbox
+
+CALL = """
+import json, os, urllib.request
+url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'
+body = json.dumps({'model': 'default', 'messages': [{'role': 'user', 'content': '2 + 2 ='}]})
+headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
+headers['Content-Type'] = 'application/json'
+request = urllib.request.Request(url, body.encode(), headers)
+print(json.load(urllib.request.urlopen(request, timeout=30))['object'])
+"""
+
+
+class Commanding:
+    """Has a program in the sandbox call the model, and notes the processes it then had."""
+
+    def __init__(self, note: str, then: str = "return") -> None:
+        self.note, self.then = Path(note), then
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        sandbox: Sandbox = data["sandbox"]
+        await sandbox.exec("setsid sleep 300 > /dev/null & echo of this episode > left")
+        told = await sandbox.exec(["python3", "-c", CALL])
+        pids = [sandbox.pid, *list_descendants(sandbox.pid)]
+        with self.note.open("a") as file:
+            file.write(f"{os.getpid()} {' '.join(map(str, pids))}\n")
+        if self.then == "hang":
+            await asyncio.sleep(300)
+        if self.then == "lose":
+            await sandbox.exec("kill -9 -1; sleep 5")
+        return float(told.stdout == b"chat.completion\n")
+
+
+class Judging:
+    """Runs a program around what the model says, and compares what it prints."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        reply = await extra_kwargs["http_client"].post(
+            f"{extra_kwargs['base_url']}/chat/completions",
+            json={"model": "default", "messages": data["messages"]},
+            headers={"Authorization": f"Bearer {extra_kwargs['api_key']}"},
+        )
+        program = f"print(input(), {reply.json()['choices'][0]['message']['content']!r})"
+        sandbox = data["sandbox"]
+        await sandbox.put("solution.py", program)
+        result = await sandbox.exec("python3 solution.py", stdin=data["input"], timeout_s=10)
+        return float(result.exit_code == 0 and result.stdout.decode() == data["output"])

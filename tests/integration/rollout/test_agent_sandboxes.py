@@ -1,0 +1,119 @@
+"""Episodes whose agents have sandboxes: one each, and none is left."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox, make_agent_sandboxes
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.job import build_agent
+from tests.integration.rollout.standins import StandInProxy, driving
+from tests.integration.rollout.test_episode import TASK, finish, spec
+
+PATH = "tests.integration.rollout.sandbox_agents.Commanding"
+WITH_SESSION = {"isolation": "bwrap", "sandbox": {"network": "session-only", "warm": 1}}
+
+
+def make_spec(timeout_s: float = 60.0) -> EpisodeSpec:
+    return dataclasses.replace(spec(timeout_s), data={**TASK})
+
+
+async def play(
+    run_dir: Path,
+    how: AgentExecutionConfig,
+    specs: list[EpisodeSpec],
+    kwargs: dict[str, Any],
+    path: str = PATH,
+) -> list[EpisodeOutcome]:
+    """Episodes side by side, as a driver runs them."""
+    agent = build_agent(how, path, kwargs)
+    assert agent is not None
+    sandboxes = make_agent_sandboxes(how) if how.mode == "inline" else None
+    try:
+        async with StandInProxy(run_dir), driving(run_dir) as (peer, http_client):
+            episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
+            return await asyncio.gather(*episodes)
+    finally:
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
+        if sandboxes is not None:
+            await sandboxes.close()
+
+
+def read_sandboxes(note: Path) -> list[list[int]]:
+    """Processes of each sandbox, as its agent noted them."""
+    return [[int(pid) for pid in line.split()[1:]] for line in note.read_text().splitlines()]
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/exe").exists()
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_each_episode_has_a_sandbox_from_which_it_reaches_the_model(
+    mode: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    how = AgentExecutionConfig.model_validate({"mode": mode, **WITH_SESSION})
+    specs = [make_spec() for _ in range(3)]
+    outcomes = finish(play(tmp_path, how, specs, {"note": str(note)}))
+    assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)] * 3, outcomes[0].reason
+    used = read_sandboxes(note)
+    assert len({pid for pids in used for pid in pids}) == sum(map(len, used))
+    assert not [pid for pids in used for pid in pids if is_running(pid)]
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_episode_that_takes_too_long_leaves_nothing_of_its_sandbox(
+    mode: str, tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    how = AgentExecutionConfig.model_validate({"mode": mode, **WITH_SESSION})
+    kwargs = {"note": str(note), "then": "hang"}
+    (outcome,) = finish(play(tmp_path, how, [make_spec(8.0)], kwargs))
+    assert outcome.status == "timed_out"
+    (used,) = read_sandboxes(note)
+    assert len(used) >= 3
+    assert not [pid for pid in used if is_running(pid)]
+
+
+def test_an_agent_judges_a_program_by_what_it_prints(tmp_path: Path) -> None:
+    how = AgentExecutionConfig(isolation="bwrap")
+    path = PATH.replace("Commanding", "Judging")
+    tasks = ({"input": "so", "output": f"so {said}\n"} for said in ("Answer: 4", "Answer: 5"))
+    specs = [dataclasses.replace(make_spec(), data={**TASK, **task}) for task in tasks]
+    outcomes = finish(play(tmp_path, how, specs, {}, path))
+    assert [one.reward for one in outcomes] == [1.0, 0.0], outcomes[0].reason
+
+
+def test_a_sandbox_that_is_lost_costs_its_own_episode(tmp_path: Path) -> None:
+    how = AgentExecutionConfig.model_validate(WITH_SESSION)
+    kwargs = {"note": str(tmp_path / "note"), "then": "lose"}
+    (outcome,) = finish(play(tmp_path, how, [make_spec()], kwargs))
+    assert outcome.status == "failed"
+    assert "the sandbox is gone" in outcome.reason
+
+
+def test_without_isolation_commands_run_as_the_user(tmp_path: Path) -> None:
+    how = AgentExecutionConfig(isolation="none")
+    (outcome,) = finish(play(tmp_path, how, [make_spec()], {"note": str(tmp_path / "note")}))
+    assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason
+
+
+def test_a_task_that_has_something_in_the_sandbox_s_place_is_refused(tmp_path: Path) -> None:
+    how = AgentExecutionConfig.model_validate(WITH_SESSION)
+    taken = dataclasses.replace(make_spec(), data={**TASK, "sandbox": "mine"})
+    with pytest.raises(RecipeError, match="rename the column"):
+        finish(play(tmp_path, how, [taken], {"note": str(tmp_path / "note")}))
+
+
+def test_a_root_file_system_that_is_not_there_is_refused() -> None:
+    how = AgentExecutionConfig.model_validate({"isolation": "bwrap", "sandbox": {"root": "/no/x"}})
+    with pytest.raises(RecipeError, match="there is no folder /no/x"):
+        check_sandbox(how.model_dump())

@@ -1,0 +1,396 @@
+"""What every runtime promises, on each that this machine has."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import SandboxLostError
+from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.sandbox import channel
+from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+from tests.support.environments import CHECKOUT
+from tests.support.root_file_system import make_root_file_system
+
+NAMES = find_runtimes()
+ISOLATING = [name for name in NAMES if name != "none"]
+SMALL = SandboxLimits(
+    memory_bytes=256 << 20, processes=40, disk_bytes=8 << 20, files=300, output_bytes=1 << 16
+)
+WITH_SESSION = [name for name in ISOLATING if "session-only" in make_runtime(name).networks]
+
+
+@pytest.fixture(params=NAMES)
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return make_runtime(request.param)
+
+
+@pytest.fixture(params=ISOLATING)
+def isolating(request: pytest.FixtureRequest) -> Runtime:
+    return make_runtime(request.param)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root_file_system(tmp_path_factory.mktemp("root"))
+
+
+@contextlib.asynccontextmanager
+async def start(runtime: Runtime, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+    sandbox = await runtime.start(spec or SandboxSpec(limits=SMALL))
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+def play(
+    runtime: Runtime,
+    scene: Callable[[Sandbox], Awaitable[None]],
+    root: Path | None = None,
+    network: Network = "none",
+) -> None:
+    """Have a scene played in a sandbox."""
+    if runtime.name == "none":
+        network = "open"
+
+    async def run() -> None:
+        async with start(runtime, SandboxSpec(root, network, SMALL)) as sandbox:
+            await scene(sandbox)
+
+    asyncio.run(run())
+
+
+def test_a_command_has_pipes_an_exit_code_a_folder_and_variables(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        told = await sandbox.exec(
+            "cat; echo $COLOR; pwd; echo bad >&2; exit 7", stdin="in\n", variables={"COLOR": "blue"}
+        )
+        assert told.stdout.decode() == f"in\nblue\n{sandbox.folder}\n"
+        assert (told.stderr, told.exit_code, told.timed_out) == (b"bad\n", 7, False)
+        assert (await sandbox.exec(["no-such-program"])).exit_code == 127
+        assert (await sandbox.exec("kill -TERM $$")).exit_code == 128 + signal.SIGTERM
+        many = await asyncio.gather(*(sandbox.exec(["cat"], stdin=str(n)) for n in range(8)))
+        assert [one.stdout for one in many] == [str(n).encode() for n in range(8)]
+
+    play(runtime, scene)
+
+
+def test_a_long_input_goes_through_whether_it_is_read_or_not(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        content = bytes(range(256)) * 20_000
+        counted = await sandbox.exec(["wc", "-c"], stdin=content)
+        assert counted.stdout.split() == [str(len(content)).encode()]
+        assert (await sandbox.exec(["true"], stdin=content)).exit_code == 0
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
+
+    play(runtime, scene)
+
+
+def test_a_command_that_is_too_slow_or_too_loud_is_killed_alone(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        slow = await sandbox.exec("sleep 60 & sleep 60", timeout_s=0.5)
+        assert slow.timed_out
+        assert slow.exit_code == 128 + signal.SIGKILL
+        loud = await sandbox.exec(["yes"])
+        assert loud.is_cut_off
+        assert len(loud.stdout) == SMALL.output_bytes
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
+
+    play(runtime, scene)
+
+
+def test_what_a_command_leaves_in_the_background_holds_nobody_up(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        began = await sandbox.exec("sleep 300 > /dev/null & echo $!", timeout_s=30)
+        assert not began.timed_out
+        alive = await sandbox.exec(f"kill -0 {began.text.strip()}")
+        assert alive.exit_code == 0
+
+    play(runtime, scene)
+
+
+def test_files_go_in_and_out_and_pipes_hold_nobody_up(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        content = os.urandom(200_000)
+        await sandbox.put("deep/down/file", content, mode=0o755)
+        assert await sandbox.get("deep/down/file") == content
+        assert (await sandbox.exec("test -x deep/down/file")).exit_code == 0
+        await sandbox.exec("mkfifo pipe; ln -s /dev/zero endless")
+        for name in ("pipe", "endless", "missing", "deep"):
+            with pytest.raises(OSError, match=name):
+                await sandbox.get(name)
+        with pytest.raises(OSError, match="longer"):
+            await sandbox.get("deep/down/file", max_bytes=1000)
+
+    play(runtime, scene)
+
+
+def test_a_snapshot_makes_another_sandbox_alike(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        await sandbox.exec("mkdir -p a/b; echo text > a/b/c; ln -s c a/b/link; chmod 500 a/b")
+        snapshot = await sandbox.snapshot()
+        async with start(runtime) as other:
+            await other.restore(snapshot)
+            mode = "import os; print(oct(os.stat('a/b').st_mode))"
+            seen = await other.exec(f'cat a/b/link; python3 -c "{mode}"')
+            assert seen.stdout == b"text\n0o40500\n"
+
+    play(runtime, scene)
+
+
+@pytest.mark.parametrize("name", [one for one in NAMES if make_runtime(one).takes_root])
+def test_a_root_file_system_is_written_over_and_stays(name: str, root: Path) -> None:
+    isolating = make_runtime(name)
+
+    async def scene(sandbox: Sandbox) -> None:
+        seen = await sandbox.exec("cat /etc/os-release; ls -d /usr/bin /home /root")
+        assert seen.stdout == b"NAME=small\n"
+        await sandbox.exec("rm /data/old/gone; echo new > /data/new; echo x >> /data/old/kept")
+        assert (await sandbox.exec("cat /data/*/* /data/new")).stdout == b"kept\nx\nnew\n"
+        snapshot = await sandbox.snapshot()
+        async with start(isolating, SandboxSpec(root, limits=SMALL)) as other:
+            assert (await other.exec("ls /data /data/old")).text.split().count("gone") == 1
+            await other.restore(snapshot)
+            assert (await other.exec("cat /data/*/* /data/new")).stdout == b"kept\nx\nnew\n"
+
+    play(isolating, scene, root)
+    assert (root / "data/old/gone").exists()
+    assert not (root / "data/new").exists()
+
+
+def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path) -> None:
+    secret = tmp_path / "admin.key"
+    secret.write_text("key of the run")
+    secret.chmod(0o644)
+    os.environ["HUB_TOKEN"] = "of the user"
+
+    async def scene(sandbox: Sandbox) -> None:
+        found = await sandbox.exec(f"cat {secret} {__file__} /etc/shadow; ls -A /home /root")
+        assert found.stdout == b""
+        assert "HUB_TOKEN" not in (await sandbox.exec(["env"])).text
+        shown = await sandbox.exec(
+            "cat /proc/[0-9]*/cmdline /proc/self/mountinfo; ls -d /proc/[0-9]*"
+        )
+        for word in (str(CHECKOUT), str(tmp_path), "pytest"):
+            assert word not in shown.text
+        assert shown.text.count("/proc/") < 10
+
+    play(isolating, scene)
+
+
+@pytest.mark.parametrize("path", ["/usr/planted", "/planted", "/sandbox/planted", "/etc/planted"])
+def test_the_system_is_read_only(isolating: Runtime, path: str) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        assert (await sandbox.exec(f"touch {path}")).exit_code != 0
+
+    play(isolating, scene)
+
+
+@contextlib.contextmanager
+def serve_words() -> Iterator[int]:
+    """Port of this machine's loopback that answers every line with itself in capitals."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(peer.recv(1000).upper())
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+CALL = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), 3) as peer:
+        peer.sendall(b'hello'); peer.shutdown(socket.SHUT_WR); print(peer.recv(100).decode())
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("network", ["none", "session-only"])
+def test_a_network_reaches_its_session_and_nothing_else(network: Network) -> None:
+    with serve_words() as port:
+
+        async def call(sandbox: Sandbox, host: str, at: int) -> str:
+            told = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
+            return told.text.strip()
+
+        async def scene(sandbox: Sandbox) -> None:
+            if network == "session-only":
+                url = await sandbox.open_session(f"http://127.0.0.1:{port}")
+                at = int(url.rpartition(":")[2])
+                assert await call(sandbox, "127.0.0.1", at) == "HELLO"
+                many = (call(sandbox, "127.0.0.1", at) for _ in range(5))
+                assert await asyncio.gather(*many) == ["HELLO"] * 5
+            for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.2.1"):
+                assert (await call(sandbox, host, port)).endswith("Error")
+
+        for name in WITH_SESSION if network == "session-only" else ISOLATING:
+            play(make_runtime(name), scene, network=network)
+
+
+EAT = "import time\nkept = []\nwhile True: kept.append(bytearray(20 << 20)); time.sleep(0.02)"
+
+
+def test_memory_of_all_processes_together_ends_the_sandbox(isolating: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        eater = "import time; kept = bytearray(90 << 20); time.sleep(30)"
+        with pytest.raises(SandboxLostError, match="256 MiB of memory"):
+            await sandbox.exec(f"for n in 1 2 3 4; do python3 -c '{eater}' & done; wait")
+        with pytest.raises(SandboxLostError):
+            await sandbox.exec(["true"])
+
+    play(isolating, scene)
+
+
+def test_memory_of_one_process_is_refused_to_it() -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        refused = await sandbox.exec(["python3", "-c", "bytearray(1 << 30)"])
+        assert "MemoryError" in refused.text
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
+
+    play(make_runtime("bwrap"), scene)
+
+
+def test_disk_and_number_of_files_are_limited_in_total() -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        full = await sandbox.exec("head -c 6M /dev/zero > /tmp/a; head -c 6M /dev/zero > b")
+        assert "No space left on device" in full.text
+        await sandbox.exec("rm -f /tmp/a b")
+        crowded = await sandbox.exec("cd /tmp; for n in $(seq 400); do : > f$n || exit 9; done")
+        assert crowded.exit_code != 0
+        assert "No space left on device" in crowded.text
+
+    play(make_runtime("bwrap"), scene)
+
+
+def test_processes_are_limited_and_those_of_others_go_on(isolating: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        bomb = "for n in $(seq 200); do sleep 20 & done; wait; echo all"
+        with contextlib.suppress(SandboxLostError):
+            assert "all" not in (await sandbox.exec(bomb, timeout_s=20)).stdout.decode()
+        async with start(isolating) as other:
+            assert (await other.exec("echo on")).stdout == b"on\n"
+
+    play(isolating, scene)
+
+
+@pytest.mark.parametrize("sign", ["KILL", "STOP"])
+def test_who_ends_or_stops_the_server_loses_the_sandbox_alone(
+    sign: str, isolating: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "KILL_GRACE_S", 0.5)
+
+    async def scene(sandbox: Sandbox) -> None:
+        victim = "-1" if isolating.name == "bwrap" else "1"
+        attack = f"kill -{sign} {victim}; sleep 30"
+        with pytest.raises(SandboxLostError):
+            await sandbox.exec(attack, timeout_s=1)
+
+    play(isolating, scene)
+
+
+@pytest.mark.parametrize("escape", ["setsid sleep 300 &", "setsid sh -c 'sleep 300 &' &"])
+def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> None:
+    left: list[int] = []
+
+    async def scene(sandbox: Sandbox) -> None:
+        await sandbox.exec(f"{escape} sleep 0.2")
+        left.extend([sandbox.pid, *list_descendants(sandbox.pid)])
+
+    play(runtime, scene)
+    assert len(left) >= 2
+    assert not [pid for pid in left if Path(f"/proc/{pid}/exe").exists()]
+
+
+OWNER = """
+import asyncio, sys, time
+from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+async def main():
+    runtime = make_runtime(sys.argv[1])
+    sandboxes = [await runtime.start(SandboxSpec()) for _ in range(2)]
+    for one in sandboxes:
+        await one.exec("setsid sleep 300 & sleep 0.2")
+    print(*(pid for one in sandboxes for pid in (one.pid, *list_descendants(one.pid))), flush=True)
+    await asyncio.sleep(300)
+asyncio.run(main())
+"""
+
+
+def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> None:
+    """Nor a mount or a namespace, which are of these processes alone."""
+    command = [sys.executable, "-c", OWNER, runtime.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as owner:
+        assert owner.stdout is not None
+        left = [int(one) for one in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(left) >= 4
+    give_up_at = time.monotonic() + 30
+    while left := [pid for pid in left if is_alive(pid)]:
+        assert time.monotonic() < give_up_at, left
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """False for a zombie: its memory, mounts and namespaces are gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_no_rights_can_be_gained(isolating: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        attempts = ["mount -t tmpfs none /tmp", "su -c true", "chroot / true"]
+        if isolating.name != "gvisor":  # namespaces of its own kernel are none of this machine's
+            attempts.append("unshare -Ur true")
+        for attempt in attempts:
+            assert (await sandbox.exec(attempt, timeout_s=10)).exit_code != 0, attempt
+        status = (await sandbox.exec("grep -E 'CapEff|CapPrm' /proc/self/status")).text
+        assert set(status.split()[1::2]) == {"0" * 16}
+
+    play(isolating, scene)
+
+
+AS_USER = """
+import asyncio
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.spec import SandboxSpec
+async def main():
+    sandbox = await make_runtime("bwrap").start(SandboxSpec(network="session-only"))
+    print((await sandbox.exec("id -u; echo text > a; cat a")).stdout)
+    await sandbox.stop()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mapped", [("--map-user=1234", "--map-group=1234"), ("--map-root-user",)])
+def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
+    mapped: tuple[str, ...],
+) -> None:
+    command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert told.stdout == repr(b"65534\ntext\n") + "\n", told.stderr
