@@ -24,7 +24,7 @@ TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
 ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
 RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
 LOOK_PERIOD_S = 15
-LEAD_S = 20
+LEAD_S = 24
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
@@ -136,9 +136,13 @@ class HeldRun:
 
     def await_step(self, step: str) -> None:
         """Return once a step of this name is at work."""
-        job = step.partition(".")[0]
-        self.await_true(lambda: step in {one.step for one in self.read_note().steps})
-        self.await_true(lambda: self.find_supervisors(job))
+
+        def is_noted() -> bool:
+            note = find_live_allocation(self.paths)
+            return note is not None and step in {one.step for one in note.steps}
+
+        self.await_true(is_noted)
+        self.await_true(lambda: self.find_supervisors(step.partition(".")[0]))
 
     def await_nothing_left(self) -> None:
         wait_for(lambda: processes_of(self.paths.root) == [], 60, self.said)
