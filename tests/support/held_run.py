@@ -28,7 +28,8 @@ LEAD_S = 24
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
-    "cluster.stop_grace_s=6",
+    # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
+    *("trainer.device=auto", "inference.device=auto", "cluster.stop_grace_s=6"),
 )
 NO_END = 5000
 """Steps that no test waits for."""
