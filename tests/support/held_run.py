@@ -28,7 +28,8 @@ LEAD_S = 24
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
-    "alerts.no_signal_steps=null",  # it has learned next to nothing: `why` is asked about other things
+    # It has learned next to nothing, which `why` would name besides the reason for a stop.
+    "alerts.no_signal_steps=null",
     # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
     *("trainer.device=auto", "inference.device=auto", "cluster.stop_grace_s=6"),
 )
