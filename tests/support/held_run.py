@@ -24,11 +24,14 @@ TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
 ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
 RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
 LOOK_PERIOD_S = 15
-LEAD_S = 20
+LEAD_S = 24
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
-    "cluster.stop_grace_s=6",
+    # It has learned next to nothing, which `why` would name besides the reason for a stop.
+    "alerts.no_signal_steps=null",
+    # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
+    *("trainer.device=auto", "inference.device=auto", "cluster.stop_grace_s=6"),
 )
 NO_END = 5000
 """Steps that no test waits for."""
@@ -136,9 +139,13 @@ class HeldRun:
 
     def await_step(self, step: str) -> None:
         """Return once a step of this name is at work."""
-        job = step.partition(".")[0]
-        self.await_true(lambda: step in {one.step for one in self.read_note().steps})
-        self.await_true(lambda: self.find_supervisors(job))
+
+        def is_noted() -> bool:
+            note = find_live_allocation(self.paths)
+            return note is not None and step in {one.step for one in note.steps}
+
+        self.await_true(is_noted)
+        self.await_true(lambda: self.find_supervisors(step.partition(".")[0]))
 
     def await_nothing_left(self) -> None:
         wait_for(lambda: processes_of(self.paths.root) == [], 60, self.said)

@@ -107,9 +107,12 @@ def _find_memory_shortages(
 
 def format_placement(step: StepPlacement) -> str:
     """Nodes of a job, and what it has of each."""
-    tasks = f"{step.tasks_per_node} task{'' if step.tasks_per_node == 1 else 's'}"
-    parts = [f"{tasks} of {step.cpus_per_task} CPUs"]
-    parts += [f"{step.gpus_per_node} GPUs"] if step.gpus_per_node else []
+
+    def count(number: int, thing: str) -> str:
+        return f"{number} {thing}{'' if number == 1 else 's'}"
+
+    parts = [f"{count(step.tasks_per_node, 'task')} of {count(step.cpus_per_task, 'CPU')}"]
+    parts += [count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
     parts += [f"{step.memory_mib} MiB"] if step.memory_mib else []
     return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
 

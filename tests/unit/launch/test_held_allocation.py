@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.places.held_allocation import find_shortages, limit_gpus, place_stage
+from areal_hpc.launch.places.held_allocation import (
+    find_shortages,
+    format_placement,
+    limit_gpus,
+    place_stage,
+)
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -79,3 +84,15 @@ def test_a_step_with_less_memory_than_its_job_is_known_to_hold_is_refused() -> N
 def test_an_allocation_without_room_for_the_cell_is_told_what_would_do() -> None:
     [problem] = find_shortages(load_32b(), hold_big_nodes(240, count=2))
     assert "trainer 16 ranks x 1 GPU, cell-0 1 node x 8 GPUs, in all 24 GPUs" in problem.message
+
+
+def test_the_table_says_what_each_job_has_of_its_nodes() -> None:
+    recipe = load_32b()
+    *_, stage = plan_run(recipe, RunPaths(recipe.run_dir))
+    lines = [
+        format_placement(one) for one in place_stage(stage, recipe, hold_big_nodes(9)).values()
+    ]
+    assert lines == [
+        "trainer    n1,n2: 8 tasks of 12 CPUs, 8 GPUs, 9216 MiB each",
+        "cell-0     n3: 1 task of 96 CPUs, 8 GPUs, 9216 MiB each",
+    ]
