@@ -99,7 +99,7 @@ def measure_gap(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tens
     total, _ = compute_loss(batch, logprobs_N)
     held_N, advantages_N = logprobs_N.detach(), batch.channels_N[ADVANTAGE_CHANNEL]
     gaps_N = (held_N - batch.channels_N[EXPECTED_CHANNEL]).abs()
-    sums = {
+    sums: dict[str, float | torch.Tensor] = {
         "tokens": len(held_N),
         "rewarded": (advantages_N > 0).sum(),
         "rewarded_logprob": held_N[advantages_N > 0].sum(),
