@@ -129,6 +129,9 @@ def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
     assert script[2].startswith("srun --ntasks-per-node=1")
     assert "--cpus-per-task=64" in script[2]
     assert script[2].endswith(f"node_task '{tmp_path}/a b/order.json'")
+    bare = GpuJobOptions(tmp_path, JobOptions(gpus_per_node=8), ())
+    assert {"--mem=0", "--exclusive"} < {*build_sbatch_words(plan, bare, tmp_path)}
+    assert "--cpu-bind=none" in build_script(plan, bare.options, tmp_path)
     rehearsed = build_sbatch_words(plan_of(device="cpu", nodes=2), job, tmp_path)
     assert not [word for word in rehearsed if word.startswith("--gres")]
     with pytest.raises(RecipeError, match="how many GPUs a node has") as refused:

@@ -102,7 +102,7 @@ def build_sbatch_words(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -> 
     named = {
         "gres": gres if plan.device == "cuda" else None,
         "cpus-per-task": options.cpus_per_task,
-        "mem": options.mem or ("0" if options.exclusive else None),
+        "mem": options.mem or "0",  # all of the node's: the default may not hold a server
         "nodelist": options.nodelist,
         "exclude": options.exclude,
     }
@@ -110,7 +110,7 @@ def build_sbatch_words(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -> 
         *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", f"--time={TIME_LIMIT_MINUTES}"),
         *(f"--nodes={plan.nodes}", "--ntasks-per-node=1", "--no-requeue"),
         *(f"--{name}={value}" for name, value in named.items() if value),
-        *(["--exclusive"] if options.exclusive else []),
+        *(["--exclusive"] if options.exclusive or not options.cpus_per_task else []),
         *job.flags,
         f"--output={folder}/output",
         str(JobPaths(folder).script),
@@ -122,6 +122,8 @@ def build_script(plan: GpuCheckPlan, options: JobOptions, order: Path) -> str:
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun.append(f"--cpus-per-task={options.cpus_per_task}")
+    else:  # the node is the job's: its only task is not to be bound to one core
+        srun.append("--cpu-bind=none")
     srun += options.srun_flags or ()
     task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(order)]
     lines = ["#!/bin/bash", *(options.setup or ()), shlex.join([*srun, *task])]
