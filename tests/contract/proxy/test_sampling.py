@@ -13,9 +13,9 @@ SCHEMA = {"type": "object"}
 
 @pytest.mark.parametrize("route", LEAST)
 def test_a_session_may_hold_its_agent_to_the_recipes_sampling(stage: Stage, route: str) -> None:
-    own = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    own: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
     asked = {"temperature": 0, "top_p": 0.1} | ({} if route == "/responses" else {"top_k": 1})
-    before = ignored(stage)
+    before, said = ignored(stage), {}
     for rule in ("agent", "recipe"):
         _, key = stage.open_session(sampling_from=rule, **own)
         said = ask_least(stage, key, route, **asked).json()

@@ -131,7 +131,7 @@ def test_what_a_response_answered_is_listed(stage: Stage, key: str) -> None:
             assert refused.value.param in wrong
     kinds = [one.type for one in listed]
     assert kinds == ["message", "function_call", "function_call_output", "message", "message"]
-    assert json.loads(listed[1].to_dict()["arguments"]) == {"x": 3}  # type: ignore[arg-type]
+    assert json.loads(listed[1].to_dict()["arguments"]) == {"x": 3}
     assert listed[3].id == first.output[0].id
     assert len({one.id for one in listed}) == 5
 
@@ -152,11 +152,11 @@ def test_a_response_is_rendered_again_after_the_proxy_has_died(own_stage: Stage)
             client.responses.retrieve(chat.id)
 
 
-OLD = [
+OLD: list[Any] = [
     {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
     {"role": "function", "name": "f", "content": "7"},
 ]
-NEW = [
+NEW: list[Any] = [
     {
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],

@@ -9,7 +9,7 @@ import pytest
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.hints import drop_nulls, list_ignored_params
-from areal_hpc.proxy.dialects.openai.chat import ChatRequest
+from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
 from areal_hpc.proxy.dialects.validation import decode_json
 

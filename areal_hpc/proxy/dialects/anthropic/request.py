@@ -76,7 +76,7 @@ class _InputTool(Struct, forbid_unknown_fields=True):
 
 class _ThinkingConfig(Struct, forbid_unknown_fields=True):
     type: str = "enabled"
-    """`enabled`, `disabled`, `adaptive`, or what comes next."""
+    """Enabled, disabled, adaptive, or what comes next."""
     budget_tokens: Hint = None
     """Anthropic calls it a target."""
     display: Hint = None

@@ -46,7 +46,7 @@ class _ResponseFormat(Struct):
 
 
 class _StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's newer name for its `guided_` parameters."""
+    """vLLM's newer name for its guided parameters."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
