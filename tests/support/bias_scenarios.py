@@ -95,8 +95,8 @@ SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
 EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}
 OBJECTIVES: dict[str, ObjectiveConfig] = {
     **{
-        name: ObjectiveConfig(
-            **preset.objective, **({"loss_scale_tokens": 3} if name == "dr_grpo" else {})
+        name: ObjectiveConfig.model_validate(
+            {**preset.objective, **({"loss_scale_tokens": 3} if name == "dr_grpo" else {})}
         )
         for name, preset in PRESETS.items()
     },

@@ -31,7 +31,7 @@ def norm_table() -> str:
 
 def table_of_eight() -> str:
     """Cosines in groups of eight."""
-    measured = read_results(RESULTS, {}).get("eight", {})
+    measured: dict[str, dict[str, list[float]]] = read_results(RESULTS, {}).get("eight", {})
     names = next(iter(measured.values()), {})
     rows = [
         [kind, *(f"{cosine:.3f} +- {error:.3f}" for cosine, error in found.values())]

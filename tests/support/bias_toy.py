@@ -79,9 +79,9 @@ def softmax(logits: Array) -> Array:
 
 def get_context(history: Sequence[int]) -> int:
     """The number of the context after these tokens, none of them the last of an episode."""
-    return {0: 0, 1: 1 + sum(history), 2: 4 + sum(h * 3 ** (1 - i) for i, h in enumerate(history))}[
-        len(history)
-    ]
+    if len(history) < 2:
+        return 1 + history[0] if history else 0
+    return 4 + 3 * history[0] + history[1]
 
 
 def list_linear_episodes(seed: int, kind: str) -> list[ToyEpisode]:
