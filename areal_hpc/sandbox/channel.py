@@ -94,22 +94,24 @@ class Channel:
 
         Raises:
             EOFError: The server is gone.
+            TypeError: The request is no JSON.
         """
+        begin = json.dumps(request).encode()
         number, command = self._next, RunningCommand(output_bytes)
         self._next += 1
         self._commands[number] = command
-        feeding = asyncio.create_task(self._feed(number, command, request, stdin))
+        feeding = asyncio.create_task(self._feed(number, command, begin, stdin))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_for_end(number, command)
             return command, False
         except TimeoutError:
-            await self._send(number, KILL)
-            await self._wait_for_killed(number, command)
+            await self._kill_and_wait(number, command)
             return command, True
         except asyncio.CancelledError:
-            with contextlib.suppress(EOFError):
-                await self._send(number, KILL)
+            with contextlib.suppress(EOFError, TimeoutError):
+                async with asyncio.timeout(KILL_GRACE_S):
+                    await self._send(number, KILL)
             raise
         finally:
             del self._commands[number]
@@ -135,19 +137,18 @@ class Channel:
             await command.changed.wait()
             command.changed.clear()
 
-    async def _wait_for_killed(self, number: int, command: RunningCommand) -> None:
+    async def _kill_and_wait(self, number: int, command: RunningCommand) -> None:
         try:
             async with asyncio.timeout(KILL_GRACE_S):
+                await self._send(number, KILL)
                 await self._wait_for_end(number, command)
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
-    async def _feed(
-        self, number: int, command: RunningCommand, request: dict[str, Any], stdin: bytes
-    ) -> None:
+    async def _feed(self, number: int, command: RunningCommand, begin: bytes, stdin: bytes) -> None:
         """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
-            await self._send(number, BEGIN, json.dumps(request).encode())
+            await self._send(number, BEGIN, begin)
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]

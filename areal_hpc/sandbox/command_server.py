@@ -51,12 +51,13 @@ class CommandServer:
         nothing = os.open("/dev/null", os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
-        self._selector.register(self._reading, selectors.EVENT_READ, self._receive)
+        self._selector.register(self._reading, selectors.EVENT_READ, self._handle_received_messages)
         woken, waking = os.pipe()
         for one in (woken, waking):
             os.set_blocking(one, False)
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the first process it ignores the others
         self._selector.register(woken, selectors.EVENT_READ, lambda: os.read(woken, 4096))
 
     def greet(self) -> None:
@@ -85,7 +86,7 @@ class CommandServer:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
 
-    def _receive(self) -> None:
+    def _handle_received_messages(self) -> None:
         try:
             piece = os.read(self._reading, CHUNK_BYTES)
         except BlockingIOError:
@@ -234,7 +235,7 @@ def become_child(request: dict[str, Any], pipes: list[int], server: dict[str, An
     code = 126
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
         for place, pipe in enumerate(pipes):

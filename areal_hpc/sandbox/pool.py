@@ -37,15 +37,14 @@ class SandboxPool:
         self._refill()
 
     @asynccontextmanager
-    async def acquire(self, time_s: float) -> AsyncIterator[Sandbox]:
-        """A sandbox to oneself, for so long at most; it is stopped in the end.
+    async def acquire(self) -> AsyncIterator[Sandbox]:
+        """A sandbox to oneself; it is stopped in the end.
 
         Raises:
             RecipeError: This machine cannot start one.
             ClusterError: None started.
         """
         sandbox = await self._take()
-        sandbox.begin_time(time_s)
         try:
             yield sandbox
         finally:

@@ -101,6 +101,8 @@ class Sandbox:
             process = _start_process(plan, channel.servers_end)
         except OSError as error:
             await channel.close()
+            if plan.on_stop is not None:
+                plan.on_stop()
             raise ClusterError(f"a sandbox could not be started: {error}") from error
         channel.servers_end.close()
         sandbox = cls(plan, process, channel)

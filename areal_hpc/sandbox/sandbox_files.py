@@ -77,7 +77,7 @@ def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
             below = None if lower is None else lower + folder.rstrip("/")
             names = {entry.name: entry for entry in os.scandir(folder)}
             for name, entry in names.items():
-                if entry.path in skipped:
+                if entry.path in skipped or name.startswith(WHITEOUT_PREFIX):
                     continue
                 former = None if below is None else f"{below}/{name}"
                 if has_changed(entry.path, former):
@@ -138,6 +138,6 @@ def unpack_changes(origin: str) -> None:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
     for folder in reversed(modes):  # only now: one may be closed to its owner too
         Path(folder).chmod(modes[folder])

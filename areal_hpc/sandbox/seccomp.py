@@ -44,6 +44,7 @@ _BY_MACHINE = {
             *(321, 298, 323, 425, 426, 427),  # bpf perf_event_open userfaultfd io_uring_*
             *(248, 249, 250, 246, 320, 175),  # add_key request_key keyctl kexec_* init_module
             *(313, 176, 304, 167, 168, 169),  # *_module open_by_handle_at swapon swapoff reboot
+            *(29, 319, 447),  # shmget memfd_create memfd_secret: memory that no limit counts
         ),
         clone=56,
         clone3=435,
@@ -58,6 +59,7 @@ _BY_MACHINE = {
             *(280, 241, 282, 425, 426, 427),
             *(217, 218, 219, 104, 294, 105),
             *(273, 106, 265, 224, 225, 142),
+            *(194, 279, 447),
         ),
         clone=220,
         clone3=435,

@@ -97,13 +97,13 @@ async def run_episode(
         HttpStatusError: The proxy refused to open a session.
         ClusterError: No sandbox could be started.
     """
-    lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes, lifetime_s) as free:
+    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes) as free:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.peer_started_at
         try:
             if free is not None:
-                await free.hand_over(spec.data, f"{proxy.url}/v1", session.api_key)
+                lifetime_s = spec.timeout_s + CANCEL_GRACE_S
+                await free.hand_over(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
             reward = await _send_rewards_and_end_session(
                 parse_agent_rewards(returned), session, proxy

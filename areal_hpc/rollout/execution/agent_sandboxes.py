@@ -36,9 +36,9 @@ class AgentSandboxes:
         await self._pool.fill()
 
     @asynccontextmanager
-    async def acquire(self, lifetime_s: float) -> "AsyncIterator[EpisodeSandbox]":
+    async def acquire(self) -> "AsyncIterator[EpisodeSandbox]":
         """A sandbox for one episode, stopped in the end."""
-        async with self._pool.acquire(lifetime_s) as sandbox:
+        async with self._pool.acquire() as sandbox:
             yield EpisodeSandbox(sandbox, self._has_session)
 
     async def close(self) -> None:
@@ -52,8 +52,12 @@ class EpisodeSandbox:
     def __init__(self, sandbox: Sandbox, has_session: bool) -> None:
         self._sandbox, self._has_session = sandbox, has_session
 
-    async def hand_over(self, data: dict[str, Any], base_url: str, api_key: str) -> None:
+    async def hand_over(
+        self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
+    ) -> None:
         """Put the sandbox into the agent's task, and show its commands the model's endpoint.
+
+        From now on it lives so long at most.
 
         Raises:
             RecipeError: The task has something else there.
@@ -68,6 +72,7 @@ class EpisodeSandbox:
             url = await self._sandbox.open_session(base_url.removesuffix("/v1"))
             self._sandbox.base_url = f"{url}/v1"
             self._sandbox.add_variables(build_endpoint_variables(f"{url}/v1", api_key))
+        self._sandbox.begin_time(lifetime_s)
         data[SANDBOX_KEY] = self._sandbox
 
 
@@ -83,13 +88,13 @@ def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
 
 @asynccontextmanager
 async def acquire_sandbox(
-    sandboxes: AgentSandboxes | None, lifetime_s: float
+    sandboxes: AgentSandboxes | None,
 ) -> AsyncIterator[EpisodeSandbox | None]:
     """A sandbox for one episode, if agents get any."""
     if sandboxes is None:
         yield None
         return
-    async with sandboxes.acquire(lifetime_s) as free:
+    async with sandboxes.acquire() as free:
         yield free
 
 

@@ -117,6 +117,7 @@ def build_arguments(
     command = [
         *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+        "--as-pid-1",  # bubblewrap's own would hold the channel, and commands may write its memory
         *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
     ]
     if spec.network == "open":

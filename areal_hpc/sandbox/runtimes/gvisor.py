@@ -48,8 +48,8 @@ class GvisorRuntime:
         runsc, as_nobody = find_runsc(), may_become_nobody()
         if runsc is None:
             raise _build_isolation_error("there is no gVisor (the program runsc)")
-        bundle = Path(tempfile.mkdtemp(prefix="areal-hpc-gvisor-"))
         python = find_guest_python(by_anybody=as_nobody)
+        bundle = Path(tempfile.mkdtemp(prefix="areal-hpc-gvisor-"))
         write_bundle(bundle, spec, python, as_nobody)
         options = ("--rootless", "--network=none", "--ignore-cgroups", "--root", f"{bundle}/state")
         words = ("run", "--bundle", str(bundle), bundle.name)
@@ -64,6 +64,8 @@ class GvisorRuntime:
         try:
             return await Sandbox.start(plan)
         except ClusterError as error:
+            if not isinstance(error.__cause__, EOFError):  # too slow, or no process could be made
+                raise
             raise _build_isolation_error(error.problems[0].message) from error
 
 

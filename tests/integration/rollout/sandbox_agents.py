@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Commanding:
         if self.then == "hang":
             await asyncio.sleep(300)
         if self.then == "lose":
-            await sandbox.exec("kill -9 -1; sleep 5")
+            os.kill(sandbox.pid, signal.SIGKILL)
+            await sandbox.exec("sleep 5")
         return float(told.stdout == b"chat.completion\n")
 
 

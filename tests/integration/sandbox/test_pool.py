@@ -13,9 +13,9 @@ def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
         await pool.fill()
-        async with pool.acquire(60.0) as first:
+        async with pool.acquire() as first:
             await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
-        async with pool.acquire(60.0) as second:
+        async with pool.acquire() as second:
             seen = (await second.exec("ls -A . /tmp; cat /proc/[0-9]*/cmdline")).stdout
             assert b"left" not in seen
             assert b"300" not in seen
@@ -32,7 +32,7 @@ def test_one_that_died_while_it_waited_is_replaced() -> None:
         dead = pool._warm[0]
         os.kill(dead.pid, signal.SIGKILL)
         dead._process.wait()
-        async with pool.acquire(60.0) as taken:
+        async with pool.acquire() as taken:
             assert taken is not dead
             assert (await taken.exec("echo on")).stdout == b"on\n"
         await pool.close()
@@ -43,7 +43,8 @@ def test_one_that_died_while_it_waited_is_replaced() -> None:
 def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
-        async with pool.acquire(1.0) as taken:
+        async with pool.acquire() as taken:
+            taken.begin_time(1.0)
             await asyncio.wait_for(taken._channel.closed.wait(), 30)
             assert not taken.is_alive
         await pool.close()
