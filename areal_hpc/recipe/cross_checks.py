@@ -178,6 +178,13 @@ def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
             "rollout.n_samples",
             "use 2 or more, or trainer.objective.baseline=batch_mean with scale_rewards=batch",
         )
+    if rollout.n_samples < 2 and rollout.filter_same_reward:
+        yield Problem(
+            "rollout.filter_same_reward=true leaves out groups whose episodes all earned the same: "
+            f"with rollout.n_samples={rollout.n_samples} every one",
+            "rollout.filter_same_reward",
+            "set it to false, or rollout.n_samples=2 or more",
+        )
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"
         yield Problem(message, "rollout.min_samples", f"use {rollout.n_samples} or less")

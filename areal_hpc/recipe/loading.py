@@ -183,6 +183,10 @@ def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
 
     A resolved recipe names every key: what was written by hand cannot be told from the rest.
     """
+    objective = OmegaConf.select(tree, "trainer.objective")
+    loss_agg = OmegaConf.select(overrides, "trainer.objective.loss_agg")
+    if OmegaConf.is_dict(objective) and loss_agg not in (None, "seq_mean_token_sum_norm"):
+        objective.pop("loss_scale_tokens", None)  # it belongs to that alone
     preset = OmegaConf.select(overrides, PRESET_KEY)
     said = OmegaConf.select(tree, PRESET_KEY.rpartition(".")[0])
     if preset is None or said is None or not set(ObjectiveConfig.model_fields) <= set(said):

@@ -42,9 +42,9 @@ def build_call_records(
 def _build_call_record(
     call: Interaction, context: RenderingContext, trained: bool, followers: Sequence[str]
 ) -> CallRecord:
-    reward = call.given_reward
-    if reward is None and call.reward is not None:
-        reward = Reward(call.reward)
+    reward = None  # what a client's agent gave, and the client passed back elsewhere, is none
+    if call.reward is not None:
+        reward = msgspec.structs.replace(call.given_reward or Reward(0.0), value=call.reward)
     return CallRecord(
         id=call.interaction_id,
         parent_id=call.parent_id,

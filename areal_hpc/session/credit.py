@@ -167,6 +167,16 @@ def _get_begin_time(conversation: list[Interaction]) -> float:
     return min(one.asked_at for one in conversation)
 
 
+def find_abandoned_replies(tree: InteractionTree) -> frozenset[str]:
+    """Ids of replies whose client left before their end, and which nothing extends."""
+    extended = {one.parent_id for one in tree}
+    return frozenset(
+        one.interaction_id
+        for one in tree
+        if not one.completed and one.interaction_id not in extended
+    )
+
+
 def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
     """Ids of replies that nobody used: the same request was sent again after they were given.
 

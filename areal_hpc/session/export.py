@@ -28,6 +28,7 @@ from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
+    find_abandoned_replies,
     find_followers,
     find_retry_orphans,
     pass_back_rewards,
@@ -73,8 +74,10 @@ def plan_rows(
 ) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
-    followers = find_followers(tree, rule.credit, orphans)
-    given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in orphans}
+    # No row names a reply that its client left: it would cut off those that it stands between.
+    left_out = orphans | find_abandoned_replies(tree)
+    followers = find_followers(tree, rule.credit, left_out)
+    given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=rule.is_credited)

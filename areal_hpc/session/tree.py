@@ -280,10 +280,6 @@ class InteractionTree:
         path.reverse()
         return path
 
-    def list_completed_leaves(self) -> list[Interaction]:
-        """Completed interactions that no other extends, in order of completion."""
-        return [one for one in self.list_leaves() if one.completed]
-
     def list_leaves(self) -> list[Interaction]:
         """Interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}

@@ -64,7 +64,7 @@ def build_optimizer(policy: Policy, config: AdamConfig, *, is_offloaded: bool = 
 
 
 def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
-    """Give AdamW the recipe's settings: a checkpoint brings those it was written with."""
+    """Give AdamW the recipe's settings, which no checkpoint has."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             # Megatron leaves this product to its own scheduler, which is not used here.

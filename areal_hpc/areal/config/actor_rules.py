@@ -146,6 +146,13 @@ def _check_reward_scaling(value: Any, source: ArealConfigValues) -> dict[str, An
     )
 
 
+def _check_reward_bias(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    has_norm = source("actor.reward_norm.eps") is not None
+    if value == 0 or not has_norm or source("actor.reward_norm.mean_level"):
+        return {}
+    return Untranslatable("without mean_level rewards are taken as they are: add it in the agent")
+
+
 def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     if value in (1, source("gconfig.n_samples")):
         return {}
@@ -228,7 +235,11 @@ ACTOR_RULES = (
         "(not needed) it cancels out where differences are divided by their deviation",
         _check_reward_scaling,
     ),
-    ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
+    Rule(
+        "actor.reward_bias",
+        "(not needed) it cancels out where a baseline is subtracted",
+        _check_reward_bias,
+    ),
     unsupported_rule("actor.reward_clip", "rewards are not clipped; clip them in the agent"),
     fixed_rule(
         "actor.overlong_reward_penalty",

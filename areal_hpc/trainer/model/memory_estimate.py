@@ -122,12 +122,16 @@ def estimate_trainer_memory(
 
 
 def estimate_checkpoint_copy(arch: Architecture, config: TrainerConfig) -> int:
-    """Host memory of a rank's copy of its part of a checkpoint, in bytes.
+    """Host memory of a rank's copy of its part of a checkpoint, in bytes: of the fullest stage.
 
     In bfloat16 weights, float32 master weights and moments; float32 weights are their own masters.
     """
-    each = 12 if config.dtype == "float32" else 14
-    return each * count_model_parameters(arch) // config.parallel.world_size
+    each, parallel = 12 if config.dtype == "float32" else 14, config.parallel
+    undivided = parallel.model_copy(update={"tp": 1, "ep": 1})
+    fullest = max(
+        sum(count_stage_parameters(arch, undivided, stage)) for stage in range(parallel.pp)
+    )
+    return each * fullest * parallel.pp // parallel.world_size
 
 
 def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:

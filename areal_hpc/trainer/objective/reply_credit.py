@@ -102,16 +102,21 @@ def _credit_replies(
                 begin = call.prompt_tokens
                 trained[call.id] = (place, begin, begin + call.reply_tokens)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
-    for name in trained if overlong.penalty else ():
-        if penalty := measure_penalty(calls[name].reply_tokens, overlong):
+    penalties = {name: measure_penalty(calls[name].reply_tokens, overlong) for name in trained}
+    for name, penalty in penalties.items():
+        if penalty and not is_credited:
             own[name] = (own[name] or 0.0) - penalty
     followers = _list_followers(calls)
     earned = pass_back_rewards(own, followers, discount, own_is_total=is_credited)
     weights = weigh_branches(earned, followers)
     for name, span in trained.items():
         total = earned[name].total
-        if total is not None:
-            yield _EarnedNumber(total, 1.0 if is_credited else weights[name], [span])
+        if total is None:
+            continue
+        if is_credited:  # what it earned is known already: nothing is passed back any more
+            yield _EarnedNumber(total - penalties[name], 1.0, [span])
+        else:
+            yield _EarnedNumber(total, weights[name], [span])
 
 
 def measure_penalty(tokens: int, overlong: OverlongConfig) -> float:

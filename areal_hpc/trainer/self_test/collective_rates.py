@@ -19,7 +19,7 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import CollectiveRates, CollectivesOrder
-from areal_hpc.trainer.self_test.small_policy import open_ranks
+from areal_hpc.trainer.self_test.small_policy import join_self_test_ranks
 
 WARM_UP_ROUNDS = 2
 """NCCL makes its communicators in the first collective."""
@@ -87,7 +87,7 @@ def main() -> None:
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesOrder)
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
-    device = open_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
     rates = measure_rates(device, order)
     if task.is_first:
         write_atomic(Path(order.report), msgspec.json.encode(rates))

@@ -31,7 +31,9 @@ MAX_TOKENS = 512
 """Of one micro-batch: a few rows."""
 
 
-def open_ranks(device: Device, parallel: ParallelConfig, rendezvous_dir: Path) -> torch.device:
+def join_self_test_ranks(
+    device: Device, parallel: ParallelConfig, rendezvous_dir: Path
+) -> torch.device:
     """The trainer's process groups, with this process where the environment says; its device."""
     megatron_cpu.patch_megatron_for_cpu()
     return init_process_groups(get_task_position(), parallel, device, rendezvous_dir)

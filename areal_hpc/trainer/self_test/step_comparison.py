@@ -24,9 +24,9 @@ from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import StepComparison, StepOrder
 from areal_hpc.trainer.self_test.small_policy import (
     compute_loss,
+    join_self_test_ranks,
     load_policy,
     make_row,
-    open_ranks,
     pack,
     take_step,
 )
@@ -153,7 +153,7 @@ def main() -> None:
     exact = Reference(model_dir, torch.float32)
     rounded = exact if order.dtype == "float32" else Reference(model_dir, dtype)
     parallel = ParallelConfig.model_validate(order.parallel)
-    device = open_ranks(order.device, parallel, Path(order.rendezvous_dir))
+    device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
     policy = load_policy(model_dir, order.dtype, device, parallel)
     comparison = compare_step(policy, exact, rounded)
     if dist.get_rank() == 0:

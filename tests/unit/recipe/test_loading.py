@@ -168,6 +168,9 @@ def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None
             "trainer.objective.scale_rewards=batch",
         ]
         load_recipe(QUICKSTART, ["rollout.n_samples=1", *objective])
+    one = ["rollout.n_samples=1", "trainer.objective.preset=reinforce"]
+    with pytest.raises(RecipeError, match="every one"):
+        load_recipe(QUICKSTART, [*one, "rollout.filter_same_reward=true"])
     with pytest.raises(RecipeError, match="scale_rewards=group"):
         load_recipe(QUICKSTART, ["rollout.n_samples=1", "trainer.objective.baseline=none"])
 

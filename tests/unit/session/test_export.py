@@ -182,6 +182,29 @@ def test_a_reply_that_was_rewarded_is_trained_when_the_client_left_the_next_one(
         assert plan.reward == 1.0
 
 
+def test_what_comes_before_a_reply_that_its_client_left_is_followed_by_what_comes_after() -> None:
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "one", during=(0, 1))
+    left = say(tree, [user("b")], "two", during=(2, 3))
+    last = say(tree, [user("c")], "three", during=(4, 5))
+    left.finish_reason, last.reward = "abort", 1.0
+    for style in ("concat", "individual"):
+        for credit in ("tree", "chronological"):
+            rows = export_rows(tree, KEY, rule=ExportSettings(style, credit))
+            calls = {call.id: call for row in rows for call in row.record.calls}
+            assert calls.keys() == {first.interaction_id, last.interaction_id}
+            assert calls[first.interaction_id].followers == [last.interaction_id]
+
+
+def test_a_reward_that_a_client_passed_back_elsewhere_is_no_replys_own() -> None:
+    tree = InteractionTree()
+    first, last = chain(tree, "one", "two")
+    give_reward(first, Reward(1.0, parts={"format": 0.5}))
+    first.reward, last.reward = None, 0.0
+    (row,) = export_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    assert [call.reward for call in row.record.calls] == [None, Reward(0.0)]
+
+
 def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
     tree = InteractionTree()
     for one, earned in zip(chain(tree, "one", "two"), (0.9, 1.0), strict=True):

@@ -371,6 +371,15 @@ def test_long_replies_earn_less_each_or_in_sum() -> None:
         assert [found[0, 0, token] for token in (0, 10, 20)] == [0.25, 0.75, 0.75]
 
 
+def test_a_penalty_is_taken_off_what_a_client_passed_back() -> None:
+    turns = [MadeUpTurn(9, None, 9), MadeUpTurn(0, 2.0, 9)]
+    overlong = OverlongConfig(penalty=0.5, expected_tokens=5, cache_tokens=4)
+    objective = ObjectiveConfig(baseline="none", scale_rewards="none", overlong=overlong)
+    rows = build_batch([[turns]], ExportSettings(is_credited=True))
+    found = token_advantages(rows, objective)
+    assert [found[0, 0, token] for token in (0, 10)] == [1.5, 1.5]
+
+
 @pytest.mark.parametrize(
     "values", [{"penalty": 1.0}, {"expected_tokens": 5, "cache_tokens": 3}, {"cache_tokens": 3}]
 )
