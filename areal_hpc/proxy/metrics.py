@@ -82,7 +82,7 @@ class ProxyMetrics:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
                 self._logged.add(kind)
                 log.info(
-                    "%s: %.100s has no effect here; client %.100r; it is counted from now on",
+                    "%s: %.100r has no effect here; client %.100r; it is counted from now on",
                     route,
                     name,
                     client,

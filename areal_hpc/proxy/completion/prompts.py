@@ -14,7 +14,7 @@ from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequest
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import check_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import ReplyDelta
+from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
@@ -70,7 +70,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.sampling, sampling_seed=seed)
 
     def build_interaction(
-        self, choice: int, answer: ReplicaAnswer, said: ReplyDelta, first_token_at: float
+        self, choice: int, answer: ReplicaAnswer, said: PartialReply, first_token_at: float
     ) -> Interaction:
         """Record of a choice."""
         parent, generation = self.turn.parent, answer.generation
@@ -80,7 +80,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
-            reply=said.build_message(self.prefill),
+            reply=said.build_assistant_message(self.prefill),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),

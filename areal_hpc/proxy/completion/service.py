@@ -21,7 +21,7 @@ from areal_hpc.proxy.engine.generation import (
 )
 from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import ReplyDelta
+from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
@@ -110,10 +110,10 @@ class CompletionService:
 
         return await self._generate_with_failover(prompt, choice, generate)
 
-    async def _parse_reply(self, prompt: PreparedCall, text: str) -> ReplyDelta:
+    async def _parse_reply(self, prompt: PreparedCall, text: str) -> PartialReply:
         if self._parsers is None or prompt.parsed_tools is None:
-            return ReplyDelta(text)
-        said = ReplyDelta()
+            return PartialReply(text)
+        said = PartialReply()
         reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
         said.add(await reader.feed(text, last=True))
         return said
@@ -139,7 +139,7 @@ class CompletionService:
 
     async def _stream_choice(self, prompt: PreparedCall, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
-        said, reader, failover = ReplyDelta(), None, ReplyFailover(self._encoder)
+        said, reader, failover = PartialReply(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
         if self._parsers is not None and prompt.parsed_tools is not None:
             reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
@@ -147,7 +147,7 @@ class CompletionService:
         async def take(piece: TokenChunk) -> None:
             nonlocal first_token_at
             first_token_at = first_token_at or time.time()
-            part = ReplyDelta(piece.text) if reader is None else await reader.feed(piece.text)
+            part = PartialReply(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
             live.put(ReplyChunk(choice, part, piece))
 
@@ -240,7 +240,7 @@ class CompletionService:
         prompt: PreparedCall,
         choice: int,
         answer: ReplicaAnswer,
-        said: ReplyDelta,
+        said: PartialReply,
         first_token_at: float = 0.0,
     ) -> RecordedReply:
         session = prompt.session

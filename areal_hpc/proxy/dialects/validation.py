@@ -27,7 +27,9 @@ Probability = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 WideSeed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """Clients draw seeds of 64 bits; the engine takes fewer."""
-TopK = Annotated[int, Meta(ge=-1)]
+MAX_TOP_K = 2**31 - 1
+"""The engine's int32. A larger one ends SGLang's scheduler."""
+TopK = Annotated[int, Meta(ge=-1, le=MAX_TOP_K)]
 ToolName = Annotated[str, Meta(min_length=1)]
 
 _ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")

@@ -21,14 +21,14 @@ class ToolCallDelta(Struct):
     call_id: str = ""
 
 
-class ReplyDelta(Struct):
+class PartialReply(Struct):
     """A reply, or the next part of one."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def add(self, part: ReplyDelta) -> None:
+    def add(self, part: PartialReply) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += part.text
         self.reasoning += part.reasoning
@@ -43,7 +43,7 @@ class ReplyDelta(Struct):
                 whole.name = whole.name or call.name
                 whole.arguments += call.arguments
 
-    def build_message(self, prefill: str = "") -> Message:
+    def build_assistant_message(self, prefill: str = "") -> Message:
         """The reply in normal form, as a client sends it back, with what the client began it by."""
         return normalize_chat_message(
             {

@@ -17,7 +17,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine.model_call import ToolChoice
-from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
+from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
 from areal_hpc.wire.parsers import (
     ParseChunkRequest,
     ParserReply,
@@ -170,7 +170,7 @@ class RemoteReplyParser:
         self._opening: ReplyParseContext | None = opening
         self._number = parsers.allocate_id()
 
-    async def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+    async def feed(self, text: str, *, last: bool = False) -> PartialReply:
         """What the next text adds.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
@@ -198,4 +198,4 @@ class RemoteReplyParser:
         calls = [
             ToolCallDelta(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
         ]
-        return ReplyDelta(reply.text, reply.reasoning, calls)
+        return PartialReply(reply.text, reply.reasoning, calls)

@@ -183,6 +183,7 @@ def field_of(answer: httpx.Response) -> str:
         ({"messages": [{"role": "user"}]}, "messages"),
         (config(topP=2), "generationConfig.topP"),
         (config(topK=1.5), "generationConfig.topK"),
+        (config(topK=1e300), "generationConfig.topK"),
         (config(logprobs=2), "generationConfig.logprobs"),
         (config(responseModalities=["TEXT", "AUDIO"]), "generationConfig.responseModalities"),
         (config(responseMimeType="application/xml"), "generationConfig.responseMimeType"),

@@ -52,7 +52,7 @@ def test_a_used_parameter_is_accepted(stage: Stage, route: str, name: str) -> No
 
 @pytest.mark.parametrize(("route", "name"), [*every(HINTS), *every(WISHES)])
 def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: str) -> None:
-    before, note = ignored(stage), f" {route}: {name} has no effect here"
+    before, note = ignored(stage), f" {route}: {name!r} has no effect here"
     noted = stage.log.count(note)
     value = (HINTS[route] | WISHES[route])[name]
     sent = []

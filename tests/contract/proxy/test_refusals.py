@@ -48,7 +48,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "messages": [[], "hi"],
         "max_tokens": [0],
         "temperature": [-1],
-        "top_k": ["many"],
+        "top_k": ["many", 2**31],
         "tools": [[TOOL]],
         "tool_choice": [{"type": "any"}, {"type": "tool", "name": "sub"}],
     },

@@ -32,6 +32,7 @@ MAP = {"type": "object", "properties": {"type": {"type": "string"}, "any_of": {}
             {"type": "ARRAY", "min_items": "1", "maxItems": 3, "items": {"type": "NUMBER"}},
             {"type": "array", "minItems": 1, "maxItems": 3, "items": {"type": "number"}},
         ),
+        ({"minItems": "9" * 5000}, {"minItems": "9" * 5000}),
         ({"$defs": {"A": {"type": "OBJECT"}}}, {"$defs": {"A": {"type": "object"}}}),
         ({"items": [{"type": "OBJECT"}, True]}, {"items": [{"type": "object"}, True]}),
         # What a client calls its own things is not touched.
@@ -50,7 +51,7 @@ def test_a_schema(given: Any, expected: Any) -> None:
 
 
 def test_properties_come_in_the_order_that_is_asked_for() -> None:
-    given = {"properties": {"a": {}, "b": {}, "c": {}}, "property_ordering": ["c", "a", "gone"]}
+    given = {"properties": {"a": {}, "b": {}, "c": {}}, "property_ordering": ["c", ["b"], "a", "x"]}
     built = build_json_schema(given, "k")
     assert [*built] == ["properties"]
     assert [*built["properties"]] == ["c", "a", "b"]

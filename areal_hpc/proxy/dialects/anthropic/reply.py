@@ -17,7 +17,7 @@ from areal_hpc.proxy.dialects.blocks import (
 )
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, format_named_event
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
+from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
 from areal_hpc.proxy.sessions.store import Session
 
 _ERROR_TYPE_BY_STATUS = {
@@ -85,7 +85,7 @@ class _MessagesExchange(Exchange):
         return format_named_event(_build_error_fields(refusal))
 
 
-def _move_invalid_calls_to_text(said: ReplyDelta) -> ReplyDelta:
+def _move_invalid_calls_to_text(said: PartialReply) -> PartialReply:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
     calls: list[ToolCallDelta] = []
     text = said.text
@@ -99,7 +99,7 @@ def _move_invalid_calls_to_text(said: ReplyDelta) -> ReplyDelta:
         else:
             text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
             text += f'"arguments": {call.arguments}}}'
-    return said if len(calls) == len(said.calls) else ReplyDelta(text, said.reasoning, calls)
+    return said if len(calls) == len(said.calls) else PartialReply(text, said.reasoning, calls)
 
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:

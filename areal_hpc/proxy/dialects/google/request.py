@@ -14,6 +14,7 @@ from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
 from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
+    MAX_TOP_K,
     MAX_TOP_LOGPROBS,
     Penalty,
     PositiveParam,
@@ -45,7 +46,7 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
     temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_k: Annotated[float, Meta(ge=-1)] | None = None
+    top_k: Annotated[float, Meta(ge=-1, le=MAX_TOP_K)] | None = None
     """A whole number, which the Python SDK sends as a float."""
     candidate_count: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_output_tokens: PositiveParam | None = None

@@ -4,6 +4,7 @@ Both kinds of a request's schemas come here. A JSON schema stays what it is, but
 case, which clients write there too.
 """
 
+import re
 from typing import Any
 
 from areal_hpc.errors import ProxyRequestError
@@ -23,6 +24,7 @@ _CAMEL_CASE_BY_SNAKE: dict[str, str] = {
 }
 _COUNTS = frozenset(name for name in _CAMEL_CASE_BY_SNAKE.values() if name[:3] in ("min", "max"))
 """64-bit integers, which Google's JSON writes as texts."""
+_COUNT_PATTERN = re.compile(r"[0-9]{1,19}")
 _SCHEMAS = frozenset({"items", "additionalProperties", "not", "contains", "if", "then", "else"})
 _LISTS_OF_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -52,7 +54,7 @@ def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
             value = [*map(convert, value)]
         elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
             value = {own: convert(below) for own, below in value.items()}
-        elif name in _COUNTS and isinstance(value, str) and value.isdecimal():
+        elif name in _COUNTS and isinstance(value, str) and _COUNT_PATTERN.fullmatch(value):
             value = int(value)
         elif name == "type":
             value = [*map(_lower, value)] if isinstance(value, list) else _lower(value)
@@ -73,7 +75,8 @@ def _drop_what_is_googles_alone(schema: dict[str, Any]) -> dict[str, Any]:
         del schema["format"]
     ordering, properties = schema.pop("propertyOrdering", None), schema.get("properties")
     if isinstance(ordering, list) and isinstance(properties, dict):
-        first = {name: properties[name] for name in ordering if name in properties}
+        named = (one for one in ordering if isinstance(one, str))
+        first = {name: properties[name] for name in named if name in properties}
         schema["properties"] = {**first, **properties}
     if schema.pop("nullable", None) is not True:
         return schema

@@ -57,7 +57,7 @@ _HOSTED_TOOLS = (
     "url_context",
 )
 """Left out beside functions: agents offer them by themselves."""
-_OTHER_TOOLS = ("computer_use", "file_search", "mcp_servers", "retrieval")
+_REFUSED_TOOLS = ("computer_use", "file_search", "mcp_servers", "retrieval")
 """Those that name a client's own machine, files or servers: who asks for one needs it."""
 
 
@@ -115,7 +115,7 @@ def parse_tools(
 
 def _refuse_other_tools(tool: _Tool, key: str) -> None:
     for name, wire_name in zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True):
-        if name in _OTHER_TOOLS and getattr(tool, name) is not None:
+        if name in _REFUSED_TOOLS and getattr(tool, name) is not None:
             raise ProxyRequestError(
                 400,
                 f"{wire_name} is not supported",

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.proxy.dialects.blocks import ContentBlock, split_into_blocks
 from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools, read_custom_input
-from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
+from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree
 
@@ -82,7 +82,7 @@ def split_message(message: Message) -> list[ContentBlock]:
             arguments = msgspec.json.encode(arguments).decode()
         calls.append(ToolCallDelta(index, name, arguments, one.get("id") or f"call_{index}"))
     reasoning = message.get("reasoning_content") or ""
-    return split_into_blocks(ReplyDelta(message["content"], reasoning, calls))
+    return split_into_blocks(PartialReply(message["content"], reasoning, calls))
 
 
 def is_response_id(name: str) -> bool:
@@ -94,7 +94,7 @@ def find_item(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
     """The item of this id, of a reply in the tree; None if there is none."""
     prefix, _, rest = item_id.partition("_")
     kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
-    interaction = _find_reply(tree, number)
+    interaction = _find_interaction(tree, number)
     if kind is None or interaction is None:
         return None
     blocks = [one for one in split_message(interaction.reply) if one.kind == kind]
@@ -102,7 +102,7 @@ def find_item(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
     return format_item(interaction.interaction_id, found[0], "completed") if found else None
 
 
-def _find_reply(tree: InteractionTree, number: str) -> Interaction | None:
+def _find_interaction(tree: InteractionTree, number: str) -> Interaction | None:
     for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
         if prefix + number in tree:
             return tree[prefix + number]
