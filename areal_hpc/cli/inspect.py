@@ -301,9 +301,9 @@ def _print_first_lines(lines: Sequence[str], most: int | None) -> None:
 
 
 def _list_shards(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import format_shard_table, format_shards_json
+    from areal_hpc.view.shard_report import format_shard_table, format_shards_jsonl
 
-    write = format_shards_json if arguments.json else format_shard_table
+    write = format_shards_jsonl if arguments.json else format_shard_table
     print(write(parse_run_dir(arguments.run)))
     return 0
 

@@ -21,8 +21,8 @@ from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.sglang_server import (
     HealthProbe,
     SGLangServer,
+    choose_server_ports,
     find_error_line,
-    find_free_ports,
 )
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
@@ -150,7 +150,7 @@ class Replica:
             self._handle_failure(self._server, f"was unresponsive for {timeout_s:.0f} s")
 
     def _start_server(self) -> None:
-        incarnation, ports = self._incarnation + 1, find_free_ports()
+        incarnation, ports = self._incarnation + 1, choose_server_ports()
         log_path = self._log_dir / f"replica-{self.index}.{incarnation}.log"
         server = SGLangServer(
             self._launch(incarnation, ports), ports, log_path, started_at=self.clock.now()

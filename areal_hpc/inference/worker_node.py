@@ -15,7 +15,7 @@ from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
 from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
-from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, find_free_ports
+from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, choose_server_ports
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host, get_task_position
 from areal_hpc.rundir import rendezvous
@@ -113,7 +113,7 @@ class WorkerNode:
         return self._client.call(f"{endpoint.url}/follow", request, FollowerPollReply)
 
     def _start_server_part(self, reply: FollowerPollReply) -> None:
-        ports = find_free_ports()
+        ports = choose_server_ports()
         part = NodeOptions(self._node, self._nodes, reply.meeting_point, get_advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
         self._server = SGLangServer(

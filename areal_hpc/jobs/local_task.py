@@ -21,8 +21,8 @@ from areal_hpc.jobs.topology import (
 from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
+    AllocationStepStart,
     LaunchFile,
-    StepLaunchInfo,
     TaskExit,
     write_task_exit,
 )
@@ -73,7 +73,9 @@ class LocalTask:
 class StepTask:
     """The launcher's side of a supervisor in a step of an allocation, perhaps on another node."""
 
-    def __init__(self, launch: LaunchFile, step: StepLaunchInfo, position: TaskPosition) -> None:
+    def __init__(
+        self, launch: LaunchFile, step: AllocationStepStart, position: TaskPosition
+    ) -> None:
         self._launch = launch
         self._step = step
         self._position = position
@@ -125,6 +127,8 @@ class StepTask:
                 self._is_superseded = True
                 return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
             beat = Path(self._step.heartbeat).read_bytes()
+        except FileNotFoundError:  # a launcher that ended took its note away: no beat
+            beat = self._last_beat
         except OSError as error:  # the launcher cannot write either, where storage is away
             log.warning("shared storage does not respond: %s", error)
             self._last_beat_at = now

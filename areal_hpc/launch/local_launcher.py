@@ -120,7 +120,7 @@ def find_shared_jobs(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def run_stage(
+def run_standalone_stage(
     stage: JobStage,
     recipe: Recipe,
     paths: RunPaths,
@@ -243,7 +243,7 @@ class LocalLauncher:
         for job in list(self._jobs):
             failure = self._find_failure(job)
             if failure is not None and not stage.done_marker.exists():
-                self._place.check_after_failure()
+                self._place.raise_if_place_is_lost()
                 self._handle_job_failure(job, failure)
         return False
 

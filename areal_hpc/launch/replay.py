@@ -163,7 +163,7 @@ class ReplayRun:
         job = build_training_job(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(name, job, (), done_marker)
-        local_launcher.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+        local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

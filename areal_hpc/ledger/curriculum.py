@@ -50,7 +50,7 @@ class Curriculum:
         # By first ticket: a write that failed may have left the line, which then counts.
         self._unwritten: dict[int, DrawnTasks] = {}
         for drawn in read_lines(path, DrawnTasks):
-            self._assign_drawn_tasks(drawn)
+            self._assign_tasks_to_tickets(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)
         self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
@@ -70,7 +70,7 @@ class Curriculum:
             drawn = self._unwritten.get(first_ticket) or self._draw_tasks(first_ticket)
             self._unwritten[first_ticket] = drawn
             append_line(self._path, drawn, sync=True)
-            self._assign_drawn_tasks(self._unwritten.pop(first_ticket))
+            self._assign_tasks_to_tickets(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 
     def record_rewards(self, ticket_id: int, rewards: Sequence[float]) -> None:
@@ -84,7 +84,7 @@ class Curriculum:
             self._newest[task] = ticket_id
             self._reward[task] = np.mean(rewards)
 
-    def _assign_drawn_tasks(self, drawn: DrawnTasks) -> None:
+    def _assign_tasks_to_tickets(self, drawn: DrawnTasks) -> None:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 

@@ -166,7 +166,7 @@ class LedgerService:
         self._save_and_apply_state(
             self._state.with_opened_generation(request.generation, request.base_step)
         )
-        self._allow_grants()
+        self._schedule_first_grant()
         self._first_tickets = FirstTicketsCheck()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
@@ -354,9 +354,9 @@ class LedgerService:
         request_checks.require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_generation_on_disk(generation)
-            self._allow_grants()
+            self._schedule_first_grant()
 
-    def _allow_grants(self) -> None:
+    def _schedule_first_grant(self) -> None:
         """The version is that of a living trainer: grant once the cells could report as well."""
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 

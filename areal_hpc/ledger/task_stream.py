@@ -106,10 +106,10 @@ class TaskStream:
         grants: list[TicketGrant] = []
         with contextlib.suppress(AgentError):
             for ref in refs:
-                grants.append(self.build_grant(ref))
+                grants.append(self.build_ticket_grant(ref))
         return grants
 
-    def build_grant(self, ref: TicketRef) -> TicketGrant:
+    def build_ticket_grant(self, ref: TicketRef) -> TicketGrant:
         """What to run for `ref`. An evaluation ticket is one episode with a fixed seed.
 
         Raises:

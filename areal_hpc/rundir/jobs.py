@@ -117,7 +117,7 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """Within this a task has started on every node, and each sees what the others wrote."""
 
 
-class StepLaunchInfo(Struct, frozen=True):
+class AllocationStepStart(Struct, frozen=True):
     """Facts that a job needs which runs as a step of an allocation."""
 
     incarnation: str
@@ -156,7 +156,7 @@ class LaunchFile(Struct, frozen=True):
     environment of the job says, as Slurm made it."""
     slurm: SlurmLaunchInfo | None = None
     """None for jobs of a foreground launcher."""
-    step: StepLaunchInfo | None = None
+    step: AllocationStepStart | None = None
     """None for jobs that are no step of an allocation that the launcher runs in."""
 
     @property

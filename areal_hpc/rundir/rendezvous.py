@@ -40,7 +40,7 @@ def format_cell_job_name(cells: Sequence[str]) -> str:
     return f"{SHARED_JOB_PREFIX}{first}-{last}"
 
 
-def list_cells_of_job(job: str) -> list[str]:
+def parse_shared_job_name(job: str) -> list[str]:
     """The cells that share a job, by its name; none if it is not shared."""
     found = re.fullmatch(rf"{SHARED_JOB_PREFIX}(\d+)-(\d+)", job)
     return (

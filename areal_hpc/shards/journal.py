@@ -51,7 +51,7 @@ class JournalRecord:
         return _HEADER_STRUCT.size + len(self.payload)
 
 
-def encode_header(kind: int, payload: bytes) -> bytes:
+def encode_record_header(kind: int, payload: bytes) -> bytes:
     """The header of a record, which the payload follows; ValueError if one of them is too large."""
     if not 0 <= kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
         raise ValueError(
@@ -127,7 +127,7 @@ class JournalWriter:
 
         If the disk refuses, now or at an earlier sync, the journal stays whole.
         """
-        header = encode_header(kind, payload)
+        header = encode_record_header(kind, payload)
         with self._appending:
             if self._sync_error is not None:
                 raise _build_disk_error(self.path, self._sync_error) from self._sync_error
@@ -194,7 +194,9 @@ class JournalWriter:
         read_bytes = 0
         for record in read_journal(self.path):
             if is_needed(record):
-                write_all(target, (encode_header(record.kind, record.payload), record.payload))
+                write_all(
+                    target, (encode_record_header(record.kind, record.payload), record.payload)
+                )
             read_bytes += record.size_bytes
         return read_bytes
 

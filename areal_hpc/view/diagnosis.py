@@ -149,7 +149,7 @@ def _diagnose_lost_jobs(
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
         f"{job.queued.state.meaning if job.queued else 'is no longer known to Slurm'}"
-        for job in evidence.run.jobs_ended_early
+        for job in evidence.run.jobs_ended_before_run
     ]
     gone = [
         (end.cell, job.name, job.queued.job_id)
@@ -161,7 +161,7 @@ def _diagnose_lost_jobs(
     hint = (
         "areal-hpc resume RUN submits what is missing; "
         "the run does so itself within some minutes unless a person ended the job or it gave up"
-        if evidence.run.jobs_ended_early
+        if evidence.run.jobs_ended_before_run
         else f"scontrol requeue {gone[0][2]} starts all cells of that job again"
     )
     why = f", after this: {cause.text}" if cause else ""

@@ -105,7 +105,7 @@ class RunJobs:
         return not self.ids
 
     @property
-    def jobs_ended_early(self) -> list[JobView]:
+    def jobs_ended_before_run(self) -> list[JobView]:
         """Jobs that are over, unlike their work and others of the run; none in doubt."""
         if self.snapshot.outage or not any(job.is_alive for job in self.jobs):
             return []
@@ -122,7 +122,7 @@ class RunJobs:
     @property
     def is_short_of_cells(self) -> bool:
         """True if a cell is over that the run still needs, or a job that is not the leading one."""
-        return bool(self.jobs_ended_early or any(job.cells_ended_early for job in self.jobs))
+        return bool(self.jobs_ended_before_run or any(job.cells_ended_early for job in self.jobs))
 
 
 def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
@@ -197,7 +197,7 @@ def get_run_state(run: RunJobs) -> str:
         return "running here" if is_lock_held(paths.lock) else _describe_end(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
-        lost = {job.name for job in run.jobs_ended_early}
+        lost = {job.name for job in run.jobs_ended_before_run}
         if lost & LEADER_JOB_NAMES:
             return "leaderless"
         if run.is_short_of_cells and JobPhase.RUNNING in phases:

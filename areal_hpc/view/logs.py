@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
-from areal_hpc.rundir.rendezvous import list_cells_of_job
+from areal_hpc.rundir.rendezvous import parse_shared_job_name
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
@@ -61,7 +61,7 @@ def list_log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) ->
     `wanted` are jobs (`trainer`, `cells-0-3`), cells (`cell-0`), processes (`proxy`) or both
     (`cell-0/proxy`); empty for all.
     """
-    wanted = [*wanted, *(cell for name in wanted for cell in list_cells_of_job(name))]
+    wanted = [*wanted, *(cell for name in wanted for cell in parse_shared_job_name(name))]
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):

@@ -32,7 +32,7 @@ def format_shard_table(paths: RunPaths) -> str:
     return "\n".join([*format_table([head, *rows], right=range(2, len(head) - 1)), total])
 
 
-def format_shards_json(paths: RunPaths) -> str:
+def format_shards_jsonl(paths: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     lines = []
     for shard in read_index(paths.index_dir):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_hpc.inference.server.command import build_replica_command
-from areal_hpc.inference.server.sglang_server import SGLangServer, find_free_ports
+from areal_hpc.inference.server.sglang_server import SGLangServer, choose_server_ports
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from tests.support.waiting import wait_for
@@ -19,7 +19,7 @@ def serving(
     model_dir: Path, log_path: Path, *extra_args: str, context_tokens: int = 1024
 ) -> Iterator[str]:
     """The address of a server of that model, in float32, ready for requests."""
-    ports = find_free_ports()
+    ports = choose_server_ports()
     command = build_replica_command(
         InferenceConfig(dtype="float32", context_length=context_tokens, extra_args=extra_args),
         python=get_interpreter("serve", "auto"),

@@ -13,7 +13,7 @@ import psutil
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.journal import encode_header
+from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun, started_from
@@ -201,7 +201,7 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
     journal = next(link for link in links if link.readlink().name == "journal").readlink()
     size_bytes = journal.stat().st_size
     payload = b"x" * 200
-    record = encode_header(1, payload) + payload
+    record = encode_record_header(1, payload) + payload
     with journal.open("ab") as stream:
         stream.write(record[: len(record) // 2])
     yield

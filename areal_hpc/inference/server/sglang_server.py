@@ -54,7 +54,7 @@ _PROBES_PER_TIMEOUT = 6
 """A server has several chances to answer before it counts as silent."""
 
 
-def find_free_ports() -> ServerPorts:
+def choose_server_ports() -> ServerPorts:
     """Ports nobody listens on now. Another process may still take one before SGLang does."""
     http_port = _find_free_port()
     while (rendezvous_port := _find_free_port()) == http_port:

@@ -27,7 +27,7 @@ from areal_hpc.rundir.allocation_note import (
     StepNote,
     write_allocation_note,
 )
-from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, JobSpec, StepLaunchInfo
+from areal_hpc.rundir.jobs import REQUEUE_MARGIN_S, AllocationStepStart, JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm import scontrol
@@ -231,7 +231,7 @@ class HeldAllocation:
             folder.mkdir(parents=True, exist_ok=True)
         start = claim_next_start(job.starts_dir, job_id, placement.nodes[0], "")
         step_name = f"{spec.name}.{start.number}"
-        step = StepLaunchInfo(
+        step = AllocationStepStart(
             incarnation=f"{job_id}.{start.number}",
             start_number=start.number,
             heartbeat=str(paths.allocation),
@@ -273,7 +273,7 @@ class HeldAllocation:
                 hint=NEW_ALLOCATION_HINT,
             )
 
-    def check_after_failure(self) -> None:
+    def raise_if_place_is_lost(self) -> None:
         """See whether the allocation is still there: `scancel` and preemption end its steps first.
 
         Raises:

@@ -32,7 +32,7 @@ class JobPlace(Protocol):
             ClusterError: They may not.
         """
 
-    def check_after_failure(self) -> None:
+    def raise_if_place_is_lost(self) -> None:
         """Look whether the place itself is at fault for the end of a job.
 
         Raises:

@@ -54,5 +54,5 @@ class ThisMachine:
     def check_time(self) -> None:
         """There is no end of it."""
 
-    def check_after_failure(self) -> None:
+    def raise_if_place_is_lost(self) -> None:
         """It is as it is."""

@@ -30,7 +30,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
     answers_end, tests_end = socket.socketpair()
     with answers_end, tests_end:
         judged = SandboxedProcess(
-            _gather_files("answer_main.py", "answer.py", answer),
+            _build_program_files("answer_main.py", "answer.py", answer),
             limits,
             isolation,
             channel_fd=answers_end.fileno(),
@@ -38,7 +38,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
         )
         try:
             judge = SandboxedProcess(
-                _gather_files("judge_main.py", "tests.py", tests),
+                _build_program_files("judge_main.py", "tests.py", tests),
                 limits,
                 isolation,
                 channel_fd=tests_end.fileno(),
@@ -50,7 +50,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
             judged.kill()
 
 
-def _gather_files(main: str, name: str, source: str) -> dict[str, bytes]:
+def _build_program_files(main: str, name: str, source: str) -> dict[str, bytes]:
     """The program, the codec, and what it works on, in the order of its command line."""
     scripts = {script: (_FOLDER / script).read_bytes() for script in (main, "literals.py")}
     return {**scripts, name: source.encode(errors="replace")}

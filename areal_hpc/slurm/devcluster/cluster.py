@@ -48,7 +48,7 @@ def start_cluster(
             daemons.start_daemon(made, daemon, deadline)
             say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
         for node in made.nodes:
-            if nodes.find_slurmd(paths, node) is None:
+            if nodes.find_slurmd_process(paths, node) is None:
                 nodes.restart_node(made, node)
         nodes.wait_until_up(made, made.nodes, deadline)
         say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
@@ -170,7 +170,7 @@ def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -
     with _lock_state(paths):
         if not only_slurmd:
             nodes.power_off(made, node)
-        elif slurmd := nodes.find_slurmd(paths, node):
+        elif slurmd := nodes.find_slurmd_process(paths, node):
             slurmd.send_signal(signal.SIGKILL)
 
 
@@ -210,7 +210,7 @@ def check_health(made: DevclusterPlan) -> list[ComponentHealth]:
         state = states.get(node.name, "unknown")
         if processes.find_recorded_process(made.paths.process_record_file(node.name)) is None:
             note = "without power"
-        elif nodes.find_slurmd(made.paths, node) is None:
+        elif nodes.find_slurmd_process(made.paths, node) is None:
             note = "without slurmd"
         else:
             note = f"{node.address}:{node.port}"

@@ -57,7 +57,7 @@ def remove_cgroups(name: str) -> None:
             group.rmdir()
 
 
-def find_slurmd(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
+def find_slurmd_process(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
     """The node's slurmd, if both run."""
     first = processes.find_recorded_process(paths.process_record_file(node.name))
     for process in processes.list_descendants(first) if first else ():

@@ -16,7 +16,6 @@ from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.transcripts.atif import build_trajectory
 from areal_hpc.view.transcripts.row_search import FoundRow
 
-FORMATS = ("jsonl", "parquet", "sft", "atif")
 _ROWS_PER_PARQUET_GROUP = 256
 
 JsonObject = dict[str, Any]

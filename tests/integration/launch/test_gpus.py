@@ -102,7 +102,9 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan_run(recipe, paths, facts)[-1], tmp_path)
     with closing(PlainReporter(paths, 1, 0)) as reporter:
-        local_launcher.run_stage(stage, recipe, paths, reporter=reporter, stop=StopEvent())
+        local_launcher.run_standalone_stage(
+            stage, recipe, paths, reporter=reporter, stop=StopEvent()
+        )
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
     assert seen == without | expected

@@ -17,7 +17,7 @@ def outgoing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_ports_differ_and_are_given_to_no_outgoing_connection(outgoing: Path) -> None:
     outgoing.write_text("20000\t60999\n")
-    found = [sglang_server.find_free_ports() for _ in range(50)]
+    found = [sglang_server.choose_server_ports() for _ in range(50)]
     assert all(ports.http != ports.rendezvous for ports in found)
     assert len({ports.http for ports in found}) > 25, "cells that start together choose alike"
     assert max(max(ports.http, ports.rendezvous) for ports in found) < 20000
@@ -25,5 +25,5 @@ def test_ports_differ_and_are_given_to_no_outgoing_connection(outgoing: Path) ->
 
 def test_where_all_ports_may_be_outgoing_any_free_one_will_do(outgoing: Path) -> None:
     outgoing.write_text("1024\t65535\n")
-    ports = sglang_server.find_free_ports()
+    ports = sglang_server.choose_server_ports()
     assert 0 < ports.http != ports.rendezvous > 0

@@ -10,9 +10,9 @@ from areal_hpc.jobs.topology import TaskPosition
 from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
+    AllocationStepStart,
     JobSpec,
     LaunchFile,
-    StepLaunchInfo,
     TaskExit,
     read_task_exits,
 )
@@ -31,7 +31,7 @@ class Step:
         self.launch = LaunchFile(
             JobSpec("cell-0", "agents", []), str(folder), "", "", {},
             stop_grace_s=12.0,
-            step=StepLaunchInfo("12.1", 1, str(self.heartbeat)),
+            step=AllocationStepStart("12.1", 1, str(self.heartbeat)),
         )  # fmt: skip
         starts.claim_next_start(self.launch.paths.starts_dir, "12", "n1", "")
         assert self.launch.step is not None
@@ -54,6 +54,15 @@ def test_it_goes_on_while_the_launcher_beats_and_stops_once_it_is_silent(step: S
     outcome = step.look_after(LAUNCHER_TIMEOUT_S)
     assert outcome is not None
     assert (outcome.exit_code, outcome.reason) == (STOPPED_EXIT_CODE, "the launcher is gone")
+
+
+def test_it_stops_when_the_launcher_took_its_note_away(step: Step) -> None:
+    assert step.look_after(HEARTBEAT_POLL_S) is None
+    step.heartbeat.unlink()
+    assert step.look_after(HEARTBEAT_POLL_S) is None
+    outcome = step.look_after(LAUNCHER_TIMEOUT_S)
+    assert outcome is not None
+    assert outcome.reason == "the launcher is gone"
 
 
 def test_a_later_start_takes_its_place_and_its_files(step: Step) -> None:

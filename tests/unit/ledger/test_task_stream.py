@@ -58,15 +58,20 @@ def test_seeds_differ_by_ticket_stream_and_run() -> None:
 @pytest.mark.parametrize("parts", [(TaskSource(10),), (TaskSource(3, 1.0), TaskSource(2, 2.0))])
 def test_a_reissued_ticket_keeps_its_task_and_its_seed(parts: tuple[TaskSource, ...]) -> None:
     stream = TaskStream(parts, episodes_per_ticket=4, seed=1)
-    first, again = stream.build_grant(TicketRef(17, 1)), stream.build_grant(TicketRef(17, 2))
+    first, again = (
+        stream.build_ticket_grant(TicketRef(17, 1)),
+        stream.build_ticket_grant(TicketRef(17, 2)),
+    )
     assert (first.task_index, first.seed) == (again.task_index, again.seed)
     assert first.n_episodes == 4
     n_tasks = sum(part.n_tasks for part in parts)
-    assert {stream.build_grant(TicketRef(i, 1)).task_index for i in range(12)} == {*range(n_tasks)}
+    assert {stream.build_ticket_grant(TicketRef(i, 1)).task_index for i in range(12)} == {
+        *range(n_tasks)
+    }
 
 
 def test_an_evaluation_ticket_is_one_episode_of_the_task_it_names() -> None:
-    grant = TaskStream((TaskSource(10),), 4, seed=3).build_grant(TicketRef(2, 1, 40))
+    grant = TaskStream((TaskSource(10),), 4, seed=3).build_ticket_grant(TicketRef(2, 1, 40))
     assert (grant.task_index, grant.n_episodes) == (2, 1)
 
 

@@ -45,7 +45,7 @@ def test_the_list_has_a_line_per_shard_and_a_total(paths: RunPaths) -> None:
 
 
 def test_the_list_as_json_holds_the_index_and_the_versions(paths: RunPaths) -> None:
-    first, second = map(json.loads, report.format_shards_json(paths).splitlines())
+    first, second = map(json.loads, report.format_shards_jsonl(paths).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 

@@ -185,4 +185,4 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
     run = build_run_jobs(paths, QueueSnapshot(queued))
     shown = [one.name for one in run.jobs]
     assert shown == ["sft", "trainer", "cell-0", "cells-8-9", "cells-10-11"]
-    assert [one.name for one in run.jobs_ended_early] == ["sft"]
+    assert [one.name for one in run.jobs_ended_before_run] == ["sft"]
