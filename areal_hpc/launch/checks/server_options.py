@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 KEY = "inference.extra_args"
 OPTION_CHECK_MODULE = "areal_hpc.inference.option_check"
-PARSER_TIMEOUT_S = 60.0
+PARSER_TIMEOUT_S = 180.0
 """SGLang takes 4 to 11 s to import, more from cold storage."""
 
 

@@ -18,6 +18,7 @@ from areal_hpc.proxy.sessions.store import Session
 class Exchange(ABC):
     """A request that has been understood, and how it is answered."""
 
+    stream_media_type: str = "text/event-stream"
     ping_event: ClassVar[bytes] = b": ping\n\n"
     """What a stream says when nothing has happened for long: a comment, if nothing else."""
 
@@ -29,7 +30,6 @@ class Exchange(ABC):
         self.answer_id = id_prefix + os.urandom(14).hex()
         """Of the reply and of its first interaction."""
         self.streams = bool(streams)
-        self.stream_media_type = "text/event-stream"
         self.created_at = int(time.time())
 
     @abstractmethod

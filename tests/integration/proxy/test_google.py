@@ -10,6 +10,7 @@ import pytest
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.proxy.test_tool_calls import CALL, THOUGHT, assert_spliced, says
+from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -30,8 +31,10 @@ VERBS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A scripted model whose format is that of Qwen3, and the real parsers."""
+    root = tmp_path_factory.mktemp("google")
     stage = Stage(
-        tmp_path_factory.mktemp("google"),
+        root,
+        model_dir=write_model_dir(root / "model", template=REASONING_CHATML),
         tool_call_parser="qwen25",
         reasoning_parser="qwen3",
         serve_python=get_interpreter("serve", "auto"),
