@@ -45,6 +45,11 @@ def list_structs(*forms: inspect.Type) -> list[inspect.StructType]:
     return [one for one in _unwrap_types(forms) if isinstance(one, inspect.StructType)]
 
 
+def list_item_types(*forms: inspect.Type) -> tuple[inspect.Type, ...]:
+    """Types of the items of lists that a value of these types may be."""
+    return tuple(one.item_type for one in _unwrap_types(forms) if isinstance(one, inspect.ListType))
+
+
 def drop_nulls(body: bytes, form: Any) -> bytes:
     """A request without the members that are null, down to where a client's own data begins.
 
@@ -55,10 +60,7 @@ def drop_nulls(body: bytes, form: Any) -> bytes:
 
 
 def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
-    structs = list_structs(*forms)
-    items = tuple(
-        one.item_type for one in _unwrap_types(forms) if isinstance(one, inspect.ListType)
-    )
+    structs, items = list_structs(*forms), list_item_types(*forms)
     if structs and raw[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
         for struct in structs:

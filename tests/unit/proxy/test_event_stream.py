@@ -53,8 +53,8 @@ class Client:
         self.blocks.append(message["body"])
         self.has_ended = not message["more_body"]
 
-    async def await_pings(self, count: int) -> None:
-        while self.blocks.count(Silent.ping_event) < count:
+    async def await_pings(self, count: int, sending: asyncio.Task[None]) -> None:
+        while self.blocks.count(Silent.ping_event) < count and not sending.done():
             await asyncio.sleep(0.001)
 
 
@@ -64,7 +64,7 @@ def stream(exchange: Silent, pings: int) -> tuple[Client, ReplyStream]:
 
     async def run() -> None:
         sending = asyncio.create_task(send_events(client.receive, [], exchange, live))
-        await client.await_pings(pings)
+        await client.await_pings(pings, sending)
         exchange.gate.set()
         await sending
 

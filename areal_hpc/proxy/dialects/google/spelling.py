@@ -4,7 +4,6 @@ Google reads each name in camel and in snake case, and its SDKs mix them within 
 """
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.hints import list_item_types, list_structs
 
 
 def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
@@ -42,7 +42,7 @@ def _build_snake_pattern(form: Any) -> re.Pattern[bytes]:
 
 
 def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
-    structs, items = _split_types(forms)
+    structs, items = list_structs(*forms), list_item_types(*forms)
     names = {
         field.name for one in structs for field in one.fields if field.name != field.encode_name
     }
@@ -50,27 +50,8 @@ def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
     return names.union(*map(_list_snake_names, [items, *below] if items else below))
 
 
-def _split_types(
-    forms: tuple[inspect.Type, ...],
-) -> tuple[list[inspect.StructType], tuple[inspect.Type, ...]]:
-    """The objects that a value may be, and what lists that it may be hold."""
-    plain = [*_unwrap_types(forms)]
-    structs = [one for one in plain if isinstance(one, inspect.StructType)]
-    return structs, tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
-
-
-def _unwrap_types(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
-    for form in forms:
-        if isinstance(form, inspect.Metadata):
-            yield from _unwrap_types((form.type,))
-        elif isinstance(form, inspect.UnionType):
-            yield from _unwrap_types(form.types)
-        else:
-            yield form
-
-
 def _respell(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
-    structs, items = _split_types(forms)
+    structs, items = list_structs(*forms), list_item_types(*forms)
     raw = raw.lstrip()
     if structs and raw[:1] == b"{":
         fields = [field for one in structs for field in one.fields]
