@@ -34,11 +34,10 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
         total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
         needs = f"{_count(total, 'GPU')} at once" if total else "no GPU"
         yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
-        for _, alike in itertools.groupby(stage.jobs, _describe_job):
+        for described, alike in itertools.groupby(stage.jobs, _describe_job):
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
-            described = _describe_job(jobs[0])
             yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
@@ -113,7 +112,7 @@ def _describe_environment(recipe: Recipe) -> Iterator[str]:
     """
     from areal_hpc.jobs.environment import build_role_variables
 
-    yield "environment (the agents' role starts SGLang, with the variables of serve)"
+    yield "environment by role (SGLang has that of agents, whose process starts it, and of serve)"
     for role, variables in build_role_variables(recipe).items():
         shown = [f"{name}={value}" for name, value in variables.items()]
         own = getattr(recipe.cluster, role).variables

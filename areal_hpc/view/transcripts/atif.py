@@ -23,7 +23,8 @@ JsonObject = dict[str, Any]
 
 def build_trajectory(found: FoundRow, agent: str, agent_version: str, model: str) -> JsonObject:
     """One row as a trajectory, a JSON object without empty fields."""
-    row, record = found.read(), found.record
+    row = found.read()
+    record = row.record
     steps = _build_steps(row)
     metrics = [step["metrics"] for step in steps if "metrics" in step]
     tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
@@ -47,7 +48,7 @@ def build_trajectory(found: FoundRow, agent: str, agent_version: str, model: str
             "extra": {"reward": row.reward},
         },
         "extra": {
-            "kind": found.kind.label,
+            "kind": row.kind.label,
             "step": found.step,
             "ticket": row.ticket_id,
             "attempt": row.attempt,

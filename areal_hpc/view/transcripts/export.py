@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.transcripts.atif import build_trajectory
 from areal_hpc.view.transcripts.row_search import FoundRow
 
+ExportFormat = Literal["jsonl", "parquet", "sft", "atif"]
 _ROWS_PER_PARQUET_GROUP = 256
 
 JsonObject = dict[str, Any]
@@ -32,7 +33,7 @@ class ExportReport:
 
 def export_rows(
     rows: Sequence[FoundRow],
-    file_format: str,
+    file_format: ExportFormat,
     out: Path,
     paths: RunPaths,
     tell: Callable[[int], None],
@@ -65,7 +66,9 @@ def export_rows(
     return ExportReport(**counts)
 
 
-def _choose_builder(file_format: str, paths: RunPaths) -> Callable[[FoundRow], JsonObject | None]:
+def _choose_builder(
+    file_format: ExportFormat, paths: RunPaths
+) -> Callable[[FoundRow], JsonObject | None]:
     if file_format == "sft":
         return _build_conversation
     if file_format == "atif":
@@ -88,11 +91,12 @@ def _build_conversation(found: FoundRow) -> JsonObject | None:
 
 def _build_record(found: FoundRow) -> JsonObject:
     """All that a shard holds of a row."""
-    row, record = found.read(), found.record
+    row = found.read()
+    record = row.record
     return {
         "number": found.number,
         "shard": found.shard.path.name,
-        "kind": found.kind.label,
+        "kind": row.kind.label,
         "step": found.step,
         "ticket": row.ticket_id,
         "attempt": row.attempt,

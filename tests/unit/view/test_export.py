@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.transcripts.export import ExportReport, export_rows
+from areal_hpc.view.transcripts.export import ExportFormat, ExportReport, export_rows
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
@@ -64,7 +64,7 @@ def conversation(arguments: str = '{"a": 2}') -> TrajectoryRow:
 
 
 def exported(
-    paths: RunPaths, file_format: str, where: str = "", *, run: Path | None = None
+    paths: RunPaths, file_format: ExportFormat, where: str = "", *, run: Path | None = None
 ) -> tuple[Path, ExportReport]:
     rows, _ = find_rows(run or paths.root, RowQuery(where))
     out = paths.root / f"rows.{file_format}"
@@ -149,7 +149,7 @@ def test_arguments_that_are_no_object_are_kept_as_they_were_said(
 
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "sft", "atif"])
 def test_a_shard_of_version_1_is_exported_and_no_file_is_overwritten(
-    paths: RunPaths, file_format: str
+    paths: RunPaths, file_format: ExportFormat
 ) -> None:
     path, report = exported(paths, file_format, run=GOLDEN)
     assert report.written > 0
