@@ -118,7 +118,7 @@ class SlurmLaunchInfo(Struct, frozen=True):
 
 
 class AllocationStepStart(Struct, frozen=True):
-    """Facts that a job needs which runs as a step of an allocation."""
+    """One start of a job as a step of an allocation, and the file that shows its launcher alive."""
 
     incarnation: str
     """Which start of the job this is: `<job id>.<restart>.<number>`."""

@@ -41,7 +41,7 @@ def format_cell_job_name(cells: Sequence[str]) -> str:
 
 
 def parse_shared_job_name(job: str) -> list[str]:
-    """The cells that share a job, by its name; none if it is not shared."""
+    """Names of the cells that share a job, from the job's name; none if it is not a shared one."""
     found = re.fullmatch(rf"{SHARED_JOB_PREFIX}(\d+)-(\d+)", job)
     return (
         [format_cell_name(one) for one in range(int(found[1]), int(found[2]) + 1)] if found else []

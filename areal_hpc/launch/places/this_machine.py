@@ -55,4 +55,4 @@ class ThisMachine:
         """There is no end of it."""
 
     def raise_if_place_is_lost(self) -> None:
-        """It is as it is."""
+        """Nothing to raise: this process runs on the same machine."""

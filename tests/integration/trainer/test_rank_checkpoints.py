@@ -1,10 +1,6 @@
 """Each rank keeps its own part of a checkpoint, and reads no other's when it resumes."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,24 +13,11 @@ from areal_hpc.rundir.checkpoint_index import get_rank_file, read_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.megatron_private import list_optimizer_shards
+from tests.support.counted_reads import counted_reads
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of
 
 FLOAT32, BFLOAT16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
 BYTES_PER_PARAMETER = 14
-
-
-@contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """Bytes that this rank reads of checkpoints meanwhile."""
-    sizes: list[int] = []
-    preadv = os.preadv
-
-    def count(file: int, buffers: Any, offset: int) -> int:
-        sizes.append(preadv(file, buffers, offset))
-        return sizes[-1]
-
-    with mock.patch.object(os, "preadv", count):
-        yield sizes
 
 
 @pytest.mark.on_ranks(4)

@@ -2,11 +2,8 @@
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -14,6 +11,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import BLOCK_BYTES, DIGEST_BYTES, count_blocks
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
+from tests.support.counted_reads import counted_reads
 
 SIZE = 3 * BLOCK_BYTES + 1234
 CONTENT = random.Random(3).randbytes(SIZE)
@@ -32,20 +30,6 @@ def write(path: Path, content: bytes = CONTENT) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write(tmp_path / "rank_00000.bin")
-
-
-@contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """Bytes that are read meanwhile."""
-    sizes: list[int] = []
-    preadv = os.preadv
-
-    def count(file: int, buffers: Any, offset: int) -> int:
-        sizes.append(preadv(file, buffers, offset))
-        return sizes[-1]
-
-    with mock.patch.object(os, "preadv", count):
-        yield sizes
 
 
 def test_a_file_has_the_numbers_and_a_digest_of_each_block(file: Path) -> None:

@@ -72,7 +72,7 @@ def measure_collectives(
         device=plan.device,
         size_bytes=COLLECTIVE_BYTES[plan.device],
         rounds=COLLECTIVE_ROUNDS,
-        rendezvous_dir=str(folder / "meeting"),
+        rendezvous_dir=str(folder / "stores"),
         report=str(folder / "rates.json"),
     )
     order_path = _write_order(folder / f"order.{place.node}.json", order)
@@ -95,12 +95,12 @@ def measure_step(
     On one rank unless `parallel` names a layout, of a tiny model unless `model_dir` names another.
     """
     parallel = parallel or ParallelConfig()
-    model_dir = model_dir or write_test_model(folder / "tiny", tp=1, context_tokens=None)
+    model_dir = model_dir or write_test_model(folder / "test_model", tp=1, context_tokens=None)
     order = StepOrder(
         device=plan.device,
         dtype=plan.trainer_dtype,
         model_dir=str(model_dir),
-        rendezvous_dir=str(folder / "meeting"),
+        rendezvous_dir=str(folder / "stores"),
         report=str(folder / "step.json"),
         parallel=parallel.model_dump(),
     )
@@ -132,7 +132,7 @@ def _run_ranks(
                     f"rank {rank}",
                     [plan.pythons["train"], "-m", module, str(order)],
                     plan.variables["train"] | variables,
-                    order.parent / f"step-{rank}.log",
+                    order.parent / f"rank-{rank}.log",
                 )
             )
         await_workers(workers, timeout_s)
