@@ -49,7 +49,7 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., ScreenedRun]]:
         return runs[-1]
 
     yield start_run
-    for run in runs:
+    for run in reversed(runs):  # they have one directory: no process of it may be left
         run.stop()
 
 
@@ -97,7 +97,8 @@ def test_a_server_that_dies_is_told_and_phases_are_in_words(
     (scheduler,) = [
         one
         for one in psutil.process_iter()
-        if is_scheduler(one) and str(run.paths.root) in " ".join(one.environ().values())
+        # Its title stands where its environment was.
+        if is_scheduler(one) and str(run.paths.root) in " ".join(one.parent().environ().values())
     ]
     scheduler.kill()
     shown_at, line = run.await_line("server   SGLang 0 of cell-0 ")
