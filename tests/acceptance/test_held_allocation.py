@@ -26,11 +26,11 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
     with run.hold(*ONE_NODE, f"trainer.total_steps={NO_END}"):
         run.await_training(1)
         gpus = {job: run.get_gpus(job) for job in ("trainer", "cell-0")}
-        assert gpus == {"trainer": "0", "cell-0": "1"}
+        assert sorted(gpus.values()) == ["0", "1"]  # which step has which is up to Slurm
         for supervisor in run.find_supervisors("cell-0"):
             supervisor.kill()
         run.await_step("cell-0.2")
-        assert run.get_gpus("cell-0") == "1"
+        assert run.get_gpus("cell-0") == gpus["cell-0"]
         run.await_training(len(run.read_steps()) + 2)
         run.press_ctrl_c()
         assert run.end(100) == 130, run.said()
@@ -91,7 +91,7 @@ def test_a_run_saves_before_the_time_limit_and_goes_on_in_another_allocation(
     with run.hold(*ONE_NODE, f"trainer.total_steps={last + 1}"):
         run.await_step("cell-0.2")
         gpus = {job: run.get_gpus(job) for job in ("trainer", "cell-0")}
-        assert gpus == {"trainer": "0", "cell-0": "1"}
+        assert sorted(gpus.values()) == ["0", "1"]  # which step has which is up to Slurm
         assert run.end(200) == 0, run.said()
     assert run.read_steps() == list(range(last + 2))
     assert f"trained_once={4 * (last + 1)} duplicates=0 lost=0" in audit_of(run.paths.root)
