@@ -38,7 +38,8 @@ demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 star
 test: frameworks check ## everything that needs no GPU: the checks, then all tests
 	@scripts/install_slurm.sh && code=0 || code=$$?; \
 	case $$code in 0) slurm=tests/slurm ;; 78) slurm= ;; *) exit $$code ;; esac; \
-	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/contract tests/integration $$slurm && \
+	$(TRAIN)/python -m tests.support.whole_run $(SIDE_BY_SIDE) tests/unit tests/contract \
+	  tests/integration $$slurm && \
 	{ [ -n "$$slurm" ] || echo "NOT TESTED here: Slurm (tests/slurm), for the reason at the top"; }
 
 check: setup ## style, types and import contracts

@@ -31,7 +31,7 @@ def list_mapped_files(pids: Iterable[int]) -> set[Path]:
     }
 
 
-def remove_unused_files(paths: Iterable[Path], dead_session: int = 0) -> list[Path]:
+def remove_unused_files(paths: Iterable[Path], dead_session: int | None = None) -> list[Path]:
     """Remove those of the files that no process uses; what was removed.
 
     Processes of the dead session do not count: they have been killed, and take a moment to end.
@@ -67,13 +67,18 @@ def list_server_files(session: int) -> set[Path]:
     return {path for path in files if path.name.startswith(_SERVER_PREFIXES)}
 
 
-def _list_user_pids(*, of_session: int = 0, without_session: int = 0) -> Iterator[int]:
-    """Processes that may use this user's files, those of the same user: all, or of one session."""
+def _list_user_pids(
+    *, of_session: int | None = None, without_session: int | None = None
+) -> Iterator[int]:
+    """Processes that may use this user's files, those of the same user: all, or of one session.
+
+    A session that was begun outside this container has the number 0, as `getsid` says it.
+    """
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdecimal() and entry.stat().st_uid == os.getuid():
                 session = os.getsid(int(entry.name))
-                if session != without_session and of_session in (0, session):
+                if session != without_session and of_session in (None, session):
                     yield int(entry.name)
 
 
