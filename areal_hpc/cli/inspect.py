@@ -309,7 +309,7 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 
 
 def _show_rows(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import format_tokens
+    from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
     from areal_hpc.view.transcripts.conversation import format_groups
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
@@ -319,7 +319,7 @@ def _show_rows(arguments: argparse.Namespace) -> int:
     query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, most)
     rows, matching = find_rows(path, query)
     if arguments.tokens:
-        tokenizer = _find_tokenizer_file(paths)
+        tokenizer = find_tokenizer_file(paths)
         print("\n\n".join(format_tokens(row, tokenizer) for row in rows))
     elif rows:
         print(format_groups(rows, shutil.get_terminal_size((100, 24)).columns))
@@ -369,15 +369,3 @@ def _verify_shards(arguments: argparse.Namespace) -> int:
         )
     print(format_verification(report))
     return ShardError.exit_code if report.problems else 0
-
-
-def _find_tokenizer_file(paths: RunPaths) -> Path | None:
-    """The tokenizer file of the model that a run trains, if it can be found."""
-    from areal_hpc.rundir.run_recipe import read_run_recipe
-
-    folders = [paths.sft_export, paths.tiny_model_dir]
-    if paths.recipe.exists():
-        named = read_run_recipe(paths.recipe).get("model", {}).get("path")
-        folders += [Path(named)] if named else []
-    files = (folder / "tokenizer.json" for folder in folders)
-    return next((file for file in files if file.is_file()), None)

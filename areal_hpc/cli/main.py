@@ -16,13 +16,14 @@ from areal_hpc.cli import (
     run,
     trial,
     usage_errors,
+    view,
 )
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
     "run": (run, trial, doctor, prepare, proxy),
-    "inspect": (inspect,),
+    "inspect": (inspect, view),
     "operate": (operate,),
     "develop": (develop, completion),
 }

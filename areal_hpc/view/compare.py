@@ -32,7 +32,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         except RecipeError as error:
             notes.append(f"left out: {paths.root}: {error}")
     advances = list(advance_by_run.values())
-    run_jobs = _fetch_run_jobs(list(advance_by_run), queue)
+    run_jobs = fetch_jobs_of_runs(list(advance_by_run), queue)
     states = [get_run_state(one) for one in run_jobs]
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
@@ -51,7 +51,8 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     return [*format_table([head, *rows]), *notes]
 
 
-def _fetch_run_jobs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunJobs]:
+def fetch_jobs_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunJobs]:
+    """The jobs of runs and what Slurm says of them, in one question for all."""
     unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
     ids = [job_id for paths in unfinished for job_id in list_recorded_job_ids(paths)]
     snapshot = (

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
@@ -68,6 +69,16 @@ def format_tokens(found: FoundRow, tokenizer_json: Path | None = None) -> str:
         head = (*head, "text")
         lines = [(*line, repr(text)) for line, text in zip(lines, texts, strict=True)]
     return "\n".join([title, *format_table([head, *lines], right=range(1, len(head) - 1))])
+
+
+def find_tokenizer_file(paths: RunPaths) -> Path | None:
+    """The tokenizer file of the model that a run trains, if it can be found."""
+    folders = [paths.sft_export, paths.tiny_model_dir]
+    if paths.recipe.exists():
+        named = read_run_recipe(paths.recipe).get("model", {}).get("path")
+        folders += [Path(named)] if named else []
+    files = (folder / "tokenizer.json" for folder in folders)
+    return next((file for file in files if file.is_file()), None)
 
 
 def format_verification(report: VerifyReport) -> str:

@@ -33,7 +33,7 @@ def _format_group(found: Sequence[FoundRow], width: int) -> Iterator[str]:
     yield _format_group_title(found)
     rows = [one.read() for one in found]
     shared = _count_shared_messages(rows) if len(rows) > 1 else 0
-    for message in _get_messages(rows[0])[:shared]:
+    for message in get_messages(rows[0])[:shared]:
         yield from _format_message(message, width)
     columns = max(
         1, min(len(rows), (width + len(COLUMN_GAP)) // (MIN_COLUMN_CELLS + len(COLUMN_GAP)))
@@ -61,7 +61,7 @@ def _format_group_title(found: Sequence[FoundRow]) -> str:
 
 def _count_shared_messages(rows: Sequence[TrajectoryRow]) -> int:
     """Messages that all rows begin with, up to the first reply: the prompt of the group."""
-    together = zip(*map(_get_messages, rows), strict=False)
+    together = zip(*map(get_messages, rows), strict=False)
     alike = takewhile(
         lambda ones: ones[0].get("role") != "assistant" and all(one == ones[0] for one in ones),
         together,
@@ -69,7 +69,8 @@ def _count_shared_messages(rows: Sequence[TrajectoryRow]) -> int:
     return sum(1 for _ in alike)
 
 
-def _get_messages(row: TrajectoryRow) -> list[Message]:
+def get_messages(row: TrajectoryRow) -> list[Message]:
+    """The messages of a row; what an agent put there that is none is left out."""
     messages = row.meta.get("messages", [])
     return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
 
@@ -78,7 +79,7 @@ def _format_row(one: FoundRow, row: TrajectoryRow, shared: int, width: int) -> I
     """A conversation after the messages that the group shares."""
     yield from _wrap(_format_row_title(one), width)
     calls = dict(place_calls(one.record.calls))
-    for place, message in enumerate(_get_messages(row)):
+    for place, message in enumerate(get_messages(row)):
         if place >= shared:
             yield from _format_message(message, width, calls.get(place))
     if one.record.error:
@@ -116,12 +117,13 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
     if text := get_text(message.get("content")):
         yield from _wrap(text, width, INDENT)
     for called in message.get("tool_calls") or ():
-        yield from _wrap(f"→ {_format_tool_call(called)}", width, INDENT)
+        yield from _wrap(f"→ {format_tool_call(called)}", width, INDENT)
     if call and call.reward:
         yield from _format_reward(call.reward, width)
 
 
-def _format_tool_call(called: object) -> str:
+def format_tool_call(called: object) -> str:
+    """A called tool as `name(arguments)`."""
     function = called.get("function") if isinstance(called, dict) else None
     if not isinstance(function, dict):  # an agent may send any
         return get_text(called)

@@ -10,6 +10,8 @@
 compares as unequal to everything.
 """
 
+from __future__ import annotations
+
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -46,7 +48,65 @@ class FieldReader(Protocol):
 
 FieldTypes = Callable[[str], type[float] | type[str] | None]
 """Type of the field of a name; None if there is no such field."""
-RowPredicate = Callable[[FieldReader], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A field beside a value: a number if the field is one, else a text."""
+
+    field: str
+    sign: str
+    """One of = != < <= > >= for numbers, = != ~ for texts."""
+    wanted: float | str
+
+    def holds(self, row: FieldReader) -> bool:
+        """True if the row's value compares so."""
+        value = row.get_field(self.field)
+        if isinstance(self.wanted, str):
+            if not isinstance(value, str):
+                return self.sign == "!="
+            if self.sign == "~":
+                return self.wanted.casefold() in value.casefold()
+            return (value == self.wanted) is (self.sign == "=")
+        if not isinstance(value, int | float):
+            return self.sign == "!="
+        return _ORDERINGS[self.sign](value, self.wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Conjunction:
+    """Holds where all of its terms do."""
+
+    terms: tuple[Expression, ...]
+
+    def holds(self, row: FieldReader) -> bool:
+        """True if it does for the row."""
+        return all(term.holds(row) for term in self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Disjunction:
+    """Holds where any of its terms does."""
+
+    terms: tuple[Expression, ...]
+
+    def holds(self, row: FieldReader) -> bool:
+        """True if it does for the row."""
+        return any(term.holds(row) for term in self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Negation:
+    """Holds where its term does not."""
+
+    term: Expression
+
+    def holds(self, row: FieldReader) -> bool:
+        """True if it does for the row."""
+        return not self.term.holds(row)
+
+
+Expression = Comparison | Conjunction | Disjunction | Negation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +115,8 @@ class _Token:
     is_quoted: bool = False
 
 
-def parse_filter(text: str, types: FieldTypes, field_names: Sequence[str]) -> RowPredicate:
-    """The predicate that an expression describes.
+def parse_filter(text: str, types: FieldTypes, field_names: Sequence[str]) -> Expression:
+    """What an expression says.
 
     Raises:
         RecipeError: It is none; names the place, and the fields that there are.
@@ -83,34 +143,33 @@ class _Parser:
             at = match.end()
         return tokens
 
-    def parse(self) -> RowPredicate:
+    def parse(self) -> Expression:
         if not self._tokens:
             self._fail("expected a comparison, got nothing")
-        predicate = self._parse_expression()
+        expression = self._parse_expression()
         if self._tokens:
             self._fail(f"expected `and`, `or` or the end, got {self._tokens[0].text!r}")
-        return predicate
+        return expression
 
-    def _parse_expression(self) -> RowPredicate:
+    def _parse_expression(self) -> Expression:
         terms = [self._parse_term()]
         while self._take("or"):
             terms.append(self._parse_term())
-        return terms[0] if len(terms) == 1 else lambda row: any(term(row) for term in terms)
+        return terms[0] if len(terms) == 1 else Disjunction(tuple(terms))
 
-    def _parse_term(self) -> RowPredicate:
+    def _parse_term(self) -> Expression:
         factors = [self._parse_factor()]
         while self._take("and"):
             factors.append(self._parse_factor())
-        return factors[0] if len(factors) == 1 else lambda row: all(one(row) for one in factors)
+        return factors[0] if len(factors) == 1 else Conjunction(tuple(factors))
 
-    def _parse_factor(self) -> RowPredicate:
+    def _parse_factor(self) -> Expression:
         self._level += 1
         if self._level > MAX_NESTED_LEVELS:
             self._fail(f"expected at most {MAX_NESTED_LEVELS} levels of `not` and parentheses")
         try:
             if self._take("not"):
-                inner = self._parse_factor()
-                return lambda row: not inner(row)
+                return Negation(self._parse_factor())
             if self._take("("):
                 inner = self._parse_expression()
                 if not self._take(")"):
@@ -120,7 +179,7 @@ class _Parser:
         finally:
             self._level -= 1
 
-    def _parse_comparison(self) -> RowPredicate:
+    def _parse_comparison(self) -> Comparison:
         field = self._next("a field").text
         kind = self._types(field)
         if kind is None:
@@ -130,37 +189,15 @@ class _Parser:
             self._fail(f"expected one of {' '.join(_OPERATORS)} after {field}, got {sign!r}")
         wanted = self._next(f"a value after {field} {sign}").text
         if kind is str:
-            return self._compare_text(field, sign, wanted)
-        return self._compare_number(field, sign, wanted)
-
-    def _compare_number(self, field: str, sign: str, wanted: str) -> RowPredicate:
+            if sign not in ("=", "!=", "~"):
+                self._fail(f"{field} is a text, which takes =, != or ~, got {sign}")
+            return Comparison(field, sign, wanted)
         if sign == "~":
             self._fail(f"{field} is a number: `~` is for texts")
         try:
-            number = float(wanted)
+            return Comparison(field, sign, float(wanted))
         except ValueError:
             self._fail(f"{field} is a number, got {wanted!r}")
-        compare = _ORDERINGS[sign]
-
-        def holds(row: FieldReader) -> bool:
-            value = row.get_field(field)
-            return sign == "!=" if not isinstance(value, int | float) else compare(value, number)
-
-        return holds
-
-    def _compare_text(self, field: str, sign: str, wanted: str) -> RowPredicate:
-        if sign not in ("=", "!=", "~"):
-            self._fail(f"{field} is a text, which takes =, != or ~, got {sign}")
-
-        def holds(row: FieldReader) -> bool:
-            value = row.get_field(field)
-            if not isinstance(value, str):
-                return sign == "!="
-            if sign == "~":
-                return wanted.casefold() in value.casefold()
-            return (value == wanted) is (sign == "=")
-
-        return holds
 
     def _take(self, text: str) -> bool:
         """True, and the token is taken, if it comes next and is not in quotes."""

@@ -244,7 +244,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
         RecipeError: The query is none, or there is no such row or ticket.
         ShardError: A shard is damaged.
     """
-    matches = parse_filter(query.where, get_field_type, FIELD_NAMES) if query.where else None
+    wanted = parse_filter(query.where, get_field_type, FIELD_NAMES) if query.where else None
     if query.sort_by and get_field_type(query.sort_by) is None:
         raise RecipeError(
             f"there is no field {query.sort_by!r}",
@@ -255,7 +255,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     total = 0
     for shard in _iterate_shards(path):
         for row in _list_candidates(shard, query):
-            if matches is None or matches(row):
+            if wanted is None or wanted.holds(row):
                 found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
         shard.release()
         total += shard.reader.num_rows

@@ -40,7 +40,7 @@ def type_of(name: str) -> type[float] | type[str] | None:
 
 
 def matches(text: str) -> bool:
-    return parse_filter(text, type_of, list(FIELDS))(Row())
+    return parse_filter(text, type_of, list(FIELDS)).holds(Row())
 
 
 @pytest.mark.parametrize(

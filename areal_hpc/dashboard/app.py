@@ -1,0 +1,246 @@
+"""ASGI application of the dashboard: the page, its data as JSON, and news as server-sent events.
+
+Everything lies below a secret path. Runs are chosen by their names among those that were found, so
+no request names a file; what agents wrote goes out as JSON alone and is put into the page as text.
+"""
+
+import asyncio
+import hmac
+import json
+import math
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from areal_hpc.dashboard import run_pages
+from areal_hpc.dashboard.row_index import RowIndex
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.slurm.queue import QueuePoller
+
+STATIC_TYPES = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "chart.js": "text/javascript; charset=utf-8",
+    "elements.js": "text/javascript; charset=utf-8",
+    "data.js": "text/javascript; charset=utf-8",
+    "run_list.js": "text/javascript; charset=utf-8",
+    "run_page.js": "text/javascript; charset=utf-8",
+    "trajectories.js": "text/javascript; charset=utf-8",
+    "router.js": "text/javascript; charset=utf-8",
+}
+"""The files of the page by name."""
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+MAX_ROWS_PER_PAGE = 500
+POLL_S = 1.0
+"""Between two looks at the files of a run whose page is open."""
+PING_S = 15.0
+
+JsonObject = dict[str, Any]
+Query = Mapping[str, str]
+
+
+def read_static_file(name: str) -> bytes:
+    """A file of the page."""
+    return (resources.files("areal_hpc.dashboard") / "static" / name).read_bytes()
+
+
+class DashboardApp:
+    """The pages of all runs at a place: a file root, an experiment's directory, or one run."""
+
+    def __init__(self, place: Path, secret: str, cache_dir: Path) -> None:
+        self._place, self._secret, self._cache_dir = place, secret, cache_dir
+        self._queue = QueuePoller()
+        self._indexes: dict[Path, RowIndex] = {}
+        self._lock = threading.Lock()
+        self._pages: dict[str, Callable[[Query], Any]] = {
+            "runs": self._list_runs,
+            "overview": self._describe_overview,
+            "metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
+            "rows": self._find_rows,
+            "failures": self._count_failures,
+            "trajectory": self._describe_trajectory,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        response = await self._answer(request)
+        response.headers.update(HEADERS)
+        await response(scope, receive, send)
+
+    def close(self) -> None:
+        """Let go of the indexes."""
+        for index in self._indexes.values():
+            index.close()
+
+    async def _answer(self, request: Request) -> Response:
+        secret, _, name = request.url.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(secret.encode(), self._secret.encode()):
+            return Response("open the address that areal-hpc view printed", 401)
+        if request.method not in ("GET", "HEAD"):
+            return Response("this server only shows", 405)
+        name = name or "index.html"
+        if name in STATIC_TYPES:
+            content = await run_in_threadpool(read_static_file, name)
+            return Response(content, media_type=STATIC_TYPES[name])
+        if name == "live":
+            return await self._follow(request)
+        page = self._pages.get(name.removeprefix("data/"))
+        if page is None:
+            return Response("there is no such page", 404)
+        try:
+            found = await run_in_threadpool(page, request.query_params)
+        except ArealError as error:
+            return _build_json_response({"error": str(error)}, 400)
+        except OSError as error:
+            return _build_json_response({"error": f"cannot be read: {error}"}, 500)
+        return _build_json_response(found)
+
+    def _find_run(self, query: Query) -> RunPaths:
+        name = query.get("run", "")
+        for run in find_runs(self._place):
+            if run_pages.format_run_name(run) == name:
+                return run
+        raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
+
+    def _open_index(self, run: RunPaths) -> RowIndex:
+        """The index of a run, with all that is sealed by now."""
+        with self._lock:
+            if run.root not in self._indexes:
+                self._indexes[run.root] = RowIndex(run, self._cache_dir)
+            index = self._indexes[run.root]
+        index.refresh()
+        return index
+
+    def _list_runs(self, query: Query) -> JsonObject:
+        with self._lock:  # the poller is used by one thread at a time
+            return {
+                "place": str(self._place),
+                "runs": run_pages.list_runs(find_runs(self._place), self._queue),
+            }
+
+    def _describe_overview(self, query: Query) -> JsonObject:
+        run = self._find_run(query)
+        with self._lock:
+            (line,) = run_pages.list_runs([run], self._queue)
+        return run_pages.describe_overview(run, line["state"])
+
+    def _find_rows(self, query: Query) -> JsonObject:
+        index = self._open_index(self._find_run(query))
+        page = index.find(
+            query.get("where", ""),
+            query.get("sort", ""),
+            descending=query.get("order") != "up",
+            offset=_parse_count(query, "offset", 0, 10**9),
+            count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
+        )
+        problems = [f"{place}: {problem}" for place, problem in index.problems.items()]
+        return {
+            "rows": page.rows,
+            "matching": page.matching,
+            "total": page.total,
+            "problems": problems,
+        }
+
+    def _count_failures(self, query: Query) -> list[JsonObject]:
+        return self._open_index(self._find_run(query)).count_causes()
+
+    def _describe_trajectory(self, query: Query) -> JsonObject:
+        run = self._find_run(query)
+        shard, row = run_pages.parse_row_name(query.get("row", ""))
+        related = self._open_index(run).list_related(shard, row)
+        return run_pages.describe_trajectory(run, shard, row) | related
+
+    async def _follow(self, request: Request) -> Response:
+        """News of one run, or of the list of runs: which files have changed."""
+        if "run" not in request.query_params:
+            look: Callable[[], Any] = partial(_look_at_runs, self._place)
+        else:
+            try:
+                run = await run_in_threadpool(self._find_run, request.query_params)
+            except ArealError as error:
+                return _build_json_response({"error": str(error)}, 400)
+            look = partial(_look_at_run, run)
+        return StreamingResponse(_stream_changes(look), media_type="text/event-stream")
+
+
+async def _stream_changes(look: Callable[[], Any]) -> AsyncIterator[str]:
+    """A `change` whenever a look sees something else; ends when the reader has gone."""
+    seen, silent_s = await run_in_threadpool(look), 0.0
+    yield "event: open\ndata: {}\n\n"
+    while True:
+        await asyncio.sleep(POLL_S)
+        now = await run_in_threadpool(look)
+        silent_s += POLL_S
+        if now != seen:
+            seen, silent_s = now, 0.0
+            yield "event: change\ndata: {}\n\n"
+        elif silent_s >= PING_S:
+            silent_s = 0.0
+            yield ": still here\n\n"
+
+
+def _look_at_runs(place: Path) -> list[Any]:
+    return [(run.root, _look_at_run(run)) for run in find_runs(place)]
+
+
+def _look_at_run(run: RunPaths) -> list[Any]:
+    """Sizes and times of the files whose growth a page shows."""
+    followed = (run.metrics, run.sft_metrics, run.events, run.finished_marker, run.manifests_dir)
+    return [*map(_look_at_file, followed), *map(_look_at_file, sorted(run.index_dir.glob("*")))]
+
+
+def _look_at_file(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _parse_count(query: Query, key: str, default: int, most: int) -> int:
+    text = query.get(key, str(default))
+    if not text.isdecimal():
+        raise RecipeError(f"expected a number, got {text[:50]!r}", key=key)
+    return min(int(text), most)
+
+
+def _build_json_response(content: Any, status: int = 200) -> Response:
+    return Response(encode_json(content), status, media_type="application/json")
+
+
+def encode_json(content: Any) -> bytes:
+    """JSON that every browser reads: numbers that are none become null."""
+    try:
+        return json.dumps(content, allow_nan=False, separators=(",", ":"), default=str).encode()
+    except ValueError:
+        return json.dumps(_drop_nonfinite(content), separators=(",", ":"), default=str).encode()
+
+
+def _drop_nonfinite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _drop_nonfinite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_drop_nonfinite(value) for value in content]
+    return content

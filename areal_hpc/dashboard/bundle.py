@@ -1,0 +1,66 @@
+"""A run's pages as a folder of files, to attach to a paper or a ticket: no server is needed."""
+
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dashboard import run_pages
+from areal_hpc.dashboard.app import STATIC_TYPES, encode_json, read_static_file
+from areal_hpc.dashboard.row_index import RowIndex
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import QueuePoller
+
+MAX_BUNDLED_ROWS = 500
+"""The newest ones, whose conversations and tokens are written."""
+
+
+def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
+    """Write a run's pages into a new folder; how many conversations they have.
+
+    Raises:
+        RecipeError: The folder exists.
+        ShardError: A shard is damaged.
+    """
+    if folder.exists():
+        raise RecipeError(f"{folder} exists", key="--bundle", hint="name another folder")
+    index = RowIndex(run, cache_dir)
+    try:
+        index.refresh()
+        page = index.find(offset=0, count=MAX_BUNDLED_ROWS)
+        failures = index.count_causes()
+        (folder / "rows").mkdir(parents=True)
+        for row in page.rows:
+            name = f"{row['shard']}/{row['row']}"
+            content = run_pages.describe_trajectory(run, row["shard"], row["row"])
+            content |= index.list_related(row["shard"], row["row"])
+            _write_script(folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content)
+    finally:
+        index.close()
+    (line,) = run_pages.list_runs([run], QueuePoller())
+    pages: dict[str, Any] = {
+        "runs": {"place": "", "runs": [line]},
+        "overview": run_pages.describe_overview(run, line["state"]),
+        "metrics": run_pages.describe_metrics(run),
+        "rows": {"rows": page.rows, "matching": len(page.rows), "total": page.total},
+        "failures": failures,
+    }
+    for name in pages:
+        _write_script(folder / f"{name}.data.js", name, pages[name])
+    for name in STATIC_TYPES:
+        (folder / name).write_bytes(read_static_file(name))
+    scripts = "".join(f'<script src="{name}.data.js"></script>\n' for name in pages)
+    index_html = read_static_file("index.html").decode()
+    marker = "<!-- data of a bundle -->"
+    (folder / "index.html").write_text(
+        index_html.replace(marker, f'<script src="bundle.js"></script>\n{scripts}')
+    )
+    (folder / "bundle.js").write_text(
+        '"use strict";\nwindow.bundle = {};\nwindow.bundled = (name, content) => {\n'
+        "  window.bundle[name] = content;\n};\n"
+    )
+    return len(page.rows)
+
+
+def _write_script(path: Path, name: str, content: Any) -> None:
+    """Data as a script, because a page that was opened from a disk may load nothing else."""
+    path.write_bytes(b"bundled(" + encode_json(name) + b"," + encode_json(content) + b");\n")

@@ -1,0 +1,56 @@
+"""Filters of rows as conditions of SQLite, with the meaning that they have for text commands."""
+
+from areal_hpc.view.transcripts.filter_expression import (
+    Comparison,
+    Conjunction,
+    Disjunction,
+    Expression,
+    Negation,
+)
+from areal_hpc.view.transcripts.row_search import METRIC_PREFIX, PART_PREFIX
+
+SqlValue = float | str
+_SIGNS = {"=": "=", "!=": "IS NOT", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+"""SQLite's, by the signs of filters."""
+
+
+def compile_filter(expression: Expression) -> tuple[str, list[SqlValue]]:
+    """A condition that is 0 or 1 for every row, and the values that stand for its `?`."""
+    match expression:
+        case Comparison():
+            return _compile_comparison(expression)
+        case Negation(term):
+            condition, values = compile_filter(term)
+            return f"NOT ({condition})", values
+        case Conjunction(terms):
+            return _join(" AND ", terms)
+        case Disjunction(terms):
+            return _join(" OR ", terms)
+
+
+def get_column(field: str) -> tuple[str, list[str]]:
+    """The value of a known field as SQL, and the values that stand for its `?`."""
+    if field.startswith((PART_PREFIX, METRIC_PREFIX)):
+        # A name has no quotes: `wire.reward` refuses them.
+        return "json_extract(named, ?)", [f'$."{field}"']
+    return f'"{field}"', []
+
+
+def _join(word: str, terms: tuple[Expression, ...]) -> tuple[str, list[SqlValue]]:
+    compiled = [compile_filter(term) for term in terms]
+    condition = word.join(f"({condition})" for condition, _ in compiled)
+    return condition, [value for _, values in compiled for value in values]
+
+
+def _compile_comparison(one: Comparison) -> tuple[str, list[SqlValue]]:
+    column, named = get_column(one.field)
+    if one.sign == "~":
+        text = column if one.field == "text" else f"casefold({column})"  # stored casefolded
+        condition = f"instr({text}, ?) > 0"
+        wanted: SqlValue = str(one.wanted).casefold()
+    else:
+        condition, wanted = f"{column} {_SIGNS[one.sign]} ?", one.wanted
+        if one.field == "text":
+            wanted = str(wanted).casefold()
+    # A field that a row lacks compares as unequal to everything.
+    return f"COALESCE({condition}, 0)", [*named, wanted]

@@ -1,0 +1,283 @@
+"""SQLite index of a run's recorded rows, kept in the user's cache: tables and filters ask it.
+
+It holds what shards and manifests say of each row, so it may be removed at any time.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column
+from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import SealedShard, read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.transcripts.conversation import get_messages, get_text
+from areal_hpc.view.transcripts.filter_expression import parse_filter
+from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import WeightVersion
+
+LAYOUT_VERSION = 1
+"""Of the tables below: an index of another layout is made anew."""
+MAX_TEXT_CHARS = 100_000
+"""Of a row's messages that are searched."""
+_COLUMNS = (
+    *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
+    *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
+    *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
+    *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
+    "text TEXT",
+)
+_TABLES = f"""
+CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
+CREATE TABLE batches (step INTEGER PRIMARY KEY);
+CREATE TABLE rows ({", ".join(_COLUMNS)}, PRIMARY KEY (shard, row));
+CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
+CREATE INDEX rows_of_task ON rows (task, kind);
+PRAGMA user_version = {LAYOUT_VERSION};
+"""
+_SHOWN = tuple(
+    name for column in _COLUMNS if (name := column.split()[0]) not in ("text", "named", "note")
+)
+"""Columns of the table of rows."""
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPage:
+    """Some of the rows that a filter matches."""
+
+    rows: list[JsonObject]
+    matching: int
+    total: int
+
+
+class RowIndex:
+    """The rows of one run. Safe to use from several threads."""
+
+    def __init__(self, paths: RunPaths, folder: Path) -> None:
+        self._paths = paths
+        name = hashlib.sha256(os.fsencode(paths.root)).hexdigest()[:24]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = folder / f"{name}.sqlite"
+        self._lock = threading.Lock()
+        self._database = self._open()
+        self.problems: dict[str, str] = {}
+        """Shards that cannot be read, and why."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._database.close()
+
+    def refresh(self) -> int:
+        """Take in shards and batches that are new; how many rows came."""
+        with self._lock:
+            sealed = read_index(self._paths.index_dir)
+            known = dict(self._database.execute("SELECT file, digest FROM shards"))
+            if known.keys() - {one.file for one in sealed} or any(
+                known.get(one.file, one.digest) != one.digest for one in sealed
+            ):  # another run stands at this path now
+                self._database.close()
+                self._file.unlink()
+                self._database, known = self._open(), {}
+            added = sum(self._add_shard(one) for one in sealed if one.file not in known)
+            self._add_batches(added > 0)
+            return added
+
+    def find(
+        self, where: str = "", sort: str = "", *, descending: bool = True, offset: int, count: int
+    ) -> RowPage:
+        """A page of the rows that match an expression of `areal-hpc shards show --where`.
+
+        Raises:
+            RecipeError: There is no such field, or the expression is none.
+        """
+        condition: str = "1"
+        values: list[SqlValue] = []
+        if where.strip():
+            condition, values = compile_filter(parse_filter(where, get_field_type, FIELD_NAMES))
+        order = "rowid"
+        order_values: list[str] = []
+        if sort:
+            if get_field_type(sort) is None:
+                raise RecipeError(
+                    f"there is no field {sort!r}", key="sort", hint=f"one of {FIELD_NAMES}"
+                )
+            order, order_values = get_column(sort)
+        direction = "DESC" if descending else "ASC"
+        query = (
+            f"SELECT {', '.join(_SHOWN)} FROM rows WHERE {condition} "
+            f"ORDER BY {order} IS NULL, {order} {direction}, rowid {direction} LIMIT ? OFFSET ?"
+        )
+        with self._lock:
+            (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
+            (matching,) = self._database.execute(
+                f"SELECT COUNT(*) FROM rows WHERE {condition}", values
+            ).fetchone()
+            bound = (*values, *order_values, *order_values, count, offset)
+            return RowPage(self._select(query, bound), matching, total)
+
+    def list_related(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
+        """The episodes of a row's group, and the rows of its task at other times."""
+        with self._lock:
+            found = self._select("SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row))
+            if not found:
+                raise RecipeError(f"{shard} has no indexed row {row}", key="row")
+            (one,) = found
+            group = self._select(
+                f"SELECT {', '.join(_SHOWN)} FROM rows WHERE ticket = ? AND attempt = ? "
+                "AND eval_step = ? ORDER BY episode, row LIMIT 200",
+                (one["ticket"], one["attempt"], one["eval_step"]),
+            )
+            task = self._select(
+                f"SELECT {', '.join(_SHOWN)} FROM rows WHERE task = ? AND kind = ? "
+                "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
+                (one["task"], one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
+            )
+            return {"group": group, "task_rows": task}
+
+    def count_causes(self) -> list[JsonObject]:
+        """Failed episodes by exception and line, the most frequent first."""
+        query = (
+            "SELECT cause, COUNT(*) AS count, MAX(rowid) AS newest FROM rows "
+            "WHERE kind = 'failed' GROUP BY cause ORDER BY count DESC LIMIT 50"
+        )
+        with self._lock:
+            return self._select(query, ())
+
+    def _select(self, query: str, values: Sequence[Any]) -> list[JsonObject]:
+        with closing(self._database.execute(query, values)) as cursor:
+            names = [column[0] for column in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def _open(self) -> sqlite3.Connection:
+        """The database, made anew if there is none that this version can use."""
+        self._file.touch(mode=0o600)
+        database = self._connect()
+        try:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError:
+            version = -1
+        if version != LAYOUT_VERSION:
+            database.close()
+            self._file.unlink()
+            self._file.touch(mode=0o600)
+            database = self._connect()
+            database.executescript(_TABLES)
+        return database
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._file, check_same_thread=False, timeout=30.0)
+        database.create_function("casefold", 1, _casefold, deterministic=True)
+        return database
+
+    def _add_shard(self, sealed: SealedShard) -> int:
+        path = self._paths.shards_dir / sealed.file
+        try:
+            values = list(_iterate_row_values(ShardReader(path)))
+        except ShardError as error:
+            self.problems[sealed.file] = str(error)
+            return 0
+        places = ", ".join("?" * len(_COLUMNS))
+        with self._database:
+            self._database.executemany(f"INSERT OR REPLACE INTO rows VALUES ({places})", values)
+            self._database.execute("INSERT INTO shards VALUES (?, ?)", (sealed.file, sealed.digest))
+        return len(values)
+
+    def _add_batches(self, has_new_rows: bool) -> None:
+        """Note the step of each ticket's training rows. A batch may be known before its rows."""
+        known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
+        steps = list_manifest_steps(self._paths)
+        for step in steps if has_new_rows else [one for one in steps if one not in known]:
+            try:
+                tickets = read_manifest(self._paths, step).tickets
+            except ShardError as error:
+                self.problems[f"batch {step}"] = str(error)
+                continue
+            with self._database:
+                self._database.executemany(
+                    "UPDATE rows SET step = ? WHERE ticket = ? AND attempt = ? AND kind = 'train' "
+                    "AND step IS NULL",
+                    [(step, one.ref.ticket_id, one.ref.attempt) for one in tickets],
+                )
+                self._database.execute("INSERT OR IGNORE INTO batches VALUES (?)", (step,))
+
+
+def get_cache_dir() -> Path:
+    """Where this user's indexes are: below XDG_CACHE_HOME, or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "areal_hpc" / "dashboard"
+
+
+def _casefold(text: str | None) -> str | None:
+    return None if text is None else text.casefold()
+
+
+def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[Any, ...]]:
+    """The values of each row, in the order of the columns."""
+    for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
+        yield (reader.path.name, place, *_compute_row_values(row))
+
+
+def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
+    record = row.record
+    is_said = row.loss_mask_T == 1
+    versions = row.versions_T[is_said]
+    oldest, newest = (
+        (str(WeightVersion.unpack(int(one))) for one in (versions.min(), versions.max()))
+        if len(versions)
+        else (None, None)
+    )
+    return (
+        row.kind.label,
+        row.eval_step if row.eval_step >= 0 else None,
+        row.eval_step,
+        row.ticket_id,
+        row.attempt,
+        row.episode,
+        row.reward,
+        int(is_said.sum()),
+        row.num_tokens,
+        len(record.calls) or None,
+        record.ended_at - record.started_at if record.ended_at else None,
+        record.task_index if record.task_index >= 0 else None,
+        record.cell,
+        record.calls[-1].finish_reason if record.calls else None,
+        record.cause,
+        "\n".join(call.reward.note for call in record.calls if call.reward),
+        oldest,
+        newest,
+        json.dumps(_list_named_numbers(record)),
+        "\n".join(_list_texts(row))[:MAX_TEXT_CHARS].casefold(),
+    )
+
+
+def _list_named_numbers(record: RowRecord) -> dict[str, float]:
+    """Parts and metrics of the row's rewards by the names that filters use; the last counts."""
+    named: dict[str, float] = {}
+    for call in record.calls:
+        if call.reward:
+            named |= {f"part.{name}": value for name, value in call.reward.parts.items()}
+            named |= {f"metric.{name}": value for name, value in call.reward.metrics.items()}
+    return named
+
+
+def _list_texts(row: TrajectoryRow) -> Iterator[str]:
+    for message in get_messages(row):
+        yield get_text(message.get("content"))
+        if reasoning := message.get("reasoning_content"):
+            yield get_text(reasoning)
+        if called := message.get("tool_calls"):
+            yield json.dumps(called)

@@ -1,0 +1,264 @@
+"""What each page about a run shows, as JSON objects made from the run's files alone."""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.metrics.catalogue import CATALOGUE, SOURCES
+from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
+from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.schema import parse_shard_name
+from areal_hpc.slurm.queue import QueuePoller
+from areal_hpc.view.compare import fetch_jobs_of_runs
+from areal_hpc.view.health import read_alerts
+from areal_hpc.view.jobs import get_run_state
+from areal_hpc.view.shard_report import find_tokenizer_file
+from areal_hpc.view.summary import format_run_progress, read_run_progress
+from areal_hpc.view.transcripts.conversation import (
+    format_tool_call,
+    get_messages,
+    get_text,
+    place_calls,
+)
+from areal_hpc.wire.row_record import CallRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import WeightVersion
+
+MAX_EVENTS = 200
+"""The newest ones that the overview lists."""
+
+JsonObject = dict[str, Any]
+
+
+def list_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[JsonObject]:
+    """A line for each run. Slurm is asked once for all."""
+    states = [get_run_state(one) for one in fetch_jobs_of_runs(runs, queue)]
+    return [_describe_run(run, state) for run, state in zip(runs, states, strict=True)]
+
+
+def _describe_run(paths: RunPaths, state: str) -> JsonObject:
+    row: JsonObject = {"name": format_run_name(paths), "state": state, "path": str(paths.root)}
+    try:
+        progress = read_run_progress(paths)
+        alerts = read_alerts(paths)
+    except ArealError as error:
+        return row | {"problem": str(error)}
+    trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
+    return row | {
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+        "reward": [one["reward/mean"] for one in trained],
+        "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
+        "step_s": trained[-1].get("time/step_s") if trained else None,
+        "failures": sum(alert.level == "failure" for alert in alerts),
+        "updated_s_ago": progress.metrics_s_ago,
+        "recipe": {key: repr(value) for key, value in flatten_keys(progress.recipe).items()},
+    }
+
+
+def format_run_name(paths: RunPaths) -> str:
+    """`experiment/trial`, as commands name it."""
+    return f"{paths.root.parent.name}/{paths.root.name}"
+
+
+def describe_overview(paths: RunPaths, state: str) -> JsonObject:
+    """State, alerts, curves, restarts, what limited each step, events and recipe of a run."""
+    progress = read_run_progress(paths)
+    rows = read_metrics(paths.metrics)
+    alerts = read_alerts(paths)
+    return {
+        "name": format_run_name(paths),
+        "path": str(paths.root),
+        "state": state,
+        "progress": [line.strip() for line in format_run_progress(progress, paths)],
+        "alerts": [
+            {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
+            for one in alerts
+        ],
+        "steps": rows,
+        "sft": progress.snapshot.sft,
+        "restarts": _list_restart_steps(rows),
+        "limits": [{"step": row["step"], **compute_limit_shares(row)} for row in rows],
+        "events": read_recent_events(paths.events)[-MAX_EVENTS:],
+        "recipe": {key: _format_value(value) for key, value in _read_flat_recipe(paths).items()},
+    }
+
+
+def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
+    """Steps that another start of the trainer wrote than the ones before."""
+    return [
+        row["step"]
+        for before, row in pairwise(rows)
+        if row.get("generation") != before.get("generation")
+    ]
+
+
+def _read_flat_recipe(paths: RunPaths) -> JsonObject:
+    return flatten_keys(read_run_recipe(paths.recipe))
+
+
+def _format_value(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def describe_metrics(paths: RunPaths) -> JsonObject:
+    """Every number of every step as columns, with what the catalogue says of each."""
+    rows = read_metrics(paths.metrics)
+    names = sorted({name for row in rows for name in row} - {"step", "unix_time_s"})
+    columns = {name: [_get_number(row.get(name)) for row in rows] for name in names}
+    return {
+        "steps": [row["step"] for row in rows],
+        "times": [row.get("unix_time_s") for row in rows],
+        "columns": {
+            name: column
+            for name, column in columns.items()
+            if any(value is not None for value in column)
+        },
+        "catalogue": {name: _describe_metric(name) for name in names},
+        "sources": SOURCES,
+        "restarts": _list_restart_steps(rows),
+        "held_out": EVAL_REWARD_METRIC,
+    }
+
+
+def _get_number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def _describe_metric(name: str) -> JsonObject:
+    for one in CATALOGUE:
+        if one.name == name or (one.is_pattern and name.startswith(one.name[: -len("<name>")])):
+            return {
+                "unit": one.unit,
+                "meaning": one.meaning,
+                "direction": one.direction,
+                "source": one.source,
+            }
+    return {"unit": "", "meaning": "", "direction": "-", "source": ""}
+
+
+def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
+    """A row's conversation and its tokens.
+
+    Raises:
+        RecipeError: There is no such row.
+        ShardError: The shard is damaged.
+    """
+    path = paths.shards_dir / shard
+    if parse_shard_name(shard) is None or not path.is_file():
+        raise RecipeError(f"there is no shard {shard[:100]!r}", key="shard")
+    reader = ShardReader(path)
+    if not 0 <= row < reader.num_rows:
+        raise RecipeError(f"{shard} has rows 0 to {reader.num_rows - 1}, got {row}", key="row")
+    (trajectory,) = reader.read_rows([row])
+    record = trajectory.record
+    return {
+        "shard": shard,
+        "row": row,
+        "kind": trajectory.kind.label,
+        "ticket": trajectory.ticket_id,
+        "attempt": trajectory.attempt,
+        "episode": trajectory.episode,
+        "reward": trajectory.reward,
+        "temperature": trajectory.temperature,
+        "task": record.task_index,
+        "cell": record.cell,
+        "session": record.session_id,
+        "started_at": record.started_at,
+        "ended_at": record.ended_at,
+        "cause": record.cause,
+        "error": record.error,
+        "ignored": record.ignored,
+        "messages": _list_messages(trajectory),
+        "tools": list(trajectory.tool_schemas.values()),
+        "tokens": _describe_tokens(trajectory, _load_tokenizer(paths)),
+    }
+
+
+def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
+    calls = dict(place_calls(row.record.calls))
+    return [
+        {
+            "role": str(message.get("role", "?")),
+            "name": str(message.get("name") or ""),
+            "text": get_text(message.get("content")),
+            "reasoning": get_text(message.get("reasoning_content")),
+            "tool_calls": [format_tool_call(one) for one in message.get("tool_calls") or ()],
+            "call": _describe_call(calls[place]) if place in calls else None,
+        }
+        for place, message in enumerate(get_messages(row))
+    ]
+
+
+def _describe_call(call: CallRecord) -> JsonObject:
+    reward = call.reward
+    return {
+        "id": call.id,
+        "seconds": call.answered_at - call.asked_at if call.answered_at else None,
+        "asked_at": call.asked_at,
+        "prompt_tokens": call.prompt_tokens,
+        "reply_tokens": call.reply_tokens,
+        "cached_tokens": call.cached_tokens,
+        "finish": call.finish_reason,
+        "trained": call.trained,
+        "sampling": call.sampling,
+        "reward": reward
+        and {
+            "value": reward.value,
+            "parts": reward.parts,
+            "metrics": reward.metrics,
+            "note": reward.note,
+        },
+    }
+
+
+def _describe_tokens(row: TrajectoryRow, tokenizer: Tokenizer | None) -> JsonObject:
+    ids = row.input_ids_T.tolist()
+    versions = {one: str(WeightVersion.unpack(one)) for one in set(row.versions_T.tolist()) - {-1}}
+    return {
+        "ids": ids,
+        "texts": _decode_tokens(tokenizer, ids) if tokenizer else None,
+        "logprobs": [round(one, 5) for one in row.logprobs_T.tolist()],
+        "mask": row.loss_mask_T.tolist(),
+        "versions": [versions.get(one) for one in row.versions_T.tolist()],
+    }
+
+
+def _decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Each token's own text. A character of several tokens is shown as a replacement for each."""
+    return list(tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False))
+
+
+def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
+    """The tokenizer of the model that a run trains; None if it is not on this machine."""
+    file = find_tokenizer_file(paths)
+    try:
+        return Tokenizer.from_file(str(file)) if file else None
+    except Exception:  # tokenizers raises this class itself
+        return None
+
+
+_ROW_NAME_PATTERN = re.compile(r"(?P<shard>[A-Za-z0-9_.-]{1,200})/(?P<row>\d{1,9})")
+
+
+def parse_row_name(name: str) -> tuple[str, int]:
+    """Shard and row of `cell-0-000012.h5/7`.
+
+    Raises:
+        RecipeError: It is none.
+    """
+    match = _ROW_NAME_PATTERN.fullmatch(name)
+    if match is None:
+        raise RecipeError(f"expected SHARD/ROW, got {name[:100]!r}", key="row")
+    return match["shard"], int(match["row"])

@@ -1,0 +1,88 @@
+"""The dashboard's server: one per user, on loopback, at an address that stays the same."""
+
+import getpass
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.dashboard.app import DashboardApp
+from areal_hpc.dashboard.row_index import get_cache_dir
+from areal_hpc.errors import ClusterError
+from areal_hpc.wire.http_server import GuardedServer
+
+LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 200
+_ADDRESS_FILE = "address.json"
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where this user's server listens, and the secret of its pages."""
+
+    port: int
+    secret: str
+
+    @property
+    def url(self) -> str:
+        """What a browser opens."""
+        return f"http://{LOOPBACK}:{self.port}/{self.secret}/"
+
+
+def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C; `tell` hears the lines that say how to get there.
+
+    Raises:
+        ClusterError: The port is taken.
+    """
+    cache_dir = get_cache_dir()
+    address, listener = _listen(cache_dir, port)
+    app = DashboardApp(place, address.secret, cache_dir)
+    host = socket.gethostname()
+    tell(f"{place}: open {address.url}")
+    tell("from another machine, first:")
+    tell(f"  ssh -L {address.port}:{LOOPBACK}:{address.port} {getpass.getuser()}@{host}")
+    tell("Ctrl-C ends it; runs go on")
+    with closing(listener), closing(app), suppress(KeyboardInterrupt):
+        server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=1)
+        server.run(sockets=[listener])
+
+
+def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
+    """This user's address and a socket that listens there; another port if that one is taken."""
+    kept = _read_address(cache_dir)
+    secret = kept.secret if kept else secrets.token_urlsafe(24)
+    for candidate in [port] if port is not None else [kept.port if kept else 0, 0]:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, candidate))
+        except OSError:
+            listener.close()
+            continue
+        listener.listen(128)
+        address = Address(listener.getsockname()[1], secret)
+        _write_address(cache_dir, address)
+        return address, listener
+    raise ClusterError(
+        f"port {port} is taken", key="--port", hint="leave --port out to get one that is free"
+    )
+
+
+def _read_address(cache_dir: Path) -> Address | None:
+    try:
+        return msgspec.json.decode((cache_dir / _ADDRESS_FILE).read_bytes(), type=Address)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write_address(cache_dir: Path, address: Address) -> None:
+    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = cache_dir / _ADDRESS_FILE
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(msgspec.to_builtins(address), file)

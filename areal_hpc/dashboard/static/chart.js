@@ -1,0 +1,128 @@
+"use strict";
+// Line charts as SVG.
+
+const MARGIN = { left: 52, right: 10, top: 8, bottom: 20 };
+const COLORS = [1, 2, 3, 4, 5].map((number) => `var(--series-${number})`);
+
+/** Round numbers that divide a range. */
+function findTicks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count) || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  const ticks = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Number(tick.toPrecision(12)));
+  return ticks;
+}
+
+/** Exponential moving average over the points that have a value. */
+function smoothValues(values, strength) {
+  let mean = null;
+  return values.map((value) => {
+    if (value === null || strength === 0) return value;
+    mean = mean === null ? value : strength * mean + (1 - strength) * value;
+    return mean;
+  });
+}
+
+/**
+ * A chart with a title. `series` are `{name, x, y}` with equally long arrays, null where there is no
+ * value; `restarts` are x positions of dashed lines.
+ */
+function buildChart({ title, hint, unit, series, restarts = [], height = 150, formatX = (x) => `step ${x}` }) {
+  const drawn = series.filter((one) => one.y.some((value) => value !== null && value !== undefined));
+  const value = element("div", { class: "value" });
+  const place = element("div", {});
+  const legend = drawn.length > 1 && element("div", { class: "legend" }, drawn.map((one, index) =>
+    element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), one.name)));
+  const chart = element("figure", { class: "panel chart", style: { margin: 0 } },
+    element("div", { class: "head" }, element("h3", { title: hint || null }, title, unit ? element("span", { class: "quiet" }, ` ${unit}`) : ""), value),
+    place, legend);
+  const describe = (index) => {
+    value.textContent = drawn.map((one) => (drawn.length > 1 ? `${one.name} ` : "") + formatNumber(one.y[index])).join(" · ");
+  };
+  const showLast = () => {
+    value.textContent = drawn.map((one) => {
+      const last = one.y.findLastIndex((item) => item !== null && item !== undefined);
+      return (drawn.length > 1 ? `${one.name} ` : "") + formatNumber(one.y[last]);
+    }).join(" · ");
+  };
+  if (!drawn.length) {
+    place.append(element("p", { class: "quiet small" }, "no values yet"));
+    return chart;
+  }
+  showLast();
+  const draw = () => {
+    const width = Math.max(200, place.clientWidth);
+    place.replaceChildren(drawLines(drawn, { width, height, restarts, describe: (index) => {
+      describe(index);
+      value.textContent = `${formatX(drawn[0].x[index])}: ${value.textContent}`;
+    }, leave: showLast, title }));
+  };
+  new ResizeObserver(draw).observe(place);
+  return chart;
+}
+
+function drawLines(series, { width, height, restarts, describe, leave, title }) {
+  const xs = series.flatMap((one) => one.x);
+  const ys = series.flatMap((one) => one.y).filter((item) => item !== null && item !== undefined);
+  let [lowX, highX] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
+  let [lowY, highY] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
+  if (lowX === highX) highX += 1;
+  if (lowY === highY) { lowY -= Math.abs(lowY) * 0.1 || 0.5; highY += Math.abs(highY) * 0.1 || 0.5; }
+  const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
+  const toX = (x) => MARGIN.left + ((x - lowX) / (highX - lowX)) * inner.width;
+  const toY = (y) => MARGIN.top + (1 - (y - lowY) / (highY - lowY)) * inner.height;
+  const made = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
+  for (const tick of findTicks(lowY, highY, 3)) {
+    made.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(tick), y2: toY(tick) }));
+    const label = svg("text", { class: "axis", x: MARGIN.left - 6, y: toY(tick) + 4, "text-anchor": "end" });
+    label.textContent = formatTick(tick);
+    made.append(label);
+  }
+  for (const tick of findTicks(lowX, highX, Math.min(6, inner.width / 70))) {
+    const label = svg("text", { class: "axis", x: toX(tick), y: height - 5, "text-anchor": "middle" });
+    label.textContent = formatTick(tick);
+    made.append(label);
+  }
+  for (const x of restarts) {
+    const line = svg("line", { class: "restart", x1: toX(x), x2: toX(x), y1: MARGIN.top, y2: height - MARGIN.bottom });
+    const name = svg("title");
+    name.textContent = `the trainer started again before step ${x}`;
+    line.append(name);
+    made.append(line);
+  }
+  series.forEach((one, index) => drawOneLine(made, one, toX, toY, COLORS[index % COLORS.length]));
+  const cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
+  made.append(cursor);
+  made.addEventListener("pointermove", (event) => {
+    const box = made.getBoundingClientRect();
+    const x = lowX + (((event.clientX - box.left) * width / box.width - MARGIN.left) / inner.width) * (highX - lowX);
+    const nearest = series[0].x.reduce((best, item, index) =>
+      Math.abs(item - x) < Math.abs(series[0].x[best] - x) ? index : best, 0);
+    cursor.setAttribute("x1", toX(series[0].x[nearest]));
+    cursor.setAttribute("x2", toX(series[0].x[nearest]));
+    cursor.setAttribute("visibility", "visible");
+    describe(nearest);
+  });
+  made.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); leave(); });
+  return made;
+}
+
+/** The values as a line; single ones, between steps that have none, as points joined by it too. */
+function drawOneLine(made, { x, y }, toX, toY, color) {
+  const points = x.map((item, index) => [item, y[index]]).filter(([, item]) => item !== null && item !== undefined);
+  const path = points.map(([px, py], index) => `${index ? "L" : "M"}${toX(px).toFixed(1)} ${toY(py).toFixed(1)}`).join("");
+  made.append(svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.6, "stroke-linejoin": "round" }));
+  if (points.length <= 40) {
+    for (const [px, py] of points) made.append(svg("circle", { cx: toX(px), cy: toY(py), r: 1.9, fill: color }));
+  }
+}
+
+function formatTick(value) {
+  const size = Math.abs(value);
+  if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  if (size !== 0 && size < 1e-3) return value.toExponential(0);
+  return String(Number(value.toPrecision(4)));
+}

@@ -1,0 +1,52 @@
+"use strict";
+// Data of the pages: from the server, or from the scripts of a bundle.
+
+const isBundle = "bundle" in window;
+
+/** The JSON of a page of data. Raises an Error whose message is for the reader. */
+async function fetchData(page, query = {}) {
+  if (isBundle) return findBundled(page, query);
+  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
+  const answer = await fetch(`data/${page}?${new URLSearchParams(given)}`);
+  const content = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
+  if (!answer.ok) throw new Error(content.error);
+  return content;
+}
+
+async function findBundled(page, query) {
+  if (page !== "trajectory") {
+    if (page !== "rows" || !query.sort) return window.bundle[page];
+    const sign = query.order === "up" ? 1 : -1;
+    const value = (row) => row[query.sort];
+    const rows = [...window.bundle.rows.rows].sort((a, b) =>
+      (value(a) === null) - (value(b) === null) || sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
+    return { ...window.bundle.rows, rows };
+  }
+  if (!(query.row in window.bundle)) {
+    await new Promise((resolve, reject) => {
+      const file = `rows/${query.row.replace("/", "-")}.js`;
+      document.head.append(element("script", { src: file, onload: resolve, onerror: () => reject(new Error("this conversation is not in the bundle")) }));
+    });
+  }
+  return window.bundle[query.row];
+}
+
+let news = null;
+
+/** Call `refresh` whenever files of a run (of all runs without a name) have changed. */
+function followChanges(run, refresh) {
+  if (news) news.close();
+  news = null;
+  if (isBundle) return;
+  const query = run ? `?${new URLSearchParams({ run })}` : "";
+  const source = new EventSource(`live${query}`);
+  news = source;
+  let due = null;
+  source.addEventListener("change", () => {
+    clearTimeout(due);
+    due = setTimeout(() => { if (news === source) refresh(); }, 150);
+  });
+  const tell = (text) => { const place = document.getElementById("live"); if (place) place.textContent = text; };
+  source.addEventListener("open", () => tell("live"));
+  source.addEventListener("error", () => tell("not connected: is areal-hpc view still running?"));
+}

@@ -1,0 +1,86 @@
+"use strict";
+// Which page is shown: the address after `#` names it, with all that was chosen on it.
+
+const PAGES = {
+  "": { show: showRuns },
+  overview: { show: showOverview, title: "Overview" },
+  metrics: { show: showMetrics, title: "Metrics" },
+  trajectories: { show: showTrajectories, title: "Trajectories" },
+  trajectory: { show: showTrajectory },
+};
+
+function buildHash(page, query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
+  const text = new URLSearchParams(given).toString();
+  return `#/${page}${text ? `?${text}` : ""}`;
+}
+
+function parseHash() {
+  const [page, text] = location.hash.replace(/^#\/?/, "").split("?");
+  return { page: page in PAGES ? page : "", query: Object.fromEntries(new URLSearchParams(text || "")) };
+}
+
+function go(page, query) {
+  location.hash = buildHash(page, query);
+}
+
+function showHeader(page, query) {
+  const header = document.getElementById("header");
+  const tabs = query.run ? Object.entries(PAGES).filter(([, one]) => one.title).map(([name, one]) =>
+    element("a", { href: buildHash(name, { run: query.run }), "aria-current": name === page || (page === "trajectory" && name === "trajectories") ? "page" : null }, one.title)) : [];
+  header.replaceChildren(
+    element("a", { class: "brand", href: buildHash("") }, "areal-hpc"),
+    query.run ? element("span", { class: "run" }, query.run) : "",
+    tabs.length ? element("nav", { "aria-label": "pages of the run" }, tabs) : "",
+    element("span", { class: "live", id: "live" }));
+  document.title = [PAGES[page].title, query.run, "areal-hpc"].filter(Boolean).join(" · ");
+}
+
+let shown = 0;
+
+/** Show the page of the address. One that another has replaced meanwhile is not shown. */
+async function showPage({ isRefresh = false } = {}) {
+  const { page, query } = parseHash();
+  const number = ++shown;
+  const main = document.getElementById("main");
+  const made = document.createElement("div");
+  if (!isRefresh) {
+    showHeader(page, query);
+    followChanges(query.run, () => showPage({ isRefresh: true }));
+  }
+  try {
+    await PAGES[page].show(made, query, go);
+  } catch (error) {
+    made.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
+  }
+  if (number !== shown) return;
+  const typed = isRefresh && main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName);
+  if (typed) return; // the reader is at it: what is new comes with the next change
+  const opened = isRefresh ? [...main.querySelectorAll("details")].map((one) => one.open) : [];
+  main.replaceChildren(...made.childNodes);
+  main.querySelectorAll("details").forEach((one, index) => { if (opened[index] !== undefined) one.open = opened[index]; });
+  if (!isRefresh) window.scrollTo(0, 0);
+}
+
+/** Keys of the page: `/` to the filter, `j` and `k` through a table, Enter opens. */
+document.addEventListener("keydown", (event) => {
+  const isTyping = ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape" && isTyping) document.activeElement.blur();
+  if (isTyping) return;
+  const rows = [...document.querySelectorAll("tr[data-link]")];
+  const at = rows.findIndex((row) => row.classList.contains("chosen"));
+  if (event.key === "/") {
+    const filter = document.querySelector("[data-focus='filter']");
+    if (filter) { event.preventDefault(); filter.focus(); }
+  } else if ((event.key === "j" || event.key === "k") && rows.length) {
+    const next = Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)));
+    rows.forEach((row, index) => row.classList.toggle("chosen", index === next));
+    rows[next].scrollIntoView({ block: "nearest" });
+  } else if (event.key === "Enter" && at >= 0 && ["BODY", "MAIN", "DIV"].includes(document.activeElement.tagName)) {
+    location.hash = rows[at].dataset.link;
+  }
+});
+
+window.addEventListener("hashchange", () => showPage());
+showPage();

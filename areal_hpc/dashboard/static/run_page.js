@@ -1,0 +1,124 @@
+"use strict";
+// Overview and metrics of one run.
+
+const OVERVIEW_CHARTS = [
+  { title: "Reward", names: [["reward/mean", "training"], ["eval/reward", "held-out"]] },
+  { title: "Groups without variance", names: [["groups/zero_variance", "share"]], hint: "they teach nothing" },
+  { title: "Entropy", unit: "nats", names: [["entropy/mean", "mean"]] },
+  { title: "Reply length", unit: "tokens", names: [["reply/tokens_mean", "mean"], ["reply/tokens_p95", "95 %"], ["reply/tokens_max", "longest"]] },
+  { title: "Seconds of a step", unit: "s", names: [["time/step_s", "step"], ["time/batch_wait_s", "waits for episodes"], ["time/train_s", "trains"]] },
+  { title: "Engine against trainer", unit: "nats", names: [["logprob/engine_trainer_mean_abs_diff", "mean"], ["logprob/engine_trainer_p99_abs_diff", "99 %"]] },
+  { title: "Staleness", unit: "steps", names: [["staleness/mean", "mean"], ["staleness/max", "oldest"]] },
+  { title: "Gradient norm", names: [["grad_norm", "norm"]] },
+  { title: "Cut replies", names: [["reply/cut_fraction", "share"]] },
+];
+const LIMITS = [
+  ["generation", "generation", "var(--series-1)"], ["training", "training", "var(--series-3)"],
+  ["weights", "weight updates", "var(--series-2)"], ["evaluation", "evaluation", "var(--series-4)"],
+];
+
+async function showOverview(main, query) {
+  const found = await fetchData("overview", { run: query.run });
+  const steps = found.steps;
+  const x = steps.map((row) => row.step);
+  const charts = OVERVIEW_CHARTS.map(({ names, ...chart }) => buildChart({
+    ...chart, restarts: found.restarts,
+    series: names.map(([name, label]) => ({ name: label, x, y: steps.map((row) => row[name] ?? null) })),
+  }));
+  const sft = found.sft.length > 1 && buildChart({ title: "SFT loss", series: [{
+    name: "loss", x: found.sft.map((row) => row.step), y: found.sft.map((row) => row.loss ?? null) }] });
+  main.replaceChildren(
+    element("h1", {}, found.name, " ", element("span", { class: `state ${found.state.split(/[ ,]/)[0]}` }, found.state)),
+    ...found.alerts.map((alert) => element("div", { class: `alert ${alert.level}`, role: "status" },
+      element("b", {}, alert.level, ": "), alert.message, element("div", { class: "quiet small" }, `try: ${alert.hint}`))),
+    element("div", { class: "panel" }, buildFacts(found.progress.map(splitFact)), describeLimits(found.limits)),
+    element("h2", {}, "Curves"),
+    element("div", { class: "grid" }, charts, sft),
+    element("p", { class: "quiet small" }, "Dashed lines: the trainer started again. All metrics: ",
+      element("a", { href: buildHash("metrics", { run: query.run }) }, "Metrics"), "."),
+    element("h2", {}, "Last events"),
+    listEvents(found.events),
+    element("h2", {}, "Recipe"),
+    listRecipe(found.recipe));
+}
+
+/** `reward            0.969` as a term and its value. */
+function splitFact(line) {
+  const [term, ...rest] = line.split(/ {2,}/);
+  return [term, rest.join(" ")];
+}
+
+function describeLimits(limits) {
+  const recent = limits.filter((row) => Object.keys(row).length > 1).slice(-10);
+  if (!recent.length) return "";
+  const shares = LIMITS.map(([name, label, color]) => ({
+    label, color, share: recent.reduce((sum, row) => sum + (row[name] || 0), 0) / recent.length }));
+  const text = shares.filter((one) => one.share >= 0.005).map((one) => `${one.label} ${Math.round(one.share * 100)} %`).join(", ");
+  return element("div", {}, element("p", { class: "small quiet", style: { margin: "10px 0 4px" } },
+    `Where the time of the last ${recent.length} steps went: ${text}`),
+  element("div", { class: "stack", role: "img", "aria-label": text }, shares.map((one) =>
+    element("div", { title: one.label, style: { background: one.color, width: `${one.share * 100}%` } }))));
+}
+
+function listEvents(events) {
+  if (!events.length) return element("p", { class: "quiet" }, "none");
+  const columns = [
+    { title: "time", cell: (event) => formatTime(event.time) },
+    { title: "who", cell: (event) => event.role },
+    { title: "event", cell: (event) => event.event },
+    { title: "facts", wide: true, cell: (event) => Object.entries(event)
+      .filter(([key]) => !["time", "role", "event"].includes(key))
+      .map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`).join("  ").slice(0, 600) },
+  ];
+  const table = buildTable(columns, [...events].reverse());
+  table.classList.add("events");
+  return table;
+}
+
+function listRecipe(recipe) {
+  const rows = Object.entries(recipe);
+  const columns = [
+    { title: "key", cell: ([key]) => element("span", { class: "mono" }, key) },
+    { title: "value", wide: true, cell: ([, value]) => element("span", { class: "mono" }, value) },
+  ];
+  const place = element("div", {});
+  const fill = (text) => place.replaceChildren(buildTable(columns, rows.filter(([key, value]) => `${key} ${value}`.includes(text))));
+  fill("");
+  return element("details", {}, element("summary", {}, `${rows.length} keys, as resolved`),
+    element("form", { class: "filter", onsubmit: (event) => event.preventDefault() },
+      element("input", { type: "search", placeholder: "part of a key or value", "aria-label": "part of a key or value",
+        oninput: (event) => fill(event.target.value) })), place);
+}
+
+async function showMetrics(main, query, go) {
+  const found = await fetchData("metrics", { run: query.run });
+  const smoothing = Number(query.smooth || 0);
+  const byTime = query.axis === "time";
+  const begin = found.times.find((time) => time) || 0;
+  const x = byTime ? found.times.map((time) => ((time || begin) - begin) / 3600) : found.steps;
+  const restarts = byTime ? [] : found.restarts;
+  const groups = new Map();
+  for (const name of Object.keys(found.columns)) {
+    if (query.text && !`${name} ${found.catalogue[name].meaning}`.includes(query.text)) continue;
+    const group = name.includes("/") ? name.split("/")[0] : "step";
+    groups.set(group, [...(groups.get(group) || []), name]);
+  }
+  const choose = (changes) => go("metrics", { ...query, ...changes });
+  const option = (text, pressed, changes) =>
+    element("button", { type: "button", class: "plain", "aria-pressed": String(pressed), onclick: () => choose(changes) }, text);
+  main.replaceChildren(
+    element("h1", {}, "Metrics"),
+    element("form", { class: "filter", onsubmit: (event) => { event.preventDefault(); choose({ text: event.target.text.value }); } },
+      element("input", { type: "search", name: "text", "data-focus": "filter", value: query.text || "", placeholder: "part of a name or meaning", "aria-label": "part of a name or meaning" }),
+      option("by step", !byTime, { axis: "" }), option("by hour", byTime, { axis: "time" }),
+      element("label", { class: "small quiet" }, "smoothing ", element("select", { onchange: (event) => choose({ smooth: event.target.value }) },
+        ["0", "0.6", "0.9", "0.97"].map((strength) => element("option", { value: strength, selected: Number(strength) === smoothing }, strength))))),
+    ...[...groups].map(([group, names]) => element("section", {}, element("h2", {}, group),
+      element("div", { class: "grid" }, names.map((name) => {
+        const { unit, meaning } = found.catalogue[name];
+        return buildChart({ title: name, unit, hint: meaning, restarts, height: 120,
+          formatX: byTime ? (hours) => `${hours.toFixed(2)} h` : undefined,
+          series: [{ name, x, y: smoothValues(found.columns[name], smoothing) }] });
+      })))),
+    groups.size ? "" : element("p", { class: "quiet" }, "no metric has this in its name or meaning"));
+}

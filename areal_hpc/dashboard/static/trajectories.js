@@ -1,0 +1,169 @@
+"use strict";
+// The table of recorded rows, and one row with its conversation and tokens.
+
+const PAGE_ROWS = 100;
+const ROW_COLUMNS = [
+  ["kind", "kind"], ["step", "step", true], ["ticket", "ticket", true], ["attempt", "attempt", true], ["episode", "episode", true],
+  ["reward", "reward", true], ["length", "said", true], ["tokens", "tokens", true], ["calls", "calls", true],
+  ["seconds", "seconds", true], ["task", "task", true], ["cell", "cell"], ["finish", "finish"],
+];
+const SHORTCUTS = [
+  ["all", ""], ["trained", "kind=train"], ["held-out", "kind=evaluation"], ["failed", "kind=failed"], ["auxiliary", "kind=auxiliary"],
+  ["reward 0 or less", "kind=train and reward<=0"], ["cut", "finish=length"],
+];
+
+function nameRow(row) {
+  return `${row.shard}/${row.row}`;
+}
+
+function linkRow(run, row) {
+  return buildHash("trajectory", { run, row: nameRow(row) });
+}
+
+function rowColumns(run) {
+  return [
+    { title: "", cell: (row) => element("a", { href: linkRow(run, row) }, "open") },
+    ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => formatNumber(row[field] === "" ? null : row[field]) })),
+    { title: "versions", cell: (row) => row.oldest === row.newest ? row.oldest || "–" : `${row.oldest}..${row.newest}` },
+    { title: "cause", wide: true, cell: (row) => row.cause || "" },
+  ];
+}
+
+async function showTrajectories(main, query, go) {
+  const { run, where = "", sort = "", order = "", offset = "0" } = query;
+  const choose = (changes) => go("trajectories", { run, where, sort, order, offset: "", ...changes });
+  const failures = await fetchData("failures", { run });
+  const form = isBundle ? "" : element("form", { class: "filter", role: "search", onsubmit: (event) => {
+    event.preventDefault();
+    choose({ where: event.target.where.value });
+  } },
+  element("input", { type: "search", name: "where", "data-focus": "filter", value: where, spellcheck: "false", autocomplete: "off",
+    "aria-label": "filter", placeholder: 'step=20 and reward<0.5 and text~"error"' }),
+  element("button", { class: "plain" }, "Filter"));
+  const chips = isBundle ? "" : element("div", { class: "chips" }, SHORTCUTS.map(([title, expression]) =>
+    element("button", { type: "button", class: "plain", "aria-pressed": String(where === expression), onclick: () => choose({ where: expression }) }, title)));
+  const place = element("div", {});
+  main.replaceChildren(element("h1", {}, "Trajectories"), form, chips, place,
+    failures.length ? element("section", {}, element("h2", {}, "Failed episodes by exception"), buildTable([
+      { title: "episodes", number: true, cell: (one) => formatNumber(one.count) },
+      { title: "exception and line", wide: true, cell: (one) => isBundle ? one.cause : element("a", {
+        href: buildHash("trajectories", { run, where: `kind=failed and cause=${quoteText(one.cause)}` }) }, one.cause || "not known") },
+    ], failures)) : "");
+  let found;
+  try {
+    found = await fetchData("rows", { run, where, sort, order, offset, count: PAGE_ROWS });
+  } catch (error) {
+    place.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
+    return;
+  }
+  const first = Number(offset);
+  const turn = (text, to) => element("button", { type: "button", class: "plain", disabled: to < 0 || to >= found.matching,
+    onclick: () => choose({ offset: String(Math.max(0, to)) }) }, text);
+  const shown = `${formatNumber(Math.min(first + 1, found.matching))} to ${formatNumber(first + found.rows.length)} of ${formatNumber(found.matching)}`;
+  place.replaceChildren(
+    ...(found.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
+    element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(found.total)} in all. `,
+      element("kbd", {}, "/"), " filter, ", element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " next and last, ", element("kbd", {}, "Enter"), " open."),
+    found.rows.length
+      ? buildTable(rowColumns(run), found.rows, {
+        link: (row) => linkRow(run, row),
+        sorted: { field: sort, up: order === "up" },
+        onsort: (field) => choose({ sort: field, order: sort === field && order !== "up" ? "up" : "" }),
+      })
+      : element("p", {}, found.total ? "No row matches." : "No shard is sealed yet."),
+    isBundle ? "" : element("p", { class: "filter", style: { display: "flex", gap: "8px", marginTop: "10px" } },
+      turn("Newer", first - PAGE_ROWS), turn("Older", first + PAGE_ROWS)));
+}
+
+/** A text as a value of a filter. One with both kinds of quotes cannot be told: a part of it is. */
+function quoteText(text) {
+  if (!text.includes('"')) return `"${text}"`;
+  return text.includes("'") ? `"${text.split('"')[0]}"` : `'${text}'`;
+}
+
+async function showTrajectory(main, query, go) {
+  const { run, row: name, color = "logprob" } = query;
+  const found = await fetchData("trajectory", { run, row: name });
+  const seconds = found.ended_at ? found.ended_at - found.started_at : null;
+  const others = (title, rows) => rows.length > 1 || (rows.length && nameRow(rows[0]) !== name)
+    ? element("details", { open: title === "The group" }, element("summary", {}, `${title}: ${rows.length} rows, reward ${describeRewards(rows)}`),
+      buildTable(rowColumns(run), rows, { link: (row) => linkRow(run, row) }))
+    : "";
+  main.replaceChildren(
+    element("h1", {}, `${found.kind === "evaluation" ? "Held-out task" : "Ticket"} ${found.ticket}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
+    element("div", { class: "panel" }, buildFacts([
+      ["kind", found.kind], ["attempt", String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
+      ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
+      ["recorded in", element("span", { class: "mono" }, name)],
+      ["without effect", Object.entries(found.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
+    ])),
+    found.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, found.error))) : "",
+    element("section", {}, others("The group", found.group), others("The same task at other times", found.task_rows)),
+    element("h2", {}, "Conversation"),
+    ...(found.messages.length ? found.messages.map(buildMessage) : [element("p", { class: "quiet" }, "The row has no messages.")]),
+    found.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
+      element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
+    element("h2", {}, "Tokens"),
+    buildTokens(found.tokens, color, (to) => go("trajectory", { ...query, color: to })));
+}
+
+function describeRewards(rows) {
+  const rewards = rows.map((row) => row.reward);
+  const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+  return `${formatNumber(Math.min(...rewards))} to ${formatNumber(Math.max(...rewards))}, mean ${formatNumber(mean)}`;
+}
+
+function buildMessage(message, index) {
+  const call = message.call;
+  const facts = call ? [
+    call.seconds !== null && formatSeconds(call.seconds),
+    `${formatNumber(call.reply_tokens)} tokens`,
+    call.cached_tokens > 0 && `${formatNumber(call.cached_tokens)} of ${formatNumber(call.prompt_tokens)} prompt tokens cached`,
+    call.finish && call.finish !== "stop" && call.finish,
+    !call.trained && "not trained here",
+  ].filter(Boolean) : [];
+  const reward = call && call.reward;
+  return element("article", { class: `message ${message.role}`, id: `message-${index}` },
+    element("header", {}, element("span", { class: "role" }, message.role, message.name ? ` ${message.name}` : ""),
+      element("span", { class: "quiet small" }, facts.join(", "))),
+    message.reasoning ? element("pre", { class: "reasoning" }, message.reasoning) : "",
+    message.text ? element("pre", {}, message.text) : "",
+    message.tool_calls.map((called) => element("pre", {}, `→ ${called}`)),
+    reward ? element("pre", { class: "quiet" }, `= reward ${formatNumber(reward.value)}`
+      + Object.entries({ ...reward.parts, ...reward.metrics }).map(([key, value]) => `, ${key} ${formatNumber(value)}`).join("")
+      + (reward.note ? `\n${reward.note}` : "")) : "");
+}
+
+const TOKEN_COLORS = [["logprob", "log-probability"], ["version", "weight version"], ["trained", "said or given"]];
+
+function buildTokens(tokens, color, choose) {
+  const versions = [...new Set(tokens.versions.filter(Boolean))];
+  const place = element("div", { class: "tokens panel" });
+  const parts = document.createDocumentFragment();
+  tokens.ids.forEach((id, index) => {
+    const isSaid = tokens.mask[index] === 1;
+    const text = tokens.texts ? tokens.texts[index] : `${id} `;
+    const piece = document.createElement("span");
+    piece.textContent = text;
+    if (!isSaid) piece.className = "given";
+    else piece.style.background = pickTokenColor(color, tokens.logprobs[index], versions.indexOf(tokens.versions[index]));
+    piece.title = `${index}: id ${id}` + (isSaid ? `, log-probability ${tokens.logprobs[index].toFixed(4)} (${(100 * Math.exp(tokens.logprobs[index])).toFixed(1)} %), weights ${tokens.versions[index]}` : ", given");
+    parts.append(piece);
+  });
+  place.append(parts);
+  const said = tokens.mask.filter((one) => one === 1).length;
+  return element("div", {},
+    element("div", { class: "chips" }, element("span", { class: "quiet" }, "color:"), TOKEN_COLORS.map(([key, title]) =>
+      element("button", { type: "button", class: "plain", "aria-pressed": String(key === color), onclick: () => choose(key) }, title))),
+    element("p", { class: "quiet small" }, `${formatNumber(tokens.ids.length)} tokens, ${formatNumber(said)} said by the model`
+      + (tokens.texts ? "" : "; shown as ids: the tokenizer is not on this machine")
+      + (color === "logprob" ? "; the redder, the less likely" : "")),
+    place);
+}
+
+function pickTokenColor(color, logprob, version) {
+  if (color === "version") return `color-mix(in srgb, var(--series-${(version % 5) + 1}) 30%, transparent)`;
+  if (color === "trained") return "color-mix(in srgb, var(--accent) 25%, transparent)";
+  const surprise = Math.min(1, -logprob / 5);
+  return `color-mix(in srgb, var(--bad) ${Math.round(5 + 60 * surprise)}%, transparent)`;
+}
