@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import json
 import math
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -50,6 +51,8 @@ HEADERS = {
 MAX_ROWS_PER_PAGE = 500
 POLL_S = 1.0
 """Between two looks at the files of a run whose page is open."""
+RUNS_POLL_S = 10.0
+"""The same for the page of all runs, of which there may be hundreds."""
 PING_S = 15.0
 
 JsonObject = dict[str, Any]
@@ -111,7 +114,7 @@ class DashboardApp:
             found = await run_in_threadpool(page, request.query_params)
         except ArealError as error:
             return _build_json_response({"error": str(error)}, 400)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             return _build_json_response({"error": f"cannot be read: {error}"}, 500)
         return _build_json_response(found)
 
@@ -174,23 +177,24 @@ class DashboardApp:
         """News of one run, or of the list of runs: which files have changed."""
         if "run" not in request.query_params:
             look: Callable[[], Any] = partial(_look_at_runs, self._place)
+            poll_s = RUNS_POLL_S
         else:
             try:
                 run = await run_in_threadpool(self._find_run, request.query_params)
             except ArealError as error:
                 return _build_json_response({"error": str(error)}, 400)
-            look = partial(_look_at_run, run)
-        return StreamingResponse(_stream_changes(look), media_type="text/event-stream")
+            look, poll_s = partial(_look_at_run, run), POLL_S
+        return StreamingResponse(_stream_changes(look, poll_s), media_type="text/event-stream")
 
 
-async def _stream_changes(look: Callable[[], Any]) -> AsyncIterator[str]:
+async def _stream_changes(look: Callable[[], Any], poll_s: float) -> AsyncIterator[str]:
     """A `change` whenever a look sees something else; ends when the reader has gone."""
     seen, silent_s = await run_in_threadpool(look), 0.0
     yield "event: open\ndata: {}\n\n"
     while True:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
         now = await run_in_threadpool(look)
-        silent_s += POLL_S
+        silent_s += poll_s
         if now != seen:
             seen, silent_s = now, 0.0
             yield "event: change\ndata: {}\n\n"
@@ -219,7 +223,7 @@ def _look_at_file(path: Path) -> tuple[int, int] | None:
 
 def _parse_count(query: Query, key: str, default: int, most: int) -> int:
     text = query.get(key, str(default))
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 9:
         raise RecipeError(f"expected a number, got {text[:50]!r}", key=key)
     return min(int(text), most)
 

@@ -11,7 +11,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 
 MAX_BUNDLED_ROWS = 500
-"""The newest ones, whose conversations and tokens are written."""
+"""Rows whose conversations and tokens are written."""
 
 
 def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
@@ -26,10 +26,11 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     index = RowIndex(run, cache_dir)
     try:
         index.refresh()
-        page = index.find(offset=0, count=MAX_BUNDLED_ROWS)
+        rows = index.choose_examples(MAX_BUNDLED_ROWS)
+        total = index.find(offset=0, count=0).total
         failures = index.count_causes()
         (folder / "rows").mkdir(parents=True)
-        for row in page.rows:
+        for row in rows:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
             content |= index.list_related(row["shard"], row["row"])
@@ -41,7 +42,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         "runs": {"place": "", "runs": [line]},
         "overview": run_pages.describe_overview(run, line["state"]),
         "metrics": run_pages.describe_metrics(run),
-        "rows": {"rows": page.rows, "matching": len(page.rows), "total": page.total},
+        "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,
     }
     for name in pages:
@@ -58,7 +59,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         '"use strict";\nwindow.bundle = {};\nwindow.bundled = (name, content) => {\n'
         "  window.bundle[name] = content;\n};\n"
     )
-    return len(page.rows)
+    return len(rows)
 
 
 def _write_script(path: Path, name: str, content: Any) -> None:

@@ -45,12 +45,9 @@ def _join(word: str, terms: tuple[Expression, ...]) -> tuple[str, list[SqlValue]
 def _compile_comparison(one: Comparison) -> tuple[str, list[SqlValue]]:
     column, named = get_column(one.field)
     if one.sign == "~":
-        text = column if one.field == "text" else f"casefold({column})"  # stored casefolded
-        condition = f"instr({text}, ?) > 0"
+        condition = f"instr(casefold({column}), ?) > 0"
         wanted: SqlValue = str(one.wanted).casefold()
     else:
         condition, wanted = f"{column} {_SIGNS[one.sign]} ?", one.wanted
-        if one.field == "text":
-            wanted = str(wanted).casefold()
     # A field that a row lacks compares as unequal to everything.
     return f"COALESCE({condition}, 0)", [*named, wanted]

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.transcripts.conversation import get_messages, get_text
 from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
 from areal_hpc.wire.row_record import RowRecord
@@ -30,7 +31,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 LAYOUT_VERSION = 1
 """Of the tables below: an index of another layout is made anew."""
 MAX_TEXT_CHARS = 100_000
-"""Of a row's messages that are searched."""
+"""Of a row's messages, as JSON, that are searched."""
 _COLUMNS = (
     *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
     *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
@@ -39,13 +40,19 @@ _COLUMNS = (
     "text TEXT",
 )
 _TABLES = f"""
+BEGIN IMMEDIATE;
+DROP TABLE IF EXISTS shards;
+DROP TABLE IF EXISTS batches;
+DROP TABLE IF EXISTS rows;
 CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
 CREATE TABLE batches (step INTEGER PRIMARY KEY);
 CREATE TABLE rows ({", ".join(_COLUMNS)}, PRIMARY KEY (shard, row));
 CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
 CREATE INDEX rows_of_task ON rows (task, kind);
 PRAGMA user_version = {LAYOUT_VERSION};
+COMMIT;
 """
+"""Made in one transaction: another process of the same user may open the index as well."""
 _SHOWN = tuple(
     name for column in _COLUMNS if (name := column.split()[0]) not in ("text", "named", "note")
 )
@@ -89,9 +96,8 @@ class RowIndex:
             if known.keys() - {one.file for one in sealed} or any(
                 known.get(one.file, one.digest) != one.digest for one in sealed
             ):  # another run stands at this path now
-                self._database.close()
-                self._file.unlink()
-                self._database, known = self._open(), {}
+                self._database.executescript(_TABLES)
+                known = {}
             added = sum(self._add_shard(one) for one in sealed if one.file not in known)
             self._add_batches(added > 0)
             return added
@@ -129,6 +135,31 @@ class RowIndex:
             bound = (*values, *order_values, *order_values, count, offset)
             return RowPage(self._select(query, bound), matching, total)
 
+    def choose_examples(self, count: int) -> list[JsonObject]:
+        """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
+        shown = ", ".join(_SHOWN)
+        steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
+        with self._lock:
+            found = [step for (step,) in self._database.execute(steps)]
+            places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
+            chosen = [found[place] for place in sorted(places)]
+            rows = self._select(
+                f"SELECT {shown} FROM rows WHERE kind = 'failed' ORDER BY rowid DESC LIMIT ?",
+                (count // 10,),
+            )
+            rows += self._select(
+                f"SELECT {shown} FROM rows WHERE kind NOT IN ('failed', 'train') "
+                "ORDER BY step DESC, rowid LIMIT ?",
+                (count // 5,),
+            )
+            for step in reversed(chosen):
+                rows += self._select(
+                    f"SELECT {shown} FROM rows WHERE kind = 'train' AND step IS ? "
+                    "ORDER BY ticket, attempt, episode, row LIMIT ?",
+                    (step, count * 7 // 10 // len(chosen)),
+                )
+            return rows
+
     def list_related(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
         """The episodes of a row's group, and the rows of its task at other times."""
         with self._lock:
@@ -163,18 +194,16 @@ class RowIndex:
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def _open(self) -> sqlite3.Connection:
-        """The database, made anew if there is none that this version can use."""
+        """The database, with tables that this version can use."""
         self._file.touch(mode=0o600)
         database = self._connect()
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError:
-            version = -1
-        if version != LAYOUT_VERSION:
+        except sqlite3.DatabaseError:  # cut short, or none at all
             database.close()
-            self._file.unlink()
-            self._file.touch(mode=0o600)
-            database = self._connect()
+            self._file.write_bytes(b"")
+            database, version = self._connect(), 0
+        if version != LAYOUT_VERSION:
             database.executescript(_TABLES)
         return database
 
@@ -193,7 +222,9 @@ class RowIndex:
         places = ", ".join("?" * len(_COLUMNS))
         with self._database:
             self._database.executemany(f"INSERT OR REPLACE INTO rows VALUES ({places})", values)
-            self._database.execute("INSERT INTO shards VALUES (?, ?)", (sealed.file, sealed.digest))
+            self._database.execute(
+                "INSERT OR REPLACE INTO shards VALUES (?, ?)", (sealed.file, sealed.digest)
+            )
         return len(values)
 
     def _add_batches(self, has_new_rows: bool) -> None:
@@ -260,7 +291,7 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         oldest,
         newest,
         json.dumps(_list_named_numbers(record)),
-        "\n".join(_list_texts(row))[:MAX_TEXT_CHARS].casefold(),
+        msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS],
     )
 
 
@@ -272,12 +303,3 @@ def _list_named_numbers(record: RowRecord) -> dict[str, float]:
             named |= {f"part.{name}": value for name, value in call.reward.parts.items()}
             named |= {f"metric.{name}": value for name, value in call.reward.metrics.items()}
     return named
-
-
-def _list_texts(row: TrajectoryRow) -> Iterator[str]:
-    for message in get_messages(row):
-        yield get_text(message.get("content"))
-        if reasoning := message.get("reasoning_content"):
-            yield get_text(reasoning)
-        if called := message.get("tool_calls"):
-            yield json.dumps(called)

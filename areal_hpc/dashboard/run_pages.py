@@ -28,6 +28,7 @@ from areal_hpc.view.transcripts.conversation import (
     format_tool_call,
     get_messages,
     get_text,
+    get_tool_calls,
     place_calls,
 )
 from areal_hpc.wire.row_record import CallRecord
@@ -194,7 +195,7 @@ def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
             "name": str(message.get("name") or ""),
             "text": get_text(message.get("content")),
             "reasoning": get_text(message.get("reasoning_content")),
-            "tool_calls": [format_tool_call(one) for one in message.get("tool_calls") or ()],
+            "tool_calls": [format_tool_call(one) for one in get_tool_calls(message)],
             "call": _describe_call(calls[place]) if place in calls else None,
         }
         for place, message in enumerate(get_messages(row))

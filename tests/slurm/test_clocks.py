@@ -1,11 +1,8 @@
 """Jobs on nodes whose clocks are off: they stop in time, and save first."""
 
-import os
-import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.slurm.supervised_jobs import SupervisedJob
@@ -26,18 +23,6 @@ def shift_clock(folder: Path, rank: int, by_s: float) -> tuple[str, ...]:
     return (path, f"export SHIFTED_RANK={rank} SHIFT_S={by_s}")
 
 
-def stop_first_task(job: SupervisedJob) -> None:
-    """SIGTERM to the supervisor of the first task alone: the others hear of it by its note."""
-    for process in psutil.process_iter(["environ", "cmdline"]):
-        environ, words = process.info["environ"] or {}, process.info["cmdline"] or []
-        # By its file, because jobs of the tests beside this one have the same numbers.
-        is_supervisor = words[-1:] == [str(job.files.launch)] and words[0].endswith("python")
-        if is_supervisor and environ.get("SLURM_PROCID") == "0":
-            os.kill(process.pid, signal.SIGTERM)
-            return
-    raise AssertionError("there is no such supervisor")
-
-
 @pytest.mark.parametrize("by_s", [20.0, -20.0])
 def test_a_task_whose_clock_is_off_saves_when_the_first_one_stops(
     cluster: Devcluster, tmp_path: Path, by_s: float
@@ -47,7 +32,7 @@ def test_a_task_whose_clock_is_off_saves_when_the_first_one_stops(
     job.submit("steady", "--partition=priority", "--nodes=2", tasks=2, setup=lines)
     job.awaits_words(2)
     job.run.cancelled_marker.touch()
-    stop_first_task(job)
+    job.stop_first_task()
     job.awaits_words(4)
     assert sorted(job.words[2:]) == ["saved 0", "saved 1"]
     job.awaits_state("CANCELLED", "FAILED")

@@ -119,8 +119,8 @@ def test_a_job_submits_itself_once_whatever_sbatch_answers(
     job = SupervisedJob(cluster, tmp_path / "run", "lonely")
     job.submit("steady", "--partition=priority", "--no-requeue")
     job.awaits_words(1)
-    cluster.slurm("scancel", "--signal=TERM", job.job_id)
     with stopped_slurmctld(cluster):
+        job.stop_first_task()  # not by scancel: a controller that stands still sends no signal
         time.sleep(LATE_S)
     wait_for(lambda: job.newest_id() != job.job_id, 60, every_s=SLURM_POLL_S)
     job.awaits_words(3)

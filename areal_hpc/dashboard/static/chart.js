@@ -10,6 +10,7 @@ function findTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const ticks = [];
+  if (Math.floor(high / step) - Math.ceil(low / step) < 1 && count < 12) return findTicks(low, high, count * 2);
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Number(tick.toPrecision(12)));
   return ticks;
 }
@@ -51,14 +52,17 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
     return chart;
   }
   showLast();
+  let drawnWidth = 0;
   const draw = () => {
     const width = Math.max(200, place.clientWidth);
+    if (width === drawnWidth) return;
+    drawnWidth = width;
     place.replaceChildren(drawLines(drawn, { width, height, restarts, describe: (index) => {
       describe(index);
       value.textContent = `${formatX(drawn[0].x[index])}: ${value.textContent}`;
     }, leave: showLast, title }));
   };
-  new ResizeObserver(draw).observe(place);
+  new ResizeObserver(() => requestAnimationFrame(draw)).observe(place);
   return chart;
 }
 
@@ -68,6 +72,7 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
   let [lowX, highX] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
   let [lowY, highY] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (lowX === highX) highX += 1;
+  if (lowY === 0 && highY === 0) highY = 1;
   if (lowY === highY) { lowY -= Math.abs(lowY) * 0.1 || 0.5; highY += Math.abs(highY) * 0.1 || 0.5; }
   const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
   const toX = (x) => MARGIN.left + ((x - lowX) / (highX - lowX)) * inner.width;

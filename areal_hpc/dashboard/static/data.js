@@ -22,6 +22,7 @@ async function findBundled(page, query) {
       (value(a) === null) - (value(b) === null) || sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
     return { ...window.bundle.rows, rows };
   }
+  if (!window.bundle.rows.rows.some((row) => nameRow(row) === query.row)) throw new Error("this conversation is not in the bundle");
   if (!(query.row in window.bundle)) {
     await new Promise((resolve, reject) => {
       const file = `rows/${query.row.replace("/", "-")}.js`;

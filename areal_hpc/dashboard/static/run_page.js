@@ -6,7 +6,7 @@ const OVERVIEW_CHARTS = [
   { title: "Groups without variance", names: [["groups/zero_variance", "share"]], hint: "they teach nothing" },
   { title: "Entropy", unit: "nats", names: [["entropy/mean", "mean"]] },
   { title: "Reply length", unit: "tokens", names: [["reply/tokens_mean", "mean"], ["reply/tokens_p95", "95 %"], ["reply/tokens_max", "longest"]] },
-  { title: "Seconds of a step", unit: "s", names: [["time/step_s", "step"], ["time/batch_wait_s", "waits for episodes"], ["time/train_s", "trains"]] },
+  { title: "Step time", unit: "s", names: [["time/step_s", "step"], ["time/batch_wait_s", "waits for episodes"], ["time/train_s", "trains"]] },
   { title: "Engine against trainer", unit: "nats", names: [["logprob/engine_trainer_mean_abs_diff", "mean"], ["logprob/engine_trainer_p99_abs_diff", "99 %"]] },
   { title: "Staleness", unit: "steps", names: [["staleness/mean", "mean"], ["staleness/max", "oldest"]] },
   { title: "Gradient norm", names: [["grad_norm", "norm"]] },

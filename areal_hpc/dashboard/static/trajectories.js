@@ -20,12 +20,12 @@ function linkRow(run, row) {
   return buildHash("trajectory", { run, row: nameRow(row) });
 }
 
-function rowColumns(run) {
+function rowColumns(run, rows) {
   return [
     { title: "", cell: (row) => element("a", { href: linkRow(run, row) }, "open") },
-    ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => formatNumber(row[field] === "" ? null : row[field]) })),
+    ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => formatNumber(row[field] === "" || (field === "attempt" && row.kind === "evaluation") ? null : row[field]) })),
     { title: "versions", cell: (row) => row.oldest === row.newest ? row.oldest || "–" : `${row.oldest}..${row.newest}` },
-    { title: "cause", wide: true, cell: (row) => row.cause || "" },
+    ...(rows.some((row) => row.cause) ? [{ title: "cause", wide: true, cell: (row) => row.cause || "" }] : []),
   ];
 }
 
@@ -63,9 +63,9 @@ async function showTrajectories(main, query, go) {
   place.replaceChildren(
     ...(found.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
     element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(found.total)} in all. `,
-      element("kbd", {}, "/"), " filter, ", element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " next and last, ", element("kbd", {}, "Enter"), " open."),
+      isBundle ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " next and last, ", element("kbd", {}, "Enter"), " open."),
     found.rows.length
-      ? buildTable(rowColumns(run), found.rows, {
+      ? buildTable(rowColumns(run, found.rows), found.rows, {
         link: (row) => linkRow(run, row),
         sorted: { field: sort, up: order === "up" },
         onsort: (field) => choose({ sort: field, order: sort === field && order !== "up" ? "up" : "" }),
@@ -87,7 +87,7 @@ async function showTrajectory(main, query, go) {
   const seconds = found.ended_at ? found.ended_at - found.started_at : null;
   const others = (title, rows) => rows.length > 1 || (rows.length && nameRow(rows[0]) !== name)
     ? element("details", { open: title === "The group" }, element("summary", {}, `${title}: ${rows.length} rows, reward ${describeRewards(rows)}`),
-      buildTable(rowColumns(run), rows, { link: (row) => linkRow(run, row) }))
+      buildTable(rowColumns(run, rows), rows, { link: (row) => linkRow(run, row) }))
     : "";
   main.replaceChildren(
     element("h1", {}, `${found.kind === "evaluation" ? "Held-out task" : "Ticket"} ${found.ticket}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),

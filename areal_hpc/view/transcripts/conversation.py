@@ -116,10 +116,16 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
         yield from _wrap(f"[reasoning] {reasoning}", width, INDENT)
     if text := get_text(message.get("content")):
         yield from _wrap(text, width, INDENT)
-    for called in message.get("tool_calls") or ():
+    for called in get_tool_calls(message):
         yield from _wrap(f"→ {format_tool_call(called)}", width, INDENT)
     if call and call.reward:
         yield from _format_reward(call.reward, width)
+
+
+def get_tool_calls(message: Message) -> list[Any]:
+    """The tools that a message calls; what an agent put there that is no list is one of them."""
+    called = message.get("tool_calls")
+    return called if isinstance(called, list) else [called] if called else []
 
 
 def format_tool_call(called: object) -> str:

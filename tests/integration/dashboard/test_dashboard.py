@@ -1,0 +1,236 @@
+"""`areal-hpc view`: its server over HTTP, its index, its bundle."""
+
+import json
+import os
+import re
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from areal_hpc.dashboard.app import STATIC_TYPES, read_static_file
+from areal_hpc.dashboard.row_index import RowIndex
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from tests.support.commands import areal_hpc, start_areal_hpc
+from tests.support.dashboard_run import INJECTIONS, append_step, make_run
+from tests.support.kept_run import unpack_kept_run
+from tests.support.sample_trajectories import seal_in, trajectory
+from tests.support.waiting import wait_for
+
+FILTERS = (
+    "kind=train",
+    "kind!=train and reward>0",
+    "not (kind=train or kind=failed)",
+    "reward<=0.25",
+    "seconds>2",
+    "calls!=1",
+    "step=3",
+    "step!=3",
+    "part.format>0.2",
+    "part.none!=1",
+    "note~'NOTE 3'",
+    "text~'grüsse'",
+    "text~role and length=3",
+    "task=1 and cell=cell-0",
+    "finish=stop",
+    "cause~onerror",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "runs")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.fixture
+def url(run: RunPaths, environ: dict[str, str]) -> Iterator[str]:
+    """The address of a server of all runs."""
+    server = start_areal_hpc("view", run.root.parent.parent, environ=environ)
+    try:
+        assert server.stdout
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found
+        yield found[0]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=30)
+    assert server.returncode == 0
+
+
+def ask(url: str, page: str, **query: object) -> Any:
+    answer = httpx.get(f"{url}data/{page}", params={"run": "shown/run", **query})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_pages_are_below_a_secret_and_files_are_never_named(url: str, run: RunPaths) -> None:
+    root = url.rpartition("/")[0].rpartition("/")[0]
+    assert url.startswith("http://127.0.0.1:")
+    for path in ("", "/", "/data/runs", f"/{'x' * 32}/data/runs", "/index.html"):
+        assert httpx.get(root + path).status_code == 401
+    assert httpx.post(f"{url}data/runs").status_code == 405
+    for path in ("recipe.yaml", "..%2f..%2fetc/passwd", "data/../recipe.yaml", "data/secret"):
+        assert httpx.get(url + path).status_code == 404
+    for query in ({"run": "../shown/run"}, {"run": "/etc"}, {"run": ""}):
+        answer = httpx.get(f"{url}data/overview", params=query)
+        assert (answer.status_code, "there is no run" in answer.text) == (400, True)
+    for row in ("../recipe.yaml/0", "x.h5/0", "cell-0-000000.h5/99", "cell-0-000000.h5", "/" * 300):
+        query = {"run": "shown/run", "row": row}
+        assert httpx.get(f"{url}data/trajectory", params=query).status_code == 400
+    assert httpx.get(f"{url}data/rows?run=shown/run&offset={'9' * 5000}").status_code == 400
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_never_takes_text_for_markup(url: str) -> None:
+    policy = httpx.get(url).headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for name in STATIC_TYPES:
+        answer = httpx.get(url + name)
+        assert answer.content == read_static_file(name)
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text), name
+        banned = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|srcdoc"
+        assert not re.search(banned, answer.text), name
+
+
+def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
+    (failed,) = ask(url, "rows", where="kind=failed")["rows"]
+    assert failed["cause"] == INJECTIONS[1]
+    (hostile,) = ask(url, "rows", where="ticket=7")["rows"]
+    shown = ask(url, "trajectory", row=f"{hostile['shard']}/{hostile['row']}")
+    assert [one["text"] for one in shown["messages"][::2]] == list(INJECTIONS)
+    (odd,) = ask(url, "rows", where="kind=auxiliary")["rows"]
+    assert ask(url, "trajectory", row=f"{odd['shard']}/{odd['row']}")["messages"][0]["tool_calls"]
+    (first,) = ask(url, "rows", where="ticket=1 and episode=0")["rows"]
+    found = ask(url, "trajectory", row=f"{first['shard']}/{first['row']}")
+    assert found["tokens"]["ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
+    assert found["tokens"]["versions"] == [None, None, None, "1.1", "1.1", "1.1"]
+    assert found["messages"][1]["call"]["reward"]["parts"] == {"format": 0.25}
+    assert [one["episode"] for one in found["group"]] == [0, 1]
+    assert [one["ticket"] for one in found["task_rows"]] == [0, 2]
+    assert ask(url, "failures")[0]["count"] == 1
+    problem = httpx.get(f"{url}data/rows", params={"run": "shown/run", "where": "rewrad>0"})
+    assert (problem.status_code, "rewrad" in problem.json()["error"]) == (400, True)
+
+
+def test_overview_and_metrics_say_what_the_files_say(url: str, run: RunPaths) -> None:
+    append_step(run, 2, 0.5, generation=2, loss=float("nan"))
+    overview = ask(url, "overview")
+    assert [row["reward/mean"] for row in overview["steps"]] == [0.25, 0.5]
+    assert overview["restarts"] == [2]
+    assert overview["recipe"]["trainer.total_steps"] == "9"
+    metrics = ask(url, "metrics")
+    assert metrics["columns"]["reward/mean"] == [0.25, 0.5]
+    assert "loss" not in metrics["columns"], "no step has a number"
+    assert metrics["catalogue"]["time/step_s"]["unit"] == "s"
+    (line,) = ask(url, "runs")["runs"]
+    assert (line["name"], line["step"], line["reward"]) == ("shown/run", 2, [0.25, 0.5])
+
+
+def test_a_page_hears_of_a_new_step(url: str, run: RunPaths) -> None:
+    with httpx.stream("GET", f"{url}live?run=shown/run", timeout=60) as news:
+        lines = news.iter_lines()
+        assert next(lines) == "event: open"
+        append_step(run, 2, 0.5)
+        seal_in(run, [trajectory(30)], writer="cell-1")
+        assert "event: change" in lines
+    wait_for(lambda: ask(url, "rows")["total"] == 10)
+    assert len(ask(url, "overview")["steps"]) == 2
+
+
+def test_a_run_is_only_read(url: str, run: RunPaths) -> None:
+    def list_files() -> dict[Path, tuple[int, int]]:
+        files = [path for path in run.root.rglob("*") if path.is_file()]
+        return {one: (one.stat().st_size, one.stat().st_mtime_ns) for one in files}
+
+    before = list_files()
+    for page in ("runs", "overview", "metrics", "rows", "failures"):
+        ask(url, page)
+    assert list_files() == before
+
+
+def test_the_address_stays_and_is_for_its_user_alone(
+    url: str, run: RunPaths, environ: dict[str, str]
+) -> None:
+    cache = Path(environ["XDG_CACHE_HOME"]) / "areal_hpc" / "dashboard"
+    ask(url, "rows")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    kept = json.loads((cache / "address.json").read_text())
+    assert url == f"http://127.0.0.1:{kept['port']}/{kept['secret']}/"
+    taken = areal_hpc("view", run.root, "--port", kept["port"], environ=environ)
+    assert (taken.returncode, "is taken" in taken.stderr) == (75, True)
+
+
+@pytest.mark.parametrize("where", FILTERS)
+def test_a_filter_means_what_it_means_in_shards_show(
+    where: str, run: RunPaths, tmp_path: Path
+) -> None:
+    with closing(RowIndex(run, tmp_path / "cache")) as index:
+        index.refresh()
+        page = index.find(where, "reward", offset=0, count=100)
+        expected, count = find_rows(run.root, RowQuery(where))
+        assert page.matching == count
+        names = {(one.shard.path.name, one.row) for one in expected}
+        assert {(row["shard"], row["row"]) for row in page.rows} == names
+        rewards = [row["reward"] for row in page.rows]
+        assert rewards == sorted(rewards, reverse=True)
+
+
+def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with closing(RowIndex(run, cache)) as one, closing(RowIndex(run, cache)) as other:
+        assert (one.refresh(), other.refresh()) == (9, 0)
+        seal_in(run, [trajectory(30)], writer="cell-1")
+        assert other.refresh() == 1
+        assert one.find(offset=0, count=1).total == 10
+    (file,) = cache.glob("*.sqlite")
+    file.write_bytes(file.read_bytes()[:100] + b"x" * 500)
+    with closing(RowIndex(run, cache)) as again:
+        again.refresh()
+        assert again.find(offset=0, count=1).total == 10
+        for path in (*run.shards_dir.iterdir(), *run.index_dir.iterdir()):
+            path.unlink()
+        seal_in(run, [trajectory(1)])
+        again.refresh()
+        assert again.find(offset=0, count=1).total == 1, "another run is at this path now"
+        with pytest.raises(RecipeError, match="no field"):
+            again.find(sort="named; DROP TABLE rows", offset=0, count=1)
+
+
+def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> None:
+    run = RunPaths(unpack_kept_run(tmp_path))
+    with closing(RowIndex(run, tmp_path / "cache")) as index:
+        index.refresh()
+        for where in ("step=3", "step>10 and reward>0"):
+            matching = index.find(where, offset=0, count=1).matching
+            assert matching == find_rows(run.root, RowQuery(where))[1] > 0
+        steps = {row["step"] for row in index.choose_examples(80) if row["kind"] == "train"}
+        assert {1, 12} <= steps
+
+
+def test_a_bundle_holds_the_pages_of_one_run(
+    run: RunPaths, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = tmp_path / "pages"
+    made = areal_hpc("view", run.root, "--bundle", folder, environ=environ)
+    assert made.returncode == 0, made.stderr
+    assert "9 conversations" in made.stdout
+    scripts = re.findall(r'<script src="([^"]+)"', (folder / "index.html").read_text())
+    assert all((folder / name).is_file() for name in scripts)
+    assert len(list((folder / "rows").iterdir())) == 9
+    again = areal_hpc("view", run.root, "--bundle", folder, environ=environ)
+    assert (again.returncode, "exists" in again.stderr) == (78, True)
