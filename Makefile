@@ -68,6 +68,7 @@ slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespac
 	$(PYTEST) tests/slurm
 
 acceptance: setup harnesses ## kill, compare and train at length, and write the tables (four hours)
+	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 
 soak: setup ## kill -9 KILLS=300 random processes, by part, from where the last call stopped

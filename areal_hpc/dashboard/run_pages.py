@@ -246,7 +246,7 @@ def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
     file = find_tokenizer_file(paths)
     try:
         return Tokenizer.from_file(str(file)) if file else None
-    except Exception:  # tokenizers raises this class itself
+    except Exception:  # boundary: tokenizers raises this class itself
         return None
 
 

@@ -219,6 +219,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     quoted = shlex.quote(str(root))
     lines += [
         "try next:",
+        f"  {program} view {quoted}    # all of it in a browser",
         f"  {program} shards show {quoted}    # recorded conversations",
         f"  {program} shards verify {quoted}    # every digest checked",
         f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",

@@ -33,20 +33,19 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
   const drawn = series.filter((one) => one.y.some((value) => value !== null && value !== undefined));
   const value = element("div", { class: "value" });
   const place = element("div", {});
+  const values = drawn.map(() => element("span", {}));
   const legend = drawn.length > 1 && element("div", { class: "legend" }, drawn.map((one, index) =>
-    element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), one.name)));
+    element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), `${one.name} `, values[index])));
   const chart = element("figure", { class: "panel chart", style: { margin: 0 } },
     element("div", { class: "head" }, element("h3", { title: hint || null }, title, unit ? element("span", { class: "quiet" }, ` ${unit}`) : ""), value),
     place, legend);
-  const describe = (index) => {
-    value.textContent = drawn.map((one) => (drawn.length > 1 ? `${one.name} ` : "") + formatNumber(one.y[index])).join(" · ");
+  /** The values at a place of each series, and where that is. */
+  const tell = (places, where) => {
+    const texts = drawn.map((one, index) => formatNumber(one.y[places[index]]));
+    texts.forEach((text, index) => { values[index].textContent = text; });
+    value.textContent = [where, drawn.length > 1 ? "" : texts[0]].filter(Boolean).join(": ");
   };
-  const showLast = () => {
-    value.textContent = drawn.map((one) => {
-      const last = one.y.findLastIndex((item) => item !== null && item !== undefined);
-      return (drawn.length > 1 ? `${one.name} ` : "") + formatNumber(one.y[last]);
-    }).join(" · ");
-  };
+  const showLast = () => tell(drawn.map((one) => one.y.findLastIndex((item) => item !== null && item !== undefined)), "");
   if (!drawn.length) {
     place.append(element("p", { class: "quiet small" }, "no values yet"));
     return chart;
@@ -57,10 +56,8 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
     const width = Math.max(200, place.clientWidth);
     if (width === drawnWidth) return;
     drawnWidth = width;
-    place.replaceChildren(drawLines(drawn, { width, height, restarts, describe: (index) => {
-      describe(index);
-      value.textContent = `${formatX(drawn[0].x[index])}: ${value.textContent}`;
-    }, leave: showLast, title }));
+    place.replaceChildren(drawLines(drawn, { width, height, restarts, 
+      describe: (index) => tell(drawn.map(() => index), formatX(drawn[0].x[index])), leave: showLast, title }));
   };
   new ResizeObserver(() => requestAnimationFrame(draw)).observe(place);
   return chart;

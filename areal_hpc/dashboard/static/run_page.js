@@ -21,7 +21,8 @@ async function showOverview(main, query) {
   const found = await fetchData("overview", { run: query.run });
   const steps = found.steps;
   const x = steps.map((row) => row.step);
-  const charts = OVERVIEW_CHARTS.map(({ names, ...chart }) => buildChart({
+  const hasValues = ({ names }) => names.some(([name]) => steps.some((row) => typeof row[name] === "number"));
+  const charts = OVERVIEW_CHARTS.filter(hasValues).map(({ names, ...chart }) => buildChart({
     ...chart, restarts: found.restarts,
     series: names.map(([name, label]) => ({ name: label, x, y: steps.map((row) => row[name] ?? null) })),
   }));
@@ -33,6 +34,7 @@ async function showOverview(main, query) {
       element("b", {}, alert.level, ": "), alert.message, element("div", { class: "quiet small" }, `try: ${alert.hint}`))),
     element("div", { class: "panel" }, buildFacts(found.progress.map(splitFact)), describeLimits(found.limits)),
     element("h2", {}, "Curves"),
+    charts.length ? "" : element("p", { class: "quiet" }, "No step is trained yet."),
     element("div", { class: "grid" }, charts, sft),
     element("p", { class: "quiet small" }, "Dashed lines: the trainer started again. All metrics: ",
       element("a", { href: buildHash("metrics", { run: query.run }) }, "Metrics"), "."),

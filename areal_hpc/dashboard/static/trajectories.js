@@ -63,7 +63,7 @@ async function showTrajectories(main, query, go) {
   place.replaceChildren(
     ...(found.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
     element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(found.total)} in all. `,
-      isBundle ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " next and last, ", element("kbd", {}, "Enter"), " open."),
+      isBundle ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " down and up, ", element("kbd", {}, "Enter"), " open."),
     found.rows.length
       ? buildTable(rowColumns(run, found.rows), found.rows, {
         link: (row) => linkRow(run, row),
@@ -92,7 +92,7 @@ async function showTrajectory(main, query, go) {
   main.replaceChildren(
     element("h1", {}, `${found.kind === "evaluation" ? "Held-out task" : "Ticket"} ${found.ticket}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
     element("div", { class: "panel" }, buildFacts([
-      ["kind", found.kind], ["attempt", String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
+      ["kind", found.kind], ["attempt", found.kind === "evaluation" ? "" : String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
       ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
       ["recorded in", element("span", { class: "mono" }, name)],
       ["without effect", Object.entries(found.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
@@ -123,7 +123,7 @@ function buildMessage(message, index) {
     !call.trained && "not trained here",
   ].filter(Boolean) : [];
   const reward = call && call.reward;
-  return element("article", { class: `message ${message.role}`, id: `message-${index}` },
+  return element("article", { class: `message ${["assistant", "tool"].includes(message.role) ? message.role : ""}`, id: `message-${index}` },
     element("header", {}, element("span", { class: "role" }, message.role, message.name ? ` ${message.name}` : ""),
       element("span", { class: "quiet small" }, facts.join(", "))),
     message.reasoning ? element("pre", { class: "reasoning" }, message.reasoning) : "",

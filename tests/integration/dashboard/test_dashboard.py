@@ -69,7 +69,7 @@ def url(run: RunPaths, environ: dict[str, str]) -> Iterator[str]:
     assert server.returncode == 0
 
 
-def ask(url: str, page: str, **query: object) -> Any:
+def ask(url: str, page: str, **query: str) -> Any:
     answer = httpx.get(f"{url}data/{page}", params={"run": "shown/run", **query})
     assert answer.status_code == 200, answer.text
     return answer.json()
