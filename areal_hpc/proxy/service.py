@@ -88,6 +88,7 @@ class ProxyService:
             completions=completions,
             driver_api=DriverApi(recorder, self._router, sealer, limits, online=online),
             passthrough=GeneratePassthrough(
+                recorder,
                 self._router,
                 self._upstream,
                 completions.quota,

@@ -1,31 +1,18 @@
 """`/generate` passthrough for clients that record their own calls."""
 
-import contextlib
 import time
-
-import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.call_quota import CallQuota
-from areal_hpc.proxy.engine.generation import EngineLostError
+from areal_hpc.proxy.engine.generation import EngineLostError, Generation, decode_generation
 from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
-from areal_hpc.proxy.engine.router import Router, pack_weight_version
+from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
+from areal_hpc.proxy.sessions.events import ReplySampled
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
-
-
-class _VersionSpan(msgspec.Struct):
-    version: str = ""
-
-
-class _MetaInfo(msgspec.Struct):
-    weight_versions: list[_VersionSpan] = []
-
-
-class _Answer(msgspec.Struct):
-    """Fields of an answer, as far as the proxy reads them: which weights sampled it."""
-
-    meta_info: _MetaInfo
+from areal_hpc.session.reply_digest import compute_reply_digest
+from areal_hpc.session.tree import pack_ids, pack_logprobs
 
 
 class GeneratePassthrough:
@@ -33,12 +20,14 @@ class GeneratePassthrough:
 
     def __init__(
         self,
+        recorder: JournaledRecorder,
         router: Router,
         upstream: SGLangClient,
         quota: CallQuota,
         grammars: GrammarQuota,
         timeout_s: float,
     ) -> None:
+        self._recorder = recorder
         self._router = router
         self._upstream = upstream
         self._quota = quota
@@ -65,8 +54,22 @@ class GeneratePassthrough:
                 raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
             finally:
                 self._router.on_call_finished(session, replica)
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
-            # Only known versions may stand in what the session records of this call.
-            for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:
-                self._router.update_newest_version(pack_weight_version(span.version))
+        try:
+            reply = decode_generation(replica.url, answer)
+        except (EngineLostError, ProxyRequestError):
+            return answer  # the client reads the same in it, and has nothing to record
+        self._note_reply(session, request, reply)
         return answer
+
+    def _note_reply(self, session: Session, request: GenerateRequest, reply: Generation) -> None:
+        """Let the session record this reply, and the versions that sampled it."""
+        for span in reply.spans:
+            self._router.update_newest_version(span.version)
+        digest = compute_reply_digest(
+            request.prompt_json,
+            pack_ids(reply.output_ids),
+            pack_logprobs(reply.logprobs),
+            reply.spans,
+        )
+        if self._recorder.has_session(session):
+            self._recorder.record(ReplySampled(session.session_id, digest))

@@ -171,7 +171,10 @@ class DriverApi:
     def record_interactions(
         self, session: Session, request: wire.RecordCallsRequest
     ) -> wire.RecordCallsReply:
-        """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
+        """Take in model calls that a client of the driver recorded. Repeating it is harmless.
+
+        Only what `/generate` gave the session is taken, so that none can be invented.
+        """
         for raw in request.interactions:
             try:
                 one = msgspec.json.decode(raw, type=Interaction)
@@ -185,7 +188,7 @@ class DriverApi:
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
             try:
-                self._recorder.record(events.InteractionAdded(session.session_id, one))
+                self._recorder.record_client_call(session, one)
             except UntrainableCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
                 raise ProxyRequestError(400, problem, key="interactions") from error

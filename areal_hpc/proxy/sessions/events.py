@@ -30,6 +30,16 @@ class InteractionAdded(Struct, tag="interaction", frozen=True):
 
     session_id: str
     interaction: Interaction
+    reply_digest: bytes = b""
+    """Of the `ReplySampled` that a client recorded by this; empty: the proxy recorded it."""
+
+
+class ReplySampled(Struct, tag="sampled", frozen=True):
+    """The session's client got a reply from `/generate`, and may record it once."""
+
+    session_id: str
+    digest: bytes
+    """`compute_reply_digest`."""
 
 
 class RewardSet(Struct, tag="reward", frozen=True):
@@ -105,6 +115,7 @@ class TicketsAcknowledged(Struct, tag="settled", frozen=True):
 Event = (
     SessionOpened
     | InteractionAdded
+    | ReplySampled
     | RewardSet
     | SessionEnded
     | SessionFailed

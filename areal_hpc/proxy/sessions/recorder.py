@@ -10,7 +10,9 @@ from areal_hpc.errors import ClusterError, UntrainableCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
+from areal_hpc.session.reply_digest import compute_call_digest
 from areal_hpc.session.soundness import find_interaction_defect
+from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.trajectory import MAX_VOCAB_SIZE
@@ -124,8 +126,29 @@ class JournaledRecorder:
         self._apply_event(event)
         self._count_bytes(event, size_bytes)
 
+    def record_client_call(self, session: Session, call: Interaction) -> None:
+        """Record a model call as its session's client tells it.
+
+        Raises:
+            UntrainableCallError: It cannot be trained on, or it is none of the replies that
+                `/generate` gave the session, each of which counts once.
+            ClusterError: The journal refused; the call is not recorded.
+        """
+        if defect := find_interaction_defect(call, session.tree, self._vocab_size):
+            raise UntrainableCallError(defect)
+        digest = compute_call_digest(call, session.tree)
+        if not session.unrecorded_replies[digest]:
+            raise UntrainableCallError(
+                "expected prompt, tokens, log-probabilities and weight versions of a reply that "
+                "/generate gave this session and that is not recorded yet, got others"
+            )
+        self.record(events.InteractionAdded(session.session_id, call, digest))
+
     def _count_bytes(self, event: Event, size_bytes: int) -> None:
         """Count what a session has recorded; of one kept in memory, the arrays of its calls."""
+        if isinstance(event, events.ReplySampled):
+            session = self.store.sessions[event.session_id]
+            session.recorded_bytes += size_bytes or len(event.digest)
         if isinstance(event, events.InteractionAdded):
             one = event.interaction
             session = self.store.sessions[event.session_id]
@@ -175,6 +198,7 @@ class JournaledRecorder:
                 return Session(event).must_persist
             case (
                 events.InteractionAdded()
+                | events.ReplySampled()
                 | events.RewardSet()
                 | events.SessionEnded()
                 | events.SessionFailed()

@@ -62,6 +62,8 @@ class Session:
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
         """Of every reply so far."""
+        self.unrecorded_replies: Counter[bytes] = Counter()
+        """Digests of replies from `/generate` that its client has not recorded."""
         self.recorded_bytes = 0
         """Of all its events, about."""
         self.receiving_bytes = 0
@@ -196,6 +198,10 @@ class SessionStore:
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
                 session.sampled_tokens += event.interaction.num_output_tokens
+                if event.reply_digest:
+                    session.unrecorded_replies -= Counter([event.reply_digest])
+            case events.ReplySampled():
+                self.sessions[event.session_id].unrecorded_replies[event.digest] += 1
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 give_reward(tree[event.interaction_id], parse_reward(event.reward))

@@ -17,6 +17,7 @@ from areal_hpc.proxy.sessions.recorder import EVENT_RECORD_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.ledger import TicketRef
+from tests.support.client_calls import change_call, generate_reply
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -73,24 +74,26 @@ def sound(stage: Stage) -> Interaction:
 
 def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
     """The call as a client would send it, with some fields replaced."""
-    fields = {name: getattr(sound, name) for name in sound.__struct_fields__}
     if change.get("new_ids") == "of 10**6":
         change = {"new_ids": pack_ids([10**6] * (len(sound.new_ids) // 4))}
-    return fields | {"interaction_id": "made-up"} | change
+    return change_call(sound, **change)
 
 
 @pytest.mark.parametrize("change", UNSOUND.values(), ids=UNSOUND)
 def test_unsound_calls_get_400(stage: Stage, sound: Interaction, change: dict[str, Any]) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
+    generate_reply(stage, key, sound)
     answer = stage.post("/rl/record", {"interactions": [changed(sound, change)]}, key)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert "expected" in error["message"] or "not in the session" in error["message"]
+    assert "/generate gave" not in error["message"], "the reply is one that it was given"
     assert stage.journaled(key) == []
 
 
 def test_the_same_call_is_recorded_when_it_is_sound(stage: Stage, sound: Interaction) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
+    generate_reply(stage, key, sound)
     answer = stage.post("/rl/record", {"interactions": [changed(sound, {})]}, key)
     assert answer.json() == {"interaction_count": 1}
     assert len(stage.await_journaled(key)) == 1
@@ -99,7 +102,7 @@ def test_the_same_call_is_recorded_when_it_is_sound(stage: Stage, sound: Interac
 def test_weights_are_known_by_the_replies_passed_on(stage: Stage, sound: Interaction) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
     stage.sglang.script = lambda request: Script("hello world", versions=[("9.1", 0, 5)])
-    assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
+    generate_reply(stage, key, sound)
     body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
     assert stage.post("/rl/record", body, key).status_code == 200
     stage.restart_proxy()  # forgets it, for the other tests
@@ -111,6 +114,7 @@ def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Sta
 
 
 def test_a_restarted_proxy_waits_for_weights(stage: Stage, key: str, sound: Interaction) -> None:
+    generate_reply(stage, key, sound)
     stage.kill_proxy()
     stage.relay.show(stage.sglang.url, state="starting")
     stage.start_proxy()

@@ -1,0 +1,38 @@
+"""Digest of a reply as the engine sampled it, by which a client's record of it is recognized."""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from areal_hpc.session.tree import (
+    Interaction,
+    InteractionTree,
+    VersionSpan,
+    ids_to_json,
+    unpack_ids,
+)
+
+DIGEST_BYTES = 16
+
+
+def compute_reply_digest(
+    prompt_json: bytes, output_ids: bytes, logprobs: bytes, spans: Sequence[VersionSpan]
+) -> bytes:
+    """What identifies a prompt with the tokens sampled after it, packed as in an `Interaction`.
+
+    `prompt_json` is the inside of a JSON array of the prompt's ids.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (prompt_json, output_ids, logprobs, msgspec.json.encode(spans)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def compute_call_digest(call: Interaction, tree: InteractionTree) -> bytes:
+    """The same of a sound model call, whose parent is in the tree."""
+    parent = None if call.parent_id is None else tree[call.parent_id]
+    new_json = ids_to_json(unpack_ids(call.new_ids).tolist())
+    prompt_json = tree.build_sequence_ids_json(parent, new_json)
+    return compute_reply_digest(prompt_json, call.output_ids, call.logprobs, call.spans)
