@@ -23,9 +23,9 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.row_index import RowIndex
+from areal_hpc.dashboard.run_states import RunStates
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, find_runs
-from areal_hpc.slurm.queue import QueuePoller
 
 STATIC_TYPES = {
     "index.html": "text/html; charset=utf-8",
@@ -54,6 +54,8 @@ POLL_S = 1.0
 RUNS_POLL_S = 10.0
 """The same for the page of all runs, of which there may be hundreds."""
 PING_S = 15.0
+TICK_S = 0.25
+"""Between two looks at whether the server ends."""
 
 JsonObject = dict[str, Any]
 Query = Mapping[str, str]
@@ -69,7 +71,9 @@ class DashboardApp:
 
     def __init__(self, place: Path, secret: str, cache_dir: Path) -> None:
         self._place, self._secret, self._cache_dir = place, secret, cache_dir
-        self._queue = QueuePoller()
+        self._states = RunStates()
+        self.is_ending: Callable[[], bool] = lambda: False
+        """Asked by streams of news, which otherwise have no end."""
         self._indexes: dict[Path, RowIndex] = {}
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
@@ -114,7 +118,7 @@ class DashboardApp:
             found = await run_in_threadpool(page, request.query_params)
         except ArealError as error:
             return _build_json_response({"error": str(error)}, 400)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, KeyError) as error:  # KeyError: rows of another program
             return _build_json_response({"error": f"cannot be read: {error}"}, 500)
         return _build_json_response(found)
 
@@ -135,17 +139,16 @@ class DashboardApp:
         return index
 
     def _list_runs(self, query: Query) -> JsonObject:
-        with self._lock:  # the poller is used by one thread at a time
-            return {
-                "place": str(self._place),
-                "runs": run_pages.list_runs(find_runs(self._place), self._queue),
-            }
+        runs = [run for run in find_runs(self._place) if run.root.is_dir()]
+        return {
+            "place": str(self._place),
+            "runs": run_pages.describe_runs(runs, self._states.find(runs)),
+        }
 
     def _describe_overview(self, query: Query) -> JsonObject:
         run = self._find_run(query)
-        with self._lock:
-            (line,) = run_pages.list_runs([run], self._queue)
-        return run_pages.describe_overview(run, line["state"])
+        (state,) = self._states.find([run])
+        return run_pages.describe_overview(run, state)
 
     def _find_rows(self, query: Query) -> JsonObject:
         index = self._open_index(self._find_run(query))
@@ -156,12 +159,11 @@ class DashboardApp:
             offset=_parse_count(query, "offset", 0, 10**9),
             count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
         )
-        problems = [f"{place}: {problem}" for place, problem in index.problems.items()]
         return {
             "rows": page.rows,
             "matching": page.matching,
             "total": page.total,
-            "problems": problems,
+            "problems": index.list_problems(),
         }
 
     def _count_failures(self, query: Query) -> list[JsonObject]:
@@ -184,15 +186,22 @@ class DashboardApp:
             except ArealError as error:
                 return _build_json_response({"error": str(error)}, 400)
             look, poll_s = partial(_look_at_run, run), POLL_S
-        return StreamingResponse(_stream_changes(look, poll_s), media_type="text/event-stream")
+        return StreamingResponse(
+            _stream_changes(look, poll_s, self.is_ending), media_type="text/event-stream"
+        )
 
 
-async def _stream_changes(look: Callable[[], Any], poll_s: float) -> AsyncIterator[str]:
-    """A `change` whenever a look sees something else; ends when the reader has gone."""
+async def _stream_changes(
+    look: Callable[[], Any], poll_s: float, is_ending: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """A `change` whenever a look sees something else, until the reader goes or the server ends."""
     seen, silent_s = await run_in_threadpool(look), 0.0
     yield "event: open\ndata: {}\n\n"
     while True:
-        await asyncio.sleep(poll_s)
+        for _ in range(round(poll_s / TICK_S)):
+            await asyncio.sleep(TICK_S)
+            if is_ending():
+                return
         now = await run_in_threadpool(look)
         silent_s += poll_s
         if now != seen:

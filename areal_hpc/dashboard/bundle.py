@@ -6,9 +6,9 @@ from typing import Any
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import STATIC_TYPES, encode_json, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
+from areal_hpc.dashboard.run_states import RunStates
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuePoller
 
 MAX_BUNDLED_ROWS = 500
 """Rows whose conversations and tokens are written."""
@@ -37,10 +37,10 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
             _write_script(folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content)
     finally:
         index.close()
-    (line,) = run_pages.list_runs([run], QueuePoller())
+    (state,) = RunStates().find([run])
     pages: dict[str, Any] = {
-        "runs": {"place": "", "runs": [line]},
-        "overview": run_pages.describe_overview(run, line["state"]),
+        "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
+        "overview": run_pages.describe_overview(run, state),
         "metrics": run_pages.describe_metrics(run),
         "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,

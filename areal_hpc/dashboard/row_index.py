@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column
-from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.errors import ClusterError, RecipeError, ShardError
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
@@ -43,9 +43,11 @@ _TABLES = f"""
 BEGIN IMMEDIATE;
 DROP TABLE IF EXISTS shards;
 DROP TABLE IF EXISTS batches;
+DROP TABLE IF EXISTS tickets;
 DROP TABLE IF EXISTS rows;
 CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
 CREATE TABLE batches (step INTEGER PRIMARY KEY);
+CREATE TABLE tickets (ticket INTEGER, attempt INTEGER, step INTEGER, PRIMARY KEY (ticket, attempt));
 CREATE TABLE rows ({", ".join(_COLUMNS)}, PRIMARY KEY (shard, row));
 CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
 CREATE INDEX rows_of_task ON rows (task, kind);
@@ -76,12 +78,11 @@ class RowIndex:
     def __init__(self, paths: RunPaths, folder: Path) -> None:
         self._paths = paths
         name = hashlib.sha256(os.fsencode(paths.root)).hexdigest()[:24]
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
         self._file = folder / f"{name}.sqlite"
         self._lock = threading.Lock()
         self._database = self._open()
-        self.problems: dict[str, str] = {}
-        """Shards that cannot be read, and why."""
+        self._problems: dict[str, str] = {}
 
     def close(self) -> None:
         """Let go of the file."""
@@ -91,6 +92,7 @@ class RowIndex:
     def refresh(self) -> int:
         """Take in shards and batches that are new; how many rows came."""
         with self._lock:
+            self._problems = {}  # what failed is tried again
             sealed = read_index(self._paths.index_dir)
             known = dict(self._database.execute("SELECT file, digest FROM shards"))
             if known.keys() - {one.file for one in sealed} or any(
@@ -99,8 +101,13 @@ class RowIndex:
                 self._database.executescript(_TABLES)
                 known = {}
             added = sum(self._add_shard(one) for one in sealed if one.file not in known)
-            self._add_batches(added > 0)
+            self._add_batches()
             return added
+
+    def list_problems(self) -> list[str]:
+        """Shards and batches that could not be read last, and why."""
+        with self._lock:
+            return [f"{place}: {why}" for place, why in self._problems.items()]
 
     def find(
         self, where: str = "", sort: str = "", *, descending: bool = True, offset: int, count: int
@@ -194,14 +201,21 @@ class RowIndex:
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def _open(self) -> sqlite3.Connection:
-        """The database, with tables that this version can use."""
+        """The database, with tables that this version can use; a damaged one is made anew."""
         self._file.touch(mode=0o600)
         database = self._connect()
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError:  # cut short, or none at all
+            (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.OperationalError:  # locked, or a file system without locks
             database.close()
-            self._file.write_bytes(b"")
+            raise
+        except sqlite3.DatabaseError as error:
+            version, state = 0, str(error)
+        if state != "ok":
+            database.close()
+            self._file.unlink()  # who has it open keeps it
+            self._file.touch(mode=0o600)
             database, version = self._connect(), 0
         if version != LAYOUT_VERSION:
             database.executescript(_TABLES)
@@ -217,7 +231,7 @@ class RowIndex:
         try:
             values = list(_iterate_row_values(ShardReader(path)))
         except ShardError as error:
-            self.problems[sealed.file] = str(error)
+            self._problems[sealed.file] = str(error)
             return 0
         places = ", ".join("?" * len(_COLUMNS))
         with self._database:
@@ -227,29 +241,51 @@ class RowIndex:
             )
         return len(values)
 
-    def _add_batches(self, has_new_rows: bool) -> None:
-        """Note the step of each ticket's training rows. A batch may be known before its rows."""
+    def _add_batches(self) -> None:
+        """Note the steps of tickets, which a batch may name before their rows are sealed."""
         known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
-        steps = list_manifest_steps(self._paths)
-        for step in steps if has_new_rows else [one for one in steps if one not in known]:
+        for step in list_manifest_steps(self._paths):
+            if step in known:
+                continue
             try:
                 tickets = read_manifest(self._paths, step).tickets
             except ShardError as error:
-                self.problems[f"batch {step}"] = str(error)
+                self._problems[f"batch {step}"] = str(error)
                 continue
             with self._database:
                 self._database.executemany(
-                    "UPDATE rows SET step = ? WHERE ticket = ? AND attempt = ? AND kind = 'train' "
-                    "AND step IS NULL",
-                    [(step, one.ref.ticket_id, one.ref.attempt) for one in tickets],
+                    "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?)",
+                    [(one.ref.ticket_id, one.ref.attempt, step) for one in tickets],
                 )
                 self._database.execute("INSERT OR IGNORE INTO batches VALUES (?)", (step,))
+        with self._database:
+            self._database.execute(
+                "UPDATE rows SET step = (SELECT one.step FROM tickets AS one WHERE "
+                "one.ticket = rows.ticket AND one.attempt = rows.attempt) "
+                "WHERE kind = 'train' AND step IS NULL"
+            )
 
 
 def get_cache_dir() -> Path:
     """Where this user's indexes are: below XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "areal_hpc" / "dashboard"
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that nobody else may read or change.
+
+    Raises:
+        ClusterError: It is there and is not such a one.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ClusterError(
+            f"{folder} is open to other users",
+            key="XDG_CACHE_HOME",
+            hint=f"chmod 700 {folder}, or name another folder",
+        )
 
 
 def _casefold(text: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,15 +13,13 @@ from areal_hpc.metrics.catalogue import CATALOGUE, SOURCES
 from areal_hpc.metrics.limit import compute_limit_shares
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.recipe.private_values import hide_private_values
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
-from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import fetch_jobs_of_runs
-from areal_hpc.view.health import read_alerts
-from areal_hpc.view.jobs import get_run_state
+from areal_hpc.view.health import list_failures, read_alerts
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.summary import format_run_progress, read_run_progress
 from areal_hpc.view.transcripts.conversation import (
@@ -41,29 +39,31 @@ MAX_EVENTS = 200
 JsonObject = dict[str, Any]
 
 
-def list_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[JsonObject]:
-    """A line for each run. Slurm is asked once for all."""
-    states = [get_run_state(one) for one in fetch_jobs_of_runs(runs, queue)]
+def describe_runs(runs: Sequence[RunPaths], states: Sequence[str]) -> list[JsonObject]:
+    """A line for each run and its state; one whose files cannot be read says why."""
     return [_describe_run(run, state) for run, state in zip(runs, states, strict=True)]
 
 
 def _describe_run(paths: RunPaths, state: str) -> JsonObject:
     row: JsonObject = {"name": format_run_name(paths), "state": state, "path": str(paths.root)}
     try:
-        progress = read_run_progress(paths)
-        alerts = read_alerts(paths)
-    except ArealError as error:
-        return row | {"problem": str(error)}
+        return row | _describe_progress(paths)
+    except (ArealError, OSError, KeyError) as error:  # KeyError: rows of another program
+        return row | {"problem": f"cannot be read: {error}"}
+
+
+def _describe_progress(paths: RunPaths) -> JsonObject:
+    progress = read_run_progress(paths)
     trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
-    return row | {
+    return {
         "step": progress.step,
         "total_steps": progress.total_steps,
         "reward": [one["reward/mean"] for one in trained],
+        "reward_steps": [one["step"] for one in trained],
         "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
-        "failures": sum(alert.level == "failure" for alert in alerts),
-        "updated_s_ago": progress.metrics_s_ago,
-        "recipe": {key: repr(value) for key, value in flatten_keys(progress.recipe).items()},
+        "failures": len(list_failures(read_alerts(paths))),
+        "recipe": _flatten_public(progress.recipe),
     }
 
 
@@ -91,7 +91,7 @@ def describe_overview(paths: RunPaths, state: str) -> JsonObject:
         "restarts": _list_restart_steps(rows),
         "limits": [{"step": row["step"], **compute_limit_shares(row)} for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
-        "recipe": {key: _format_value(value) for key, value in _read_flat_recipe(paths).items()},
+        "recipe": _flatten_public(read_run_recipe(paths.recipe)),
     }
 
 
@@ -104,12 +104,10 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
     ]
 
 
-def _read_flat_recipe(paths: RunPaths) -> JsonObject:
-    return flatten_keys(read_run_recipe(paths.recipe))
-
-
-def _format_value(value: object) -> str:
-    return "" if value is None else str(value)
+def _flatten_public(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a recipe and their values as text; values that may be secrets are hidden."""
+    shown = flatten_keys(hide_private_values(recipe, recipe))
+    return {key: "" if value is None else str(value) for key, value in shown.items()}
 
 
 def describe_metrics(paths: RunPaths) -> JsonObject:

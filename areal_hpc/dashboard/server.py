@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.dashboard.app import DashboardApp
-from areal_hpc.dashboard.row_index import get_cache_dir
+from areal_hpc.dashboard.row_index import get_cache_dir, make_private_folder
 from areal_hpc.errors import ClusterError
 from areal_hpc.wire.http_server import GuardedServer
 
@@ -37,7 +37,7 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
     """Serve until Ctrl-C; `tell` hears the lines that say how to get there.
 
     Raises:
-        ClusterError: The port is taken.
+        ClusterError: The port is taken, or the cache is open to other users.
     """
     cache_dir = get_cache_dir()
     address, listener = _listen(cache_dir, port)
@@ -48,28 +48,36 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
     tell(f"  ssh -L {address.port}:{LOOPBACK}:{address.port} {getpass.getuser()}@{host}")
     tell("Ctrl-C ends it; runs go on")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
-        server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=1)
+        server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
+        app.is_ending = lambda: server.should_exit
         server.run(sockets=[listener])
 
 
 def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
     """This user's address and a socket that listens there; another port if that one is taken."""
+    make_private_folder(cache_dir)
     kept = _read_address(cache_dir)
-    secret = kept.secret if kept else secrets.token_urlsafe(24)
+    problem: Exception | None = None
     for candidate in [port] if port is not None else [kept.port if kept else 0, 0]:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, candidate))
-        except OSError:
+        except (OSError, OverflowError) as error:
             listener.close()
+            problem = error
             continue
         listener.listen(128)
+        # Whoever has another port's address may listen there: a link to it tells them its secret.
+        is_kept = kept is not None and kept.port == candidate
+        secret = kept.secret if kept and is_kept else secrets.token_urlsafe(24)
         address = Address(listener.getsockname()[1], secret)
         _write_address(cache_dir, address)
         return address, listener
     raise ClusterError(
-        f"port {port} is taken", key="--port", hint="leave --port out to get one that is free"
+        f"port {port} cannot be used: {problem}",
+        key="--port",
+        hint="leave --port out to get one that is free",
     )
 
 
@@ -81,7 +89,6 @@ def _read_address(cache_dir: Path) -> Address | None:
 
 
 def _write_address(cache_dir: Path, address: Address) -> None:
-    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = cache_dir / _ADDRESS_FILE
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -34,12 +34,13 @@ INJECTIONS = (
     "\"><img src=x onerror=document.title='pwned'>",
     "${document.title='pwned'}`;document.title='pwned'//\u2028\u2029",
 )
-_RECIPE = """
+SECRET = "hf_a-secret-of-the-user"
+_RECIPE = f"""
 experiment_name: shown
 trial_name: run
-cluster: {fileroot: /nowhere}
-trainer: {total_steps: 9}
-inference: {cells: 1}
+cluster: {{fileroot: /nowhere, agents: {{variables: {{HF_TOKEN: {SECRET}}}}}}}
+trainer: {{total_steps: 9}}
+inference: {{cells: 1}}
 """
 
 

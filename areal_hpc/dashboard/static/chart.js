@@ -11,7 +11,7 @@ function findTicks(low, high, count) {
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const ticks = [];
   if (Math.floor(high / step) - Math.ceil(low / step) < 1 && count < 12) return findTicks(low, high, count * 2);
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Number(tick.toPrecision(12)));
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9 && ticks.length < 50; tick += step) ticks.push(Number(tick.toPrecision(12)));
   return ticks;
 }
 
@@ -70,7 +70,7 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
   let [lowY, highY] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (lowX === highX) highX += 1;
   if (lowY === 0 && highY === 0) highY = 1;
-  if (lowY === highY) { lowY -= Math.abs(lowY) * 0.1 || 0.5; highY += Math.abs(highY) * 0.1 || 0.5; }
+  if (highY - lowY <= 1e-9 * Math.max(Math.abs(lowY), Math.abs(highY))) { lowY -= Math.abs(lowY) * 0.1 || 0.5; highY += Math.abs(highY) * 0.1 || 0.5; }
   const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
   const toX = (x) => MARGIN.left + ((x - lowX) / (highX - lowX)) * inner.width;
   const toY = (y) => MARGIN.top + (1 - (y - lowY) / (highY - lowY)) * inner.height;

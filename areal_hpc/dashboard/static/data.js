@@ -33,21 +33,42 @@ async function findBundled(page, query) {
 }
 
 let news = null;
+let followed = null;
 
 /** Call `refresh` whenever files of a run (of all runs without a name) have changed. */
 function followChanges(run, refresh) {
+  followed = isBundle ? null : { run, refresh };
+  listen(false);
+}
+
+/** No more news: what the page shows does not change. */
+function stopFollowing() {
+  followed = null;
+  listen(false);
+}
+
+/** Open the stream of news while the page is seen: browsers allow six to one server. */
+function listen(isLate) {
   if (news) news.close();
   news = null;
-  if (isBundle) return;
-  const query = run ? `?${new URLSearchParams({ run })}` : "";
-  const source = new EventSource(`live${query}`);
+  if (!followed || document.hidden) return;
+  const { run, refresh } = followed;
+  const source = new EventSource(`live${run ? `?${new URLSearchParams({ run })}` : ""}`);
   news = source;
   let due = null;
+  let hasMissed = isLate;
   source.addEventListener("change", () => {
     clearTimeout(due);
     due = setTimeout(() => { if (news === source) refresh(); }, 150);
   });
   const tell = (text) => { const place = document.getElementById("live"); if (place) place.textContent = text; };
-  source.addEventListener("open", () => tell("live"));
+  source.addEventListener("open", (event) => {
+    tell("live");
+    if (event.data === undefined) return; // the browser's own: the server's says that it looks now
+    if (hasMissed) refresh();
+    hasMissed = true;
+  });
   source.addEventListener("error", () => tell("not connected: is areal-hpc view still running?"));
 }
+
+document.addEventListener("visibilitychange", () => listen(true));

@@ -37,16 +37,28 @@ function showHeader(page, query) {
 }
 
 let shown = 0;
+let loading = 0;
+let isStale = false;
+let lastPlace = "";
 
-/** Show the page of the address. One that another has replaced meanwhile is not shown. */
-async function showPage({ isRefresh = false } = {}) {
+/** Show the page of the address. News that come while one is loading are asked for once, after it. */
+async function showPage(options = {}) {
+  if (options.isRefresh && loading) { isStale = true; return; }
+  loading += 1;
+  try { await loadPage(options); } finally { loading -= 1; }
+  if (isStale && !loading) { isStale = false; showPage({ isRefresh: true }); }
+}
+
+/** Load a page and show it, unless another was asked for meanwhile. */
+async function loadPage({ isRefresh = false }) {
   const { page, query } = parseHash();
   const number = ++shown;
   const main = document.getElementById("main");
   const made = document.createElement("div");
   if (!isRefresh) {
     showHeader(page, query);
-    followChanges(query.run, () => showPage({ isRefresh: true }));
+    if (page === "trajectory") stopFollowing();
+    else followChanges(query.run, () => showPage({ isRefresh: true }));
   }
   try {
     await PAGES[page].show(made, query, go);
@@ -59,7 +71,9 @@ async function showPage({ isRefresh = false } = {}) {
   const opened = isRefresh ? [...main.querySelectorAll("details")].map((one) => one.open) : [];
   main.replaceChildren(...made.childNodes);
   main.querySelectorAll("details").forEach((one, index) => { if (opened[index] !== undefined) one.open = opened[index]; });
-  if (!isRefresh) window.scrollTo(0, 0);
+  const place = [page, query.run, query.row, query.offset].join("|");
+  if (place !== lastPlace) window.scrollTo(0, 0);
+  lastPlace = place;
 }
 
 /** Keys of the page: `/` to the filter, `j` and `k` through a table, Enter opens. */

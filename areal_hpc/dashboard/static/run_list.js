@@ -41,7 +41,7 @@ function compareRuns(runs) {
   return element("section", {},
     element("h2", {}, "Reward"),
     buildChart({ title: "reward/mean", height: 240, series: runs.map((run) => ({
-      name: run.name, x: run.reward.map((_, index) => index + 1), y: run.reward })) }),
+      name: run.name, x: run.reward_steps, y: run.reward })) }),
     element("h2", {}, "Keys that differ"),
     differing.length ? buildTable(columns, differing) : element("p", { class: "quiet" }, "none"));
 }

@@ -47,7 +47,7 @@ async function showTrajectories(main, query, go) {
     failures.length ? element("section", {}, element("h2", {}, "Failed episodes by exception"), buildTable([
       { title: "episodes", number: true, cell: (one) => formatNumber(one.count) },
       { title: "exception and line", wide: true, cell: (one) => isBundle ? one.cause : element("a", {
-        href: buildHash("trajectories", { run, where: `kind=failed and cause=${quoteText(one.cause)}` }) }, one.cause || "not known") },
+        href: buildHash("trajectories", { run, where: `kind=failed and cause${compareText(one.cause)}` }) }, one.cause || "not known") },
     ], failures)) : "");
   let found;
   try {
@@ -75,10 +75,11 @@ async function showTrajectories(main, query, go) {
       turn("Newer", first - PAGE_ROWS), turn("Older", first + PAGE_ROWS)));
 }
 
-/** A text as a value of a filter. One with both kinds of quotes cannot be told: a part of it is. */
-function quoteText(text) {
-  if (!text.includes('"')) return `"${text}"`;
-  return text.includes("'") ? `"${text.split('"')[0]}"` : `'${text}'`;
+/** A comparison with a text. One with both kinds of quotes is looked for by its longest part. */
+function compareText(text) {
+  if (!text.includes('"')) return `="${text}"`;
+  if (!text.includes("'")) return `='${text}'`;
+  return `~"${text.split('"').sort((a, b) => b.length - a.length)[0]}"`;
 }
 
 async function showTrajectory(main, query, go) {

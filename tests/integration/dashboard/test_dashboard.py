@@ -15,11 +15,11 @@ import pytest
 
 from areal_hpc.dashboard.app import STATIC_TYPES, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from tests.support.commands import areal_hpc, start_areal_hpc
-from tests.support.dashboard_run import INJECTIONS, append_step, make_run
+from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.kept_run import unpack_kept_run
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.waiting import wait_for
@@ -134,8 +134,13 @@ def test_overview_and_metrics_say_what_the_files_say(url: str, run: RunPaths) ->
     assert metrics["columns"]["reward/mean"] == [0.25, 0.5]
     assert "loss" not in metrics["columns"], "no step has a number"
     assert metrics["catalogue"]["time/step_s"]["unit"] == "s"
-    (line,) = ask(url, "runs")["runs"]
+    damaged = RunPaths(run.root.with_name("other"))
+    damaged.root.mkdir()
+    damaged.recipe.write_text("[")
+    other, line = ask(url, "runs")["runs"]
+    assert "cannot be read" in other["problem"]
     assert (line["name"], line["step"], line["reward"]) == ("shown/run", 2, [0.25, 0.5])
+    assert SECRET not in str(overview) + str(line)
 
 
 def test_a_page_hears_of_a_new_step(url: str, run: RunPaths) -> None:
@@ -170,7 +175,9 @@ def test_the_address_stays_and_is_for_its_user_alone(
     kept = json.loads((cache / "address.json").read_text())
     assert url == f"http://127.0.0.1:{kept['port']}/{kept['secret']}/"
     taken = areal_hpc("view", run.root, "--port", kept["port"], environ=environ)
-    assert (taken.returncode, "is taken" in taken.stderr) == (75, True)
+    assert (taken.returncode, "in use" in taken.stderr) == (75, True)
+    beyond = areal_hpc("view", run.root, "--port", 70000, environ=environ)
+    assert (beyond.returncode, "70000 cannot be used" in beyond.stderr) == (75, True)
 
 
 @pytest.mark.parametrize("where", FILTERS)
@@ -198,7 +205,8 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
         assert other.refresh() == 1
         assert one.find(offset=0, count=1).total == 10
     (file,) = cache.glob("*.sqlite")
-    file.write_bytes(file.read_bytes()[:100] + b"x" * 500)
+    content = file.read_bytes()
+    file.write_bytes(content[:6000] + b"x" * (len(content) - 6000))
     with closing(RowIndex(run, cache)) as again:
         again.refresh()
         assert again.find(offset=0, count=1).total == 10
@@ -209,6 +217,26 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
         assert again.find(offset=0, count=1).total == 1, "another run is at this path now"
         with pytest.raises(RecipeError, match="no field"):
             again.find(sort="named; DROP TABLE rows", offset=0, count=1)
+
+
+def test_a_cache_that_others_may_write_is_refused(run: RunPaths, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ClusterError, match="open to other users"):
+        RowIndex(run, tmp_path / "cache")
+
+
+def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[str, str]) -> None:
+    server = start_areal_hpc("view", run.root, environ=environ)
+    assert server.stdout
+    found = re.search(r"http://\S+", server.stdout.readline())
+    assert found
+    with httpx.stream("GET", f"{found[0]}live", timeout=60) as news:
+        assert next(news.iter_lines()) == "event: open"
+        server.send_signal(signal.SIGINT)
+        said, _ = server.communicate(timeout=60)
+    assert server.returncode == 0
+    assert "Traceback" not in said
 
 
 def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> None:
@@ -232,5 +260,8 @@ def test_a_bundle_holds_the_pages_of_one_run(
     scripts = re.findall(r'<script src="([^"]+)"', (folder / "index.html").read_text())
     assert all((folder / name).is_file() for name in scripts)
     assert len(list((folder / "rows").iterdir())) == 9
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert b"trainer.total_steps" in written
+    assert SECRET.encode() not in written
     again = areal_hpc("view", run.root, "--bundle", folder, environ=environ)
     assert (again.returncode, "exists" in again.stderr) == (78, True)
