@@ -107,7 +107,8 @@ _areal_hpc() {{
   (( takes_keys )) && compadd -S '' -- $keys
   _files
 }}
-compdef _areal_hpc areal-hpc
+# Loaded from $fpath, this file is the function that the first Tab calls; else it is sourced.
+if [[ $funcstack[1] == _areal-hpc ]]; then _areal_hpc "$@"; else compdef _areal_hpc areal-hpc; fi
 """
 
 
@@ -118,7 +119,8 @@ def _render_fish(commands: Mapping[str, CompletedCommand], keys: list[str]) -> s
     ]
     for name, one in commands.items():
         lines.append(
-            f"complete -c areal-hpc -n __fish_use_subcommand -a {name} -d {shlex.quote(one.help)}"
+            f"complete -c areal-hpc -f -n __fish_use_subcommand -a {name} "
+            f"-d {shlex.quote(one.help)}"
         )
         seen = f"'__fish_seen_subcommand_from {name}'"
         lines.extend(
