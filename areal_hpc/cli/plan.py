@@ -85,7 +85,7 @@ def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []
     if options.cpus_per_task is not None:
-        shares.append(f"{_count(options.cpus_per_task, 'processor')} a task")
+        shares.append(f"{_count(options.cpus_per_task, 'CPU')} a task")
     if options.mem is not None:
         shares.append(f"{options.mem} of memory a node")
     return f"; under Slurm {', '.join(shares)}" if shares else ""

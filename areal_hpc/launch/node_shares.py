@@ -1,6 +1,6 @@
 """Processors and memory that jobs with GPUs ask of their nodes where the site says nothing. Pure.
 
-Slurm gives a task one processor unless asked for more, and a job as much memory as its site's
+Slurm gives a task one CPU unless asked for more, and a job as much memory as its site's
 default for those: on one core nine processes of a cell and its kernels' launches crawl, and the
 trainer's first checkpoint is killed. What follows from the plan is counted here; the constants are
 assumptions, generous, for nobody knows what agents take.

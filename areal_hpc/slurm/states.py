@@ -58,7 +58,7 @@ _STATE_MEANINGS_BY_PHASE = {
         "RESIZING": "runs and is about to change its size",
         "SIGNALING": "runs and is being sent a signal",
         "SUSPENDED": "is suspended: it keeps its nodes and does nothing",
-        "STOPPED": "is stopped (SIGSTOP): it keeps its nodes and processors",
+        "STOPPED": "is stopped (SIGSTOP): it keeps its nodes and CPUs",
     },
     JobPhase.ENDING: {
         "COMPLETING": "is being cleaned up on its nodes",

@@ -84,8 +84,8 @@ def test_a_plan_shows_equal_jobs_once_their_share_of_a_node_and_their_environmen
     assert exit_code_of("plan", "recipes/agentic_code_32b.yaml", *words, secret) == 0
     shown = capfd.readouterr().out
     (cells,) = [line for line in shown.splitlines() if "cell-7" in line]
-    assert "jobs cell-0 to cell-7: 1 node, 8 GPUs each; under Slurm 36 processors" in cells
-    assert "job trainer: 64 tasks, 1 GPU each; under Slurm 4 processors a task" in shown
+    assert "jobs cell-0 to cell-7: 1 node, 8 GPUs each; under Slurm 36 CPUs" in cells
+    assert "job trainer: 64 tasks, 1 GPU each; under Slurm 4 CPUs a task" in shown
     assert "serve   CUDA_DEVICE_ORDER=PCI_BUS_ID NCCL_CUMEM_ENABLE=0" in shown
     assert "HF_TOKEN=(cluster.serve.variables)" in shown
     assert "hf_secret" not in shown

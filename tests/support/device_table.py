@@ -82,7 +82,7 @@ def _render_slurm(recipe: Recipe, stage: JobStage) -> Iterator[str]:
         resources = compute_resources(job, options)
         share = (
             f"{resources.nodes} nodes, {resources.tasks_per_node} tasks and "
-            f"{resources.gpus_per_node} GPUs each, {options.cpus_per_task} processors a task, "
+            f"{resources.gpus_per_node} GPUs each, {options.cpus_per_task} CPUs a task, "
             f"{options.mem} of memory"
         )
         if share not in shown:  # cells are alike
