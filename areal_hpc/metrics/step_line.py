@@ -39,7 +39,9 @@ def _format_parts(row: MetricRow) -> Iterator[str]:
             yield f"loss {format_metric(row['loss'], '.4f')}"
         return
     if row.get("time/step_s") is not None:
-        yield f"{row['time/step_s']:.1f} s"
+        waiting = compute_limit_shares(row).get("generation", 0.0)
+        told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_TOLD_SHARE else ""
+        yield f"{row['time/step_s']:.1f} s{told}"
         yield f"{compute_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"

@@ -94,12 +94,14 @@ def test_a_steps_line_has_what_its_row_knows_and_one_meaning_of_tokens_per_secon
         "groups/zero_variance": 0.25,
         "reply/tokens_mean": 31.4,
         "entropy/mean": 0.412,
+        "time/batch_wait_s": 0.9,
     }
     head, *parts = format_step_line(known, 3).split("  reward ")
     assert head.split() == ["step", "2/3"]
     assert f"reward {parts[0]}".split("  ") == [
-        "reward 0.500 ± 0.25", "1.5 s", "200 tokens/s", "zero-variance 25%", "length 31",
-        "entropy 0.41", "staleness 0.0 (max 0)", "engine-trainer 1.0e-06",
+        "reward 0.500 ± 0.25", "1.5 s (60% waiting for generation)", "200 tokens/s",
+        "zero-variance 25%", "length 31", "entropy 0.41", "staleness 0.0 (max 0)",
+        "engine-trainer 1.0e-06",
     ]  # fmt: skip
     assert "entropy" not in format_step_line(row, 3)
     append_line(paths.metrics, row)
