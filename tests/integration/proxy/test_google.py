@@ -55,8 +55,8 @@ def ask(
     )
     assert answer.status_code == 200, answer.text
     if "sse" in verb:
-        events = answer.text.removesuffix("\r\n\r\n").split("\r\n\r\n")
-        responses = [json.loads(event.removeprefix("data: ")) for event in events]
+        lines = filter(None, answer.text.split("\r\n"))  # a ping is an empty one more
+        responses = [json.loads(line.removeprefix("data: ")) for line in lines]
     else:
         responses = answer.json() if verb.startswith("stream") else [answer.json()]
     candidates = [response["candidates"][0] for response in responses]
