@@ -1,5 +1,6 @@
 """Text output of `areal-hpc shards`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -73,12 +74,17 @@ def format_tokens(found: FoundRow, tokenizer_json: Path | None = None) -> str:
 
 def find_tokenizer_file(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    folders = [paths.sft_export, paths.tiny_model_dir]
-    if paths.recipe.exists():
-        named = read_run_recipe(paths.recipe).get("model", {}).get("path")
-        folders += [Path(named)] if named else []
-    files = (folder / "tokenizer.json" for folder in folders)
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in _list_tokenizer_files(paths) if file.is_file()), None)
+
+
+def _list_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
+    """Places of the file; the recipe, which takes time to parse, is read if the run has none."""
+    yield paths.sft_export / "tokenizer.json"
+    yield paths.tiny_model_dir / "tokenizer.json"
+    if not paths.recipe.exists():  # a shard that lies alone
+        return
+    if named := read_run_recipe(paths.recipe).get("model", {}).get("path"):
+        yield Path(named) / "tokenizer.json"
 
 
 def format_verification(report: VerifyReport) -> str:
