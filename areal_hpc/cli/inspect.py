@@ -159,7 +159,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
     state = get_run_state(run)
     is_running = state.startswith("running")
-    lines = [f"{paths.root.parent.name}/{paths.root.name}: {state}"]
+    lines = [f"{paths.run_name}: {state}"]
     lines += format_run_progress(advance, paths, is_running=is_running)
     lines += describe_run_now(paths, is_running=is_running)
     alerts = read_alerts(paths)

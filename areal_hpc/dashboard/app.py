@@ -77,12 +77,12 @@ class DashboardApp:
         self._indexes: dict[Path, RowIndex] = {}
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
-            "runs": self._list_runs,
-            "overview": self._describe_overview,
-            "metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
-            "rows": self._find_rows,
-            "failures": self._count_failures,
-            "trajectory": self._describe_trajectory,
+            "data/runs": self._list_runs,
+            "data/overview": self._describe_overview,
+            "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
+            "data/rows": self._find_rows,
+            "data/failures": self._count_failures,
+            "data/trajectory": self._describe_trajectory,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class DashboardApp:
         await response(scope, receive, send)
 
     def close(self) -> None:
-        """Let go of the indexes."""
+        """Close the indexes."""
         for index in self._indexes.values():
             index.close()
 
@@ -104,28 +104,32 @@ class DashboardApp:
         if not hmac.compare_digest(secret.encode(), self._secret.encode()):
             return Response("open the address that areal-hpc view printed", 401)
         if request.method not in ("GET", "HEAD"):
-            return Response("this server only shows", 405)
+            return Response("this server is read-only: use GET", 405)
         name = name or "index.html"
         if name in STATIC_TYPES:
             content = await run_in_threadpool(read_static_file, name)
             return Response(content, media_type=STATIC_TYPES[name])
         if name == "live":
             return await self._follow(request)
-        page = self._pages.get(name.removeprefix("data/"))
+        page = self._pages.get(name)
         if page is None:
             return Response("there is no such page", 404)
         try:
             found = await run_in_threadpool(page, request.query_params)
         except ArealError as error:
             return _build_json_response({"error": str(error)}, 400)
-        except (OSError, sqlite3.Error, KeyError) as error:  # KeyError: rows of another program
+        except (
+            OSError,
+            sqlite3.Error,
+            KeyError,
+        ) as error:  # KeyError: a metrics row without `step`
             return _build_json_response({"error": f"cannot be read: {error}"}, 500)
         return _build_json_response(found)
 
     def _find_run(self, query: Query) -> RunPaths:
         name = query.get("run", "")
         for run in find_runs(self._place):
-            if run_pages.format_run_name(run) == name:
+            if run.run_name == name:
                 return run
         raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
 
@@ -176,7 +180,7 @@ class DashboardApp:
         return run_pages.describe_trajectory(run, shard, row) | related
 
     async def _follow(self, request: Request) -> Response:
-        """News of one run, or of the list of runs: which files have changed."""
+        """Server-sent events: the files of one run, or of any run, have changed."""
         if "run" not in request.query_params:
             look: Callable[[], Any] = partial(_look_at_runs, self._place)
             poll_s = RUNS_POLL_S

@@ -1,5 +1,6 @@
 """Filters of rows as conditions of SQLite, with the meaning that they have for text commands."""
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.view.transcripts.filter_expression import (
     Comparison,
     Conjunction,
@@ -29,9 +30,14 @@ def compile_filter(expression: Expression) -> tuple[str, list[SqlValue]]:
 
 
 def get_column(field: str) -> tuple[str, list[str]]:
-    """The value of a known field as SQL, and the values that stand for its `?`."""
+    """The value of a known field as SQL, and the values that stand for its `?`.
+
+    Raises:
+        RecipeError: It is that of a part or a metric that no reward can have.
+    """
     if field.startswith((PART_PREFIX, METRIC_PREFIX)):
-        # A name has no quotes: `wire.reward` refuses them.
+        if '"' in field:
+            raise RecipeError("names of parts and metrics have no quotes", key=field[:100])
         return "json_extract(named, ?)", [f'$."{field}"']
     return f'"{field}"', []
 

@@ -55,7 +55,7 @@ PRAGMA user_version = {LAYOUT_VERSION};
 COMMIT;
 """
 """Made in one transaction: another process of the same user may open the index as well."""
-_SHOWN = tuple(
+_SHOWN = ", ".join(
     name for column in _COLUMNS if (name := column.split()[0]) not in ("text", "named", "note")
 )
 """Columns of the table of rows."""
@@ -85,7 +85,7 @@ class RowIndex:
         self._problems: dict[str, str] = {}
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database."""
         with self._lock:
             self._database.close()
 
@@ -101,7 +101,8 @@ class RowIndex:
                 self._database.executescript(_TABLES)
                 known = {}
             added = sum(self._add_shard(one) for one in sealed if one.file not in known)
-            self._add_batches()
+            if self._add_batches() or added:
+                self._set_steps()
             return added
 
     def list_problems(self) -> list[str]:
@@ -131,7 +132,7 @@ class RowIndex:
             order, order_values = get_column(sort)
         direction = "DESC" if descending else "ASC"
         query = (
-            f"SELECT {', '.join(_SHOWN)} FROM rows WHERE {condition} "
+            f"SELECT {_SHOWN} FROM rows WHERE {condition} "
             f"ORDER BY {order} IS NULL, {order} {direction}, rowid {direction} LIMIT ? OFFSET ?"
         )
         with self._lock:
@@ -144,24 +145,23 @@ class RowIndex:
 
     def choose_examples(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
-        shown = ", ".join(_SHOWN)
         steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
         with self._lock:
             found = [step for (step,) in self._database.execute(steps)]
             places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
             chosen = [found[place] for place in sorted(places)]
             rows = self._select(
-                f"SELECT {shown} FROM rows WHERE kind = 'failed' ORDER BY rowid DESC LIMIT ?",
+                f"SELECT {_SHOWN} FROM rows WHERE kind = 'failed' ORDER BY rowid DESC LIMIT ?",
                 (count // 10,),
             )
             rows += self._select(
-                f"SELECT {shown} FROM rows WHERE kind NOT IN ('failed', 'train') "
+                f"SELECT {_SHOWN} FROM rows WHERE kind NOT IN ('failed', 'train') "
                 "ORDER BY step DESC, rowid LIMIT ?",
                 (count // 5,),
             )
             for step in reversed(chosen):
                 rows += self._select(
-                    f"SELECT {shown} FROM rows WHERE kind = 'train' AND step IS ? "
+                    f"SELECT {_SHOWN} FROM rows WHERE kind = 'train' AND step IS ? "
                     "ORDER BY ticket, attempt, episode, row LIMIT ?",
                     (step, count * 7 // 10 // len(chosen)),
                 )
@@ -175,12 +175,12 @@ class RowIndex:
                 raise RecipeError(f"{shard} has no indexed row {row}", key="row")
             (one,) = found
             group = self._select(
-                f"SELECT {', '.join(_SHOWN)} FROM rows WHERE ticket = ? AND attempt = ? "
+                f"SELECT {_SHOWN} FROM rows WHERE ticket = ? AND attempt = ? "
                 "AND eval_step = ? ORDER BY episode, row LIMIT 200",
                 (one["ticket"], one["attempt"], one["eval_step"]),
             )
             task = self._select(
-                f"SELECT {', '.join(_SHOWN)} FROM rows WHERE task = ? AND kind = ? "
+                f"SELECT {_SHOWN} FROM rows WHERE task = ? AND kind = ? "
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
                 (one["task"], one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
             )
@@ -189,7 +189,7 @@ class RowIndex:
     def count_causes(self) -> list[JsonObject]:
         """Failed episodes by exception and line, the most frequent first."""
         query = (
-            "SELECT cause, COUNT(*) AS count, MAX(rowid) AS newest FROM rows "
+            "SELECT cause, COUNT(*) AS count FROM rows "
             "WHERE kind = 'failed' GROUP BY cause ORDER BY count DESC LIMIT 50"
         )
         with self._lock:
@@ -241,8 +241,9 @@ class RowIndex:
             )
         return len(values)
 
-    def _add_batches(self) -> None:
-        """Note the steps of tickets, which a batch may name before their rows are sealed."""
+    def _add_batches(self) -> int:
+        """Note the steps of tickets, which a batch may name before their rows; new batches."""
+        added = 0
         known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
         for step in list_manifest_steps(self._paths):
             if step in known:
@@ -258,6 +259,11 @@ class RowIndex:
                     [(one.ref.ticket_id, one.ref.attempt, step) for one in tickets],
                 )
                 self._database.execute("INSERT OR IGNORE INTO batches VALUES (?)", (step,))
+            added += 1
+        return added
+
+    def _set_steps(self) -> None:
+        """Give training rows the steps of their tickets."""
         with self._database:
             self._database.execute(
                 "UPDATE rows SET step = (SELECT one.step FROM tickets AS one WHERE "

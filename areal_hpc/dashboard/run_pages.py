@@ -3,20 +3,21 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.catalogue import CATALOGUE, SOURCES
+from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.limit import compute_limit_shares
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.recipe.private_values import hide_private_values
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.health import list_failures, read_alerts
@@ -36,19 +37,22 @@ from areal_hpc.wire.weight_version import WeightVersion
 MAX_EVENTS = 200
 """The newest ones that the overview lists."""
 
+NO_DESCRIPTION = {"unit": "", "meaning": ""}
+"""Of a metric that the catalogue does not have."""
+
 JsonObject = dict[str, Any]
 
 
 def describe_runs(runs: Sequence[RunPaths], states: Sequence[str]) -> list[JsonObject]:
-    """A line for each run and its state; one whose files cannot be read says why."""
+    """Summaries of runs with their states; one whose files cannot be read says why."""
     return [_describe_run(run, state) for run, state in zip(runs, states, strict=True)]
 
 
 def _describe_run(paths: RunPaths, state: str) -> JsonObject:
-    row: JsonObject = {"name": format_run_name(paths), "state": state, "path": str(paths.root)}
+    row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
     try:
         return row | _describe_progress(paths)
-    except (ArealError, OSError, KeyError) as error:  # KeyError: rows of another program
+    except (ArealError, OSError, KeyError) as error:  # KeyError: a metrics row without `step`
         return row | {"problem": f"cannot be read: {error}"}
 
 
@@ -67,36 +71,30 @@ def _describe_progress(paths: RunPaths) -> JsonObject:
     }
 
 
-def format_run_name(paths: RunPaths) -> str:
-    """`experiment/trial`, as commands name it."""
-    return f"{paths.root.parent.name}/{paths.root.name}"
-
-
 def describe_overview(paths: RunPaths, state: str) -> JsonObject:
     """State, alerts, curves, restarts, what limited each step, events and recipe of a run."""
     progress = read_run_progress(paths)
-    rows = read_metrics(paths.metrics)
-    alerts = read_alerts(paths)
+    rows = progress.snapshot.steps
     return {
-        "name": format_run_name(paths),
+        "name": paths.run_name,
         "path": str(paths.root),
         "state": state,
         "progress": [line.strip() for line in format_run_progress(progress, paths)],
         "alerts": [
             {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
-            for one in alerts
+            for one in read_alerts(paths)
         ],
         "steps": rows,
         "sft": progress.snapshot.sft,
         "restarts": _list_restart_steps(rows),
-        "limits": [{"step": row["step"], **compute_limit_shares(row)} for row in rows],
+        "limits": [compute_limit_shares(row) for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
-        "recipe": _flatten_public(read_run_recipe(paths.recipe)),
+        "recipe": _flatten_public(progress.recipe),
     }
 
 
 def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
-    """Steps that another start of the trainer wrote than the ones before."""
+    """First steps of further starts of the trainer."""
     return [
         row["step"]
         for before, row in pairwise(rows)
@@ -124,9 +122,7 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
             if any(value is not None for value in column)
         },
         "catalogue": {name: _describe_metric(name) for name in names},
-        "sources": SOURCES,
         "restarts": _list_restart_steps(rows),
-        "held_out": EVAL_REWARD_METRIC,
     }
 
 
@@ -135,16 +131,9 @@ def _get_number(value: object) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
-def _describe_metric(name: str) -> JsonObject:
-    for one in CATALOGUE:
-        if one.name == name or (one.is_pattern and name.startswith(one.name[: -len("<name>")])):
-            return {
-                "unit": one.unit,
-                "meaning": one.meaning,
-                "direction": one.direction,
-                "source": one.source,
-            }
-    return {"unit": "", "meaning": "", "direction": "-", "source": ""}
+def _describe_metric(name: str) -> dict[str, str]:
+    metric = find_metric(name)
+    return {"unit": metric.unit, "meaning": metric.meaning} if metric else NO_DESCRIPTION
 
 
 def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
@@ -173,7 +162,6 @@ def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
         "temperature": trajectory.temperature,
         "task": record.task_index,
         "cell": record.cell,
-        "session": record.session_id,
         "started_at": record.started_at,
         "ended_at": record.ended_at,
         "cause": record.cause,
@@ -203,15 +191,12 @@ def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
 def _describe_call(call: CallRecord) -> JsonObject:
     reward = call.reward
     return {
-        "id": call.id,
         "seconds": call.answered_at - call.asked_at if call.answered_at else None,
-        "asked_at": call.asked_at,
         "prompt_tokens": call.prompt_tokens,
         "reply_tokens": call.reply_tokens,
         "cached_tokens": call.cached_tokens,
         "finish": call.finish_reason,
         "trained": call.trained,
-        "sampling": call.sampling,
         "reward": reward
         and {
             "value": reward.value,
@@ -242,8 +227,14 @@ def _decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
     """The tokenizer of the model that a run trains; None if it is not on this machine."""
     file = find_tokenizer_file(paths)
+    return _parse_tokenizer(file, file.stat().st_mtime_ns) if file else None
+
+
+@lru_cache(maxsize=4)
+def _parse_tokenizer(file: Path, _changed_at_ns: int) -> Tokenizer | None:
+    """A tokenizer file, parsed once as long as it stays the same; None for a damaged one."""
     try:
-        return Tokenizer.from_file(str(file)) if file else None
+        return Tokenizer.from_file(str(file))
     except Exception:  # boundary: tokenizers raises this class itself
         return None
 

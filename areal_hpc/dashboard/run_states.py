@@ -1,5 +1,6 @@
-"""States of runs as Slurm and their files say them, asked for now and then."""
+"""States of runs, from Slurm and from their files, cached for some seconds."""
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ MIN_PAUSE_S = 15.0
 
 
 class RunStates:
-    """What runs were found to be. Safe to use from several threads."""
+    """Cache of the states of runs. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._queue = QueuePoller()
@@ -23,13 +24,11 @@ class RunStates:
         self._known: dict[tuple[tuple[Path, bool], ...], tuple[float, list[str]]] = {}
 
     def find(self, runs: Sequence[RunPaths]) -> list[str]:
-        """A word or two about each run, as old as `MIN_PAUSE_S` unless one has finished since."""
+        """State of each run, asked again when one has ended and after `MIN_PAUSE_S`."""
         key = tuple((run.root, run.finished_marker.exists()) for run in runs)
         with self._lock:
-            known = self._known.get(key)
-            pause_s = max(MIN_PAUSE_S, self._queue.pause_s)
-            if known is None or time.monotonic() - known[0] > pause_s:
-                found = [get_run_state(one) for one in fetch_jobs_of_runs(runs, self._queue)]
-                self._known = {**self._known, key: (time.monotonic(), found)}
-                return found
-            return known[1]
+            asked_at, states = self._known.get(key, (-math.inf, []))
+            if time.monotonic() - asked_at > max(MIN_PAUSE_S, self._queue.pause_s):
+                states = [get_run_state(one) for one in fetch_jobs_of_runs(runs, self._queue)]
+                self._known[key] = time.monotonic(), states
+            return states

@@ -1,7 +1,6 @@
 """The dashboard's server: one per user, on loopback, at an address that stays the same."""
 
 import getpass
-import json
 import os
 import secrets
 import socket
@@ -14,9 +13,9 @@ import msgspec
 from areal_hpc.dashboard.app import DashboardApp
 from areal_hpc.dashboard.row_index import get_cache_dir, make_private_folder
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.wire.http_server import GuardedServer
 
-LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 200
 _ADDRESS_FILE = "address.json"
 
@@ -30,7 +29,7 @@ class Address(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         """What a browser opens."""
-        return f"http://{LOOPBACK}:{self.port}/{self.secret}/"
+        return f"http://{LOOPBACK_ADDRESS}:{self.port}/{self.secret}/"
 
 
 def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) -> None:
@@ -45,8 +44,8 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
     host = socket.gethostname()
     tell(f"{place}: open {address.url}")
     tell("from another machine, first:")
-    tell(f"  ssh -L {address.port}:{LOOPBACK}:{address.port} {getpass.getuser()}@{host}")
-    tell("Ctrl-C ends it; runs go on")
+    tell(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {getpass.getuser()}@{host}")
+    tell("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
         app.is_ending = lambda: server.should_exit
@@ -62,7 +61,7 @@ def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((LOOPBACK, candidate))
+            listener.bind((LOOPBACK_ADDRESS, candidate))
         except (OSError, OverflowError) as error:
             listener.close()
             problem = error
@@ -91,5 +90,5 @@ def _read_address(cache_dir: Path) -> Address | None:
 def _write_address(cache_dir: Path, address: Address) -> None:
     path = cache_dir / _ADDRESS_FILE
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(msgspec.to_builtins(address), file)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(address))

@@ -115,6 +115,11 @@ class RunPaths(_Folder):
         """Event files of the run, in a folder whose name TensorBoard shows as that of the run."""
         return self.tensorboard_dir / f"{self.root.parent.name}-{self.root.name}"
 
+    @property
+    def run_name(self) -> str:
+        """`experiment/trial`, as commands name the run."""
+        return f"{self.root.parent.name}/{self.root.name}"
+
     def dataset(self, split: str) -> Path:
         """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""
         return self.data_dir / f"{split}.jsonl"

@@ -38,7 +38,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
-            f"{paths.root.parent.name}/{paths.root.name}",
+            paths.run_name,
             state,
             f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),

@@ -190,7 +190,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     n_compared = sum(row["logprob/compared_tokens"] for row in compared)
     spanning = sum(row.get("staleness/mixed_version_rows") or 0 for row in trained)
     lines = [
-        f"{paths.root.parent.name}/{paths.root.name}: {last['step']} steps",
+        f"{paths.run_name}: {last['step']} steps",
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
         f"{format_metric(last['reward/mean'], '.3f')}",
     ]
@@ -219,7 +219,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     quoted = shlex.quote(str(root))
     lines += [
         "try next:",
-        f"  {program} view {quoted}    # all of it in a browser",
+        f"  {program} view {quoted}    # curves and conversations in a browser",
         f"  {program} shards show {quoted}    # recorded conversations",
         f"  {program} shards verify {quoted}    # every digest checked",
         f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",

@@ -45,7 +45,7 @@ def run_tests(arguments: Sequence[str]) -> int:
     again = [sys.executable, "-m", "pytest", "--exitfirst", *names]
     if code := subprocess.run(again).returncode:
         return code
-    print("\nFLAKY: these failed beside others and passed alone. Mend them today:")
+    print("\nFLAKY: these failed beside others and passed alone. Fix them today:")
     print("\n".join(f"  {name}" for name in names), flush=True)
     return 0
 

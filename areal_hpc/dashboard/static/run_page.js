@@ -51,7 +51,7 @@ function splitFact(line) {
 }
 
 function describeLimits(limits) {
-  const recent = limits.filter((row) => Object.keys(row).length > 1).slice(-10);
+  const recent = limits.filter((row) => Object.keys(row).length).slice(-10);
   if (!recent.length) return "";
   const shares = LIMITS.map(([name, label, color]) => ({
     label, color, share: recent.reduce((sum, row) => sum + (row[name] || 0), 0) / recent.length }));

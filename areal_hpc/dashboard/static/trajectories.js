@@ -4,7 +4,7 @@
 const PAGE_ROWS = 100;
 const ROW_COLUMNS = [
   ["kind", "kind"], ["step", "step", true], ["ticket", "ticket", true], ["attempt", "attempt", true], ["episode", "episode", true],
-  ["reward", "reward", true], ["length", "said", true], ["tokens", "tokens", true], ["calls", "calls", true],
+  ["reward", "reward", true], ["length", "sampled", true], ["tokens", "tokens", true], ["calls", "calls", true],
   ["seconds", "seconds", true], ["task", "task", true], ["cell", "cell"], ["finish", "finish"],
 ];
 const SHORTCUTS = [
@@ -135,28 +135,28 @@ function buildMessage(message, index) {
       + (reward.note ? `\n${reward.note}` : "")) : "");
 }
 
-const TOKEN_COLORS = [["logprob", "log-probability"], ["version", "weight version"], ["trained", "said or given"]];
+const TOKEN_COLORS = [["logprob", "log-probability"], ["version", "weight version"], ["trained", "sampled or prompt"]];
 
 function buildTokens(tokens, color, choose) {
   const versions = [...new Set(tokens.versions.filter(Boolean))];
   const place = element("div", { class: "tokens panel" });
   const parts = document.createDocumentFragment();
   tokens.ids.forEach((id, index) => {
-    const isSaid = tokens.mask[index] === 1;
+    const isSampled = tokens.mask[index] === 1;
     const text = tokens.texts ? tokens.texts[index] : `${id} `;
     const piece = document.createElement("span");
     piece.textContent = text;
-    if (!isSaid) piece.className = "given";
+    if (!isSampled) piece.className = "prompt";
     else piece.style.background = pickTokenColor(color, tokens.logprobs[index], versions.indexOf(tokens.versions[index]));
-    piece.title = `${index}: id ${id}` + (isSaid ? `, log-probability ${tokens.logprobs[index].toFixed(4)} (${(100 * Math.exp(tokens.logprobs[index])).toFixed(1)} %), weights ${tokens.versions[index]}` : ", given");
+    piece.title = `${index}: id ${id}` + (isSampled ? `, log-probability ${tokens.logprobs[index].toFixed(4)} (${(100 * Math.exp(tokens.logprobs[index])).toFixed(1)} %), weights ${tokens.versions[index]}` : ", prompt");
     parts.append(piece);
   });
   place.append(parts);
-  const said = tokens.mask.filter((one) => one === 1).length;
+  const sampled = tokens.mask.filter((one) => one === 1).length;
   return element("div", {},
     element("div", { class: "chips" }, element("span", { class: "quiet" }, "color:"), TOKEN_COLORS.map(([key, title]) =>
       element("button", { type: "button", class: "plain", "aria-pressed": String(key === color), onclick: () => choose(key) }, title))),
-    element("p", { class: "quiet small" }, `${formatNumber(tokens.ids.length)} tokens, ${formatNumber(said)} said by the model`
+    element("p", { class: "quiet small" }, `${formatNumber(tokens.ids.length)} tokens, ${formatNumber(sampled)} sampled by the model`
       + (tokens.texts ? "" : "; shown as ids: the tokenizer is not on this machine")
       + (color === "logprob" ? "; the redder, the less likely" : "")),
     place);
