@@ -1,5 +1,7 @@
 """Count of episodes' tries that failed, from the drivers' lines in `events.jsonl`."""
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +14,34 @@ MAX_READ_BYTES = 16 << 20
 
 
 class EpisodeFailureCounter:
-    """Follows the event log of a run from where it ends now; each line is read once."""
+    """Follows the event log of a run from where it ends now; each line is read once.
+
+    The log is opened for each look: NFS asks its server then, and not for a mere `stat`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read_bytes = self._get_size_bytes()
+        self._read_bytes = 0
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+            self._read_bytes = os.fstat(stream.fileno()).st_size
 
     def count_new(self) -> int:
         """Failed tries of training episodes since the last call."""
-        new_bytes = self._get_size_bytes() - self._read_bytes
-        if new_bytes <= 0:
-            return 0
-        with self._path.open("rb") as stream:
-            stream.seek(self._read_bytes)
-            content = stream.read(min(new_bytes, MAX_READ_BYTES))
-        whole_bytes = content.rfind(b"\n") + 1  # the last line may still be in the writing
-        self._read_bytes += whole_bytes if new_bytes <= MAX_READ_BYTES else new_bytes
-        return sum(map(is_training_failure, decode_lines(content[:whole_bytes], dict[str, Any])))
-
-    def _get_size_bytes(self) -> int:
         try:
-            return self._path.stat().st_size
+            content = self._read_appended()
         except FileNotFoundError:
             return 0
+        return sum(map(is_training_failure, decode_lines(content, dict[str, Any])))
+
+    def _read_appended(self) -> bytes:
+        """Whole lines since the last look; the last one may still be in the writing."""
+        with self._path.open("rb") as stream:
+            new_bytes = os.fstat(stream.fileno()).st_size - self._read_bytes
+            stream.seek(self._read_bytes)
+            content = stream.read(max(0, min(new_bytes, MAX_READ_BYTES)))
+        whole_bytes = content.rfind(b"\n") + 1
+        self._read_bytes += whole_bytes if new_bytes <= MAX_READ_BYTES else new_bytes
+        return content[:whole_bytes]
 
 
 def is_training_failure(event: dict[str, Any]) -> bool:

@@ -5,20 +5,25 @@ of 3 to 60 s, which now and then answers EIO or ESTALE and which hangs once. Lik
 gives the command again when a job fails for good. Writes `benchmarks/results/network_storage.json`.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
+from areal_hpc.rundir.events import EventFollower, EventLog
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, said_by
-from tests.support.environments import python_of
+from tests.support.environments import CHECKOUT, python_of
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
 from tests.support.results import write_results
 from tests.support.run_files import trained_steps
 from tests.support.small_run import await_none_left, interrupted_at_end
 from tests.support.storage_nodes import StorageNode, storage_nodes
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -32,6 +37,14 @@ STEPS_BETWEEN = 2
 MAX_LAUNCHES = 20
 MIN_FAULTS = 10
 """Of the trainer's client and of the cell's: fewer prove little."""
+FAILED_EPISODES = 5
+MAX_DELAY_S = 2.0
+RECORD_FAILURE = """
+import pathlib, sys, time
+from areal_hpc.rundir.events import EventLog
+EventLog(pathlib.Path(sys.argv[1]), "driver").record("episode_failed")
+print(time.time())
+"""
 
 
 class NetworkedRun(KilledRun):
@@ -77,6 +90,26 @@ class NetworkedRun(KilledRun):
 def nodes(tmp_path: Path) -> Iterator[dict[str, StorageNode]]:
     with storage_nodes(tmp_path / "server", tmp_path / "runs", NODES) as found:
         yield found
+
+
+def test_a_failed_episode_is_seen_on_other_nodes_within_seconds(
+    nodes: dict[str, StorageNode], tmp_path: Path
+) -> None:
+    """Nodes believe a file's attributes for up to a minute: a mere `stat` would see nothing."""
+    path = tmp_path / "runs/events.jsonl"
+    python = nodes["cell"].write_python(tmp_path / "python-cell", Path(sys.executable))
+    EventLog(path, "launcher").record("job_submitted")  # as every launch begins
+    follower, counter = EventFollower(path), EpisodeFailureCounter(path)
+    delays_s = []
+    for _ in range(FAILED_EPISODES):
+        assert path.stat().st_size > 0  # this node caches that, too
+        recorded = subprocess.run(
+            [python, "-c", RECORD_FAILURE, path], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True
+        )
+        wait_for(counter.count_new, LAUNCH_TIMEOUT_S)
+        wait_for(follower.read_new, LAUNCH_TIMEOUT_S)
+        delays_s.append(time.time() - float(recorded.stdout))
+    assert max(delays_s) <= MAX_DELAY_S, delays_s
 
 
 def test_faults_of_the_storage_cost_time_and_nothing_else(
