@@ -9,8 +9,8 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.prompts import PromptBuilder
 from areal_hpc.proxy.dialects.openai.chat_request import (
     ChatMessage,
+    build_tool_schemas,
     normalize_messages,
-    validate_tools,
 )
 from areal_hpc.proxy.dialects.validation import check_token_ids
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -62,7 +62,7 @@ async def tokenize(
     else:
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
-            tools=validate_tools(request.tools, model, []) or None,
+            tools=build_tool_schemas(request.tools, model, [], []) or None,
             variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )

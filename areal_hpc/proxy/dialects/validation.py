@@ -105,7 +105,9 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
             )
 
 
-class _TypedObject(Struct):
+class TypedObject(Struct):
+    """A JSON object that says of which kind it is."""
+
     type: str = ""
 
 
@@ -120,7 +122,7 @@ def leave_out_hosted_tools(
     Raises:
         ProxyRequestError: 400: there are no others.
     """
-    kinds = [decode_json(one, _TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
+    kinds = [decode_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
     is_hosted = [any(fnmatchcase(kind, one) for one in model.dropped_tools) for kind in kinds]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"

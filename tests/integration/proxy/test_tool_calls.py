@@ -497,3 +497,61 @@ def test_a_regular_expression_holds_the_input_of_a_custom_tool(stage: Stage) -> 
     tools = [{**PATCH, "format": form}]
     params = ask(stage, "responses", PATCH_CALL, tools=tools, tool_choice=chosen)["sampling_params"]
     assert '"pattern": "[a-c]+"' in params["structural_tag"].replace('":"', '": "')
+
+
+def build_chat_patch(form: dict[str, str]) -> dict[str, Any]:
+    """The same tool as chat completions have it."""
+    grammar = {name: value for name, value in form.items() if name != "type"}
+    about = {"name": "patch", "description": "Changes files."}
+    return {
+        "type": "custom",
+        "custom": {**about, "format": {"type": "grammar", "grammar": grammar}},
+    }
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_custom_tool_of_a_chat_is_called_with_a_text_and_goes_on(
+    stage: Stage, streams: bool
+) -> None:
+    said = f"{PATCH_CALL}\n{CALL}"
+    key = says(stage, said)
+    tools = [build_chat_patch(LARK), CHAT_TOOL]
+    with stage.client(key) as client:
+        if streams:
+            chunks = client.chat.completions.create(
+                model="m", messages=QUESTION, tools=tools, stream=True
+            )
+            given = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+            custom: Any = given[-1].model_dump(exclude_none=True)
+            assert custom.pop("index") == 0, "its place among the calls"
+            assert {part.index for part in given[:-1]} == {1}
+        else:
+            answer = client.chat.completions.create(model="m", messages=QUESTION, tools=tools)
+            custom, function = (
+                call.model_dump() for call in answer.choices[0].message.tool_calls or ()
+            )
+            assert (function["type"], function["function"]["name"]) == ("function", "add")
+    assert custom["type"] == "custom"
+    assert custom["custom"] == {"name": "patch", "input": "*** Begin\n+a"}
+    told = stage.prompt_of(stage.sglang.requests[-1])
+    assert "Changes files." in told
+    assert "Its input follows this lark grammar" in told
+    add = {"id": "call_2", "type": "function",
+           "function": {"name": "add", "arguments": '{"x": 3, "y": 4}'}}  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": one, "content": "7"}
+               for one in (custom["id"], "call_2")]  # fmt: skip
+    history = [*QUESTION, {"role": "assistant", "tool_calls": [custom, add]}, *results]
+    assert stage.chat(key, history, tools=tools).status_code == 200
+    assert_spliced(stage, said, calls=2)
+
+
+def test_a_chat_may_demand_a_custom_tool_whose_input_has_a_form(stage: Stage) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-c]+"}
+    chosen = {"type": "custom", "custom": {"name": "patch"}}
+    tools = [build_chat_patch(form)]
+    asked = ask(stage, "chat/completions", PATCH_CALL, tools=tools, tool_choice=chosen)
+    assert "[a-c]+" in asked["sampling_params"]["structural_tag"]
+    wrong = [*QUESTION, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "custom"}]}]
+    refused = stage.chat(says(stage, "x"), wrong, tools=tools)
+    assert refused.status_code == 400
+    assert "messages[1].tool_calls[0]" in refused.text

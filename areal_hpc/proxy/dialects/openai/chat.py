@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
+from areal_hpc.proxy.dialects.custom_tools import read_custom_input
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest, build_model_call
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
@@ -24,6 +25,9 @@ class _ChatExchange(ChoiceExchange):
             self.frame["usage"] = None
         self._with_logprobs = bool(request.logprobs)
         self._has_old_functions = request.has_old_functions
+        self._custom_tools = request.list_custom_tools()
+        self._custom_calls: set[tuple[int, int]] = set()
+        """Choice and index of the calls of these that were begun."""
         self._begun: set[int] = set()
 
     def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
@@ -46,8 +50,14 @@ class _ChatExchange(ChoiceExchange):
         """The calls of a message, in the form in which their functions were offered."""
         if self._has_old_functions:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
-        called = [format_tool_call(call.call_id, call.name, call.arguments) for call in calls]
-        return {"tool_calls": called}
+        return {"tool_calls": [self._format_call(call) for call in calls]}
+
+    def _format_call(self, call: ToolCallDelta) -> dict[str, Any]:
+        """A call that is whole, or the first part of one."""
+        if call.name in self._custom_tools:
+            called = {"name": call.name, "input": read_custom_input(call.arguments)}
+            return {"id": call.call_id, "type": "custom", "custom": called}
+        return format_tool_call(call.call_id, call.name, call.arguments)
 
     def _get_finish_reason(self, answer: RecordedReply) -> str:
         reason = answer.finish_reason
@@ -61,13 +71,20 @@ class _ChatExchange(ChoiceExchange):
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
-            chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
+            if not self._is_custom_call(delta.choice, call):
+                chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
+
+    def _is_custom_call(self, choice: int, call: ToolCallDelta) -> bool:
+        """True for a part of a custom tool's call, which is told once its input is whole."""
+        if call.name in self._custom_tools:
+            self._custom_calls.add((choice, call.index))
+        return (choice, call.index) in self._custom_calls
 
     def _format_call_delta(self, call: ToolCallDelta) -> dict[str, Any]:
         part: dict[str, Any] = {"function": {"arguments": call.arguments}}
         if call.call_id:  # the first part of it
-            part = format_tool_call(call.call_id, call.name, call.arguments)
+            part = self._format_call(call)
         if self._has_old_functions:
             return {"function_call": part["function"]}
         return {"tool_calls": [{"index": call.index, **part}]}
@@ -75,8 +92,12 @@ class _ChatExchange(ChoiceExchange):
     def format_choice_end(self, answer: RecordedReply) -> bytes:
         ids = self.build_id_fields(answer)
         choice = {"index": answer.choice, "delta": {}, "logprobs": None, **ids}
+        chunks = [self._format_first_chunk(answer.choice)]
+        for call in answer.said.calls:
+            if call.name in self._custom_tools:
+                chunks.append(self._format_chunk(answer.choice, self._format_call_delta(call)))
         end = self.format_event({**choice, "finish_reason": self._get_finish_reason(answer)})
-        return self._format_first_chunk(answer.choice) + end
+        return b"".join([*chunks, end])
 
     def _format_first_chunk(self, choice: int) -> bytes:
         """The first chunk of a choice, once."""

@@ -7,6 +7,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.custom_tools import (
+    CustomFormat,
+    build_custom_schema,
+    encode_custom_input,
+)
 from areal_hpc.proxy.dialects.hints import Hint
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
@@ -20,6 +25,7 @@ from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,
     ToolName,
+    TypedObject,
     build_function_tool,
     decode_json,
     leave_out_hosted_tools,
@@ -43,10 +49,16 @@ class _CalledFunction(Struct):
     """JSON as text; an object where a client has read it."""
 
 
+class _CalledCustomTool(Struct):
+    name: str
+    input: str = ""
+
+
 class _ToolCall(Struct):
-    function: _CalledFunction
+    function: _CalledFunction | None = None
+    custom: _CalledCustomTool | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
 
 
 class ChatMessage(Struct, omit_defaults=True):
@@ -74,13 +86,14 @@ class ChatMessage(Struct, omit_defaults=True):
     thinking_blocks: Hint = None
 
 
-class _NamedFunction(Struct):
+class _NamedTool(Struct):
     name: str
 
 
 class _NamedToolChoice(Struct, forbid_unknown_fields=True):
-    function: _NamedFunction
-    type: Literal["function"] = "function"
+    function: _NamedTool | None = None
+    custom: _NamedTool | None = None
+    type: Literal["function", "custom"] = "function"
 
 
 class _FunctionSchema(Struct):
@@ -93,6 +106,35 @@ class _FunctionSchema(Struct):
 class _ChatTool(Struct):
     function: _FunctionSchema
     type: Literal["function"] = "function"
+
+
+class _Grammar(Struct):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class _CustomToolFormat(Struct):
+    type: Literal["text", "grammar"] = "text"
+    grammar: _Grammar | None = None
+
+
+class _CustomToolSchema(Struct):
+    name: ToolName
+    description: str | None = None
+    format: _CustomToolFormat = msgspec.field(default_factory=_CustomToolFormat)
+
+
+class _CustomTool(Struct):
+    """A tool whose input is a text."""
+
+    custom: _CustomToolSchema
+    type: Literal["custom"] = "custom"
+
+
+class _MaybeCustomTool(Struct):
+    """Any tool, of which only what makes it a custom one matters."""
+
+    custom: _NamedTool | None = None
 
 
 class _Reasoning(Struct):
@@ -127,7 +169,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
     functions: list[_FunctionSchema] | None = None
     """OpenAI's older form of `tools`, which `function_call` chooses among."""
-    function_call: Literal["none", "auto"] | _NamedFunction | None = None
+    function_call: Literal["none", "auto"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -156,6 +198,13 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
         """The reply's call is to have OpenAI's older form."""
         return not self.tools and (self.functions or self.function_call) is not None
 
+    def list_custom_tools(self) -> frozenset[str]:
+        """Names of the tools whose input is a text."""
+        if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
+            return frozenset()
+        offered = [msgspec.json.decode(one, type=_MaybeCustomTool) for one in self.tools or ()]
+        return frozenset(one.custom.name for one in offered if one.custom is not None)
+
 
 def build_model_call(
     request: ChatRequest, defaults: SamplingDefaults, model: ServedModel
@@ -178,7 +227,7 @@ def build_model_call(
         raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
     prefill, messages = _split_prefill(request)
     ignored, dropped = list_ignored_shared_params(request), list[str]()
-    tools, choice = _read_tools(request, model, dropped)
+    tools, choice = _read_tools(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
         messages=normalize_messages(messages),
@@ -235,14 +284,26 @@ def _read_message(message: ChatMessage, i: int) -> dict[str, Any]:
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
     if isinstance(message.content, list):
         fields["content"] = [_read_part(part, i, j) for j, part in enumerate(message.content)]
-    calls = [one.function for one in message.tool_calls or ()]
-    for function, one in zip(calls, fields.get("tool_calls", ()), strict=True):
-        one["function"]["arguments"] = _encode_arguments(function)
+    if message.tool_calls is not None:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _read_call(call, i, j)}
+            for j, call in enumerate(message.tool_calls)
+        ]
     if message.function_call is not None:
         function = message.function_call
         called = {"name": function.name, "arguments": _encode_arguments(function)}
         fields["tool_calls"] = [*fields.get("tool_calls", ()), {"function": called}]
     return {**fields, "role": "tool"} if message.role == "function" else fields
+
+
+def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
+    """The function that a call calls; a custom tool is a function of one text."""
+    if call.custom is not None:
+        return {"name": call.custom.name, "arguments": encode_custom_input(call.custom.input)}
+    if call.function is None:
+        problem = "a tool call needs a function or a custom tool"
+        raise ProxyRequestError(400, problem, key=f"messages[{i}].tool_calls[{j}]")
+    return {"name": call.function.name, "arguments": _encode_arguments(call.function)}
 
 
 def _read_part(part: _ContentPart, i: int, j: int) -> dict[str, str]:
@@ -262,11 +323,11 @@ def _encode_arguments(function: _CalledFunction) -> str:
 
 
 def _read_tools(
-    request: ChatRequest, model: ServedModel, dropped: list[str]
+    request: ChatRequest, model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> tuple[list[dict[str, Any]], ToolChoice]:
     """The tools that the model is told of, and the choice of them.
 
-    Types of tools that are left out are added to `dropped`.
+    Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
     """
     mode: str | None
     if request.tools and request.functions:
@@ -279,30 +340,44 @@ def _read_tools(
         ]
         old = request.function_call
         mode = old if isinstance(old, str) else None
-        name = old.name if isinstance(old, _NamedFunction) else None
+        name = old.name if isinstance(old, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
-    tools = validate_tools(request.tools, model, dropped)
+    tools = build_tool_schemas(request.tools, model, ignored, dropped)
     asked = request.tool_choice
     mode = asked if isinstance(asked, str) else None
-    name = asked.function.name if isinstance(asked, _NamedToolChoice) else None
+    named = asked.function or asked.custom if isinstance(asked, _NamedToolChoice) else None
+    name = named.name if named else None
     parallel = request.parallel_tool_calls is not False
     return tools, parse_tool_choice(model, tools, mode, name, parallel=parallel)
 
 
-def validate_tools(
-    raw: Sequence[msgspec.Raw] | None, model: ServedModel, dropped: list[str]
+def build_tool_schemas(
+    raw: Sequence[msgspec.Raw] | None, model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     """The function schemas as the client wrote them, once they have been checked.
 
-    Types of tools that are left out are added to `dropped`.
+    Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
 
     Raises:
         ProxyRequestError: 400, naming what is wrong.
     """
-    told = leave_out_hosted_tools(raw or (), model, dropped)
-    for i, one in told:
-        decode_json(one, _ChatTool, f"tools[{i}]")
-    return [msgspec.json.decode(one) for _, one in told]
+    schemas, hints = list[dict[str, Any]](), set[str]()
+    for i, one in leave_out_hosted_tools(raw or (), model, dropped):
+        if decode_json(one, TypedObject, f"tools[{i}]").type == "custom":
+            tool: _CustomTool = decode_json(one, _CustomTool, f"tools[{i}]")
+            schemas.append(_build_custom_schema(tool.custom, hints))
+        else:
+            decode_json(one, _ChatTool, f"tools[{i}]")
+            schemas.append(msgspec.json.decode(one))
+    ignored += sorted(hints)
+    return schemas
+
+
+def _build_custom_schema(tool: _CustomToolSchema, hints: set[str]) -> dict[str, Any]:
+    grammar, form = tool.format.grammar, CustomFormat()
+    if grammar is not None:
+        form = CustomFormat("grammar", grammar.syntax, grammar.definition)
+    return build_custom_schema(tool.name, tool.description, form, hints)
 
 
 def _build_thinking_variables(

@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.dialects.custom_tools import encode_custom_input
 from areal_hpc.proxy.dialects.openai_responses.output_items import find_item
-from areal_hpc.proxy.dialects.openai_responses.tools import encode_custom_input, qualify_tool_name
+from areal_hpc.proxy.dialects.openai_responses.tools import qualify_tool_name
 from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message

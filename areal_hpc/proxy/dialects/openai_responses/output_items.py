@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from areal_hpc.proxy.dialects.blocks import ContentBlock, split_into_blocks
-from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools, read_custom_input
+from areal_hpc.proxy.dialects.custom_tools import read_custom_input
+from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools
 from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from areal_hpc.proxy.dialects.custom_tools import CustomFormat, build_custom_schema
 from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
@@ -31,18 +32,12 @@ class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
     description: str | None = None
 
 
-class _CustomFormat(Struct):
-    type: Literal["text", "grammar"] = "text"
-    syntax: str = ""
-    definition: str = ""
-
-
 class _CustomTool(Struct, tag="custom", forbid_unknown_fields=True):
     """A tool whose input is a text."""
 
     name: ToolName
     description: str | None = None
-    format: _CustomFormat = msgspec.field(default_factory=_CustomFormat)
+    format: CustomFormat = msgspec.field(default_factory=CustomFormat)
     defer_loading: Hint = None
 
 
@@ -83,7 +78,9 @@ def parse_tools(
             hints.update(list_ignored_params(declared, "tools[]."))
             if isinstance(declared, _CustomTool):
                 offered.custom.add(declared.name)
-                offered.schemas.append(_build_custom_schema(declared, hints))
+                offered.schemas.append(
+                    build_custom_schema(declared.name, declared.description, declared.format, hints)
+                )
                 continue
             name, description = declared.name, declared.description
             if isinstance(tool, _ToolNamespace):
@@ -95,41 +92,3 @@ def parse_tools(
             )
     ignored += sorted(hints)
     return offered
-
-
-def _build_custom_schema(tool: _CustomTool, hints: set[str]) -> dict[str, Any]:
-    """A function that takes the tool's input; a regular expression holds that to its form.
-
-    The engine has no other grammar inside a call's JSON: the model is told of it in words, and it
-    is added to `hints`.
-    """
-    text: dict[str, Any] = {"type": "string"}
-    description, form = tool.description, tool.format
-    if form.type == "grammar" and form.syntax == "regex":
-        text["pattern"] = form.definition
-    elif form.type == "grammar":
-        hints.add("tools[].format")
-        told = f"Its input follows this {form.syntax} grammar:\n{form.definition}"
-        description = f"{description}\n{told}" if description else told
-    schema = {
-        "type": "object",
-        "properties": {"input": text},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
-    return build_function_tool(tool.name, description, schema, "pattern" in text or None)
-
-
-def encode_custom_input(text: str) -> str:
-    """The arguments of a call of a custom tool."""
-    return msgspec.json.encode({"input": text}).decode()
-
-
-def read_custom_input(arguments: str) -> str:
-    """The input of a custom tool that a call has; a call that is malformed has what it is."""
-    try:
-        given = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments

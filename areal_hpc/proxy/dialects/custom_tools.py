@@ -1,0 +1,55 @@
+"""Custom tools: an OpenAI tool whose input is a text, as a function that chat templates know."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.proxy.dialects.validation import build_function_tool
+
+
+class CustomFormat(Struct):
+    """The form that the input of a custom tool has."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: str = ""
+    definition: str = ""
+
+
+def build_custom_schema(
+    name: str, description: str | None, form: CustomFormat, hints: set[str]
+) -> dict[str, Any]:
+    """A function that takes the tool's input; a regular expression holds that to its form.
+
+    The engine has no other grammar inside a call's JSON: the model is told of it in words, and it
+    is added to `hints`.
+    """
+    text: dict[str, Any] = {"type": "string"}
+    if form.type == "grammar" and form.syntax == "regex":
+        text["pattern"] = form.definition
+    elif form.type == "grammar":
+        hints.add("tools[].format")
+        told = f"Its input follows this {form.syntax} grammar:\n{form.definition}"
+        description = f"{description}\n{told}" if description else told
+    schema = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    return build_function_tool(name, description, schema, "pattern" in text or None)
+
+
+def encode_custom_input(text: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def read_custom_input(arguments: str) -> str:
+    """The input of a custom tool that a call has; a call that is malformed has what it is."""
+    try:
+        given = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
