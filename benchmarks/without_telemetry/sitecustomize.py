@@ -1,0 +1,87 @@
+"""Start of every Python of a run whose telemetry may be left out.
+
+Python imports this module by itself where its folder is on PYTHONPATH. What it names in
+`REPLACEMENTS` is replaced as soon as the module that has it was imported, if the environment says
+so; without that both sides of the comparison start alike.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+
+def _do_nothing(*values: object, **named: object) -> None:
+    """Record nothing."""
+
+
+def _measure_nothing(*values: object, **named: object) -> dict[str, float]:
+    """Metrics that nobody measured."""
+    return {}
+
+
+async def _keep_nothing(*values: object) -> None:
+    """Leave held-out episodes out of the shards."""
+
+
+async def _watch_nothing(*values: object) -> None:
+    """Wait to be cancelled."""
+    import asyncio  # not before a process needs it
+
+    await asyncio.Event().wait()
+
+
+def _leave_out_entropy(module: ModuleType) -> None:
+    module.train_step = partial(_train_without_entropy, module.train_step)  # type: ignore[attr-defined]
+
+
+def _train_without_entropy(train_step: Any, *values: Any, measures_entropy: bool) -> Any:
+    return train_step(*values, measures_entropy=False)
+
+
+REPLACEMENTS: dict[str, dict[str, Any]] = {
+    "areal_hpc.rundir.events": {"EventLog.record": _do_nothing},
+    "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
+    "areal_hpc.rollout.ticket_runner": {"TicketRunner._keep_evaluation": _keep_nothing},
+    "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_step": _do_nothing},
+    "areal_hpc.trainer.learner": {
+        "summarize_replies": _measure_nothing,
+        "summarize_episodes": _measure_nothing,
+        "measure_training_speed": _measure_nothing,
+    },
+}
+"""By module: what is replaced, and by what."""
+
+
+class _Replacer(importlib.abc.MetaPathFinder):
+    """Finder of the modules to change, which are loaded as usual first."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in REPLACEMENTS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = partial(_load_and_replace, load)  # type: ignore[method-assign]
+        return spec
+
+
+def _load_and_replace(load: Any, module: ModuleType) -> None:
+    load(module)
+    for path, replacement in REPLACEMENTS[module.__name__].items():
+        *owner, name = path.split(".")
+        place: Any = getattr(module, owner[0]) if owner else module
+        getattr(place, name)  # an AttributeError here: it has another name now
+        setattr(place, name, replacement)
+    if module.__name__ == "areal_hpc.trainer.learner":
+        _leave_out_entropy(module)
+
+
+if os.environ.get("WITHOUT_TELEMETRY") == "1":
+    sys.meta_path.insert(0, _Replacer())
