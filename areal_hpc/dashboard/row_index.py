@@ -151,7 +151,8 @@ class RowIndex:
             places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
             chosen = [found[place] for place in sorted(places)]
             rows = self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' ORDER BY rowid DESC LIMIT ?",
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' "
+                "ORDER BY rowid DESC LIMIT ?",
                 (count // 10,),
             )
             rows += self._select_as_dicts(
