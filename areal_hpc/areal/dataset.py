@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.areal.api.cli_args import DatasetConfig
 from areal_hpc.dataset.adapters import convert_gsm8k
-from areal_hpc.dataset.sources import iterate_rows
+from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
@@ -32,7 +32,7 @@ def get_custom_dataset(
         RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
     """
     sources = _build_task_set_configs(split, dataset_config.path)
-    given = [row for source in sources for row in iterate_rows(source, TRAIN_DATASET_KEY)]
+    given = [row for source in sources for row in iterate_task_rows(source, TRAIN_DATASET_KEY)]
     longest = dataset_config.max_length
     if longest is None:
         return given
@@ -41,7 +41,7 @@ def get_custom_dataset(
             f"max_length={longest} needs a tokenizer to count with",
             key=f"{TRAIN_DATASET_KEY}.max_length",
         )
-    return [row for row in given if _count_tokens(row, tokenizer) <= longest]
+    return [row for row in given if _count_prompt_tokens(row, tokenizer) <= longest]
 
 
 def _build_task_set_configs(split: str, given: str) -> Iterator[TaskSetConfig]:
@@ -64,7 +64,7 @@ def _build_task_set_configs(split: str, given: str) -> Iterator[TaskSetConfig]:
         yield TaskSetConfig(path=file, to_task=form)
 
 
-def _count_tokens(row: dict[str, Any], tokenizer: Any) -> int:
+def _count_prompt_tokens(row: dict[str, Any], tokenizer: Any) -> int:
     text = tokenizer.apply_chat_template(
         row["messages"], tokenize=False, add_generation_prompt=True
     )

@@ -71,10 +71,12 @@ def _find_unknown_keys(values: Mapping[str, Any], structure: Any, prefix: str) -
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sections)}"
             yield Problem(f"unknown key {name!r}", f"{prefix}{name}", hint)
         elif isinstance(value, Mapping):
-            yield from _find_unknown_keys(value, _get_section(structure, name), f"{prefix}{name}.")
+            yield from _find_unknown_keys(
+                value, _get_section_or_default(structure, name), f"{prefix}{name}."
+            )
 
 
-def _get_section(structure: Any, name: str) -> Any:
+def _get_section_or_default(structure: Any, name: str) -> Any:
     """One section; of an optional one that is absent, what it would be."""
     section = structure[name]
     if section is not None:

@@ -144,10 +144,10 @@ class PPOTrainer:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
-        tree["cluster"] = _merge_cluster_section(self._config, tree.get("cluster", {}))
+        tree["cluster"] = _merge_site_into_cluster_section(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
-            _write_task_set(lines, paths.dataset(split), recipe, f"{split}_dataset")
+            _validate_and_write_task_set(lines, paths.dataset(split), recipe, f"{split}_dataset")
         # The script's own keys and the rows that it hands over are not lost.
         return recipe, [
             f"ignored  {one.key}={one.value}: {one.reason}"
@@ -156,7 +156,9 @@ class PPOTrainer:
         ]
 
 
-def _merge_cluster_section(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _merge_site_into_cluster_section(
+    config: BaseExperimentConfig, given: dict[str, Any]
+) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
@@ -228,7 +230,7 @@ def _encode_rows(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     return lines
 
 
-def _write_task_set(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
+def _validate_and_write_task_set(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
     """Write a task set, visible whole or not at all, unless the run has another one already."""
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))

@@ -48,7 +48,7 @@ class CommandGroup:
         self.help_by_command: dict[str, str] = {}
         """In the order in which they were added."""
 
-    def add(
+    def add_command(
         self,
         name: str,
         command: Command,

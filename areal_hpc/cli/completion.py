@@ -11,7 +11,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True, slots=True)
-class CompletedCommand:
+class CommandCompletions:
     """Completions behind one command."""
 
     help: str
@@ -23,9 +23,9 @@ class CompletedCommand:
 
 def add_commands(commands: CommandGroup) -> None:
     """Add this command to the command line."""
-    completion = commands.add(
+    completion = commands.add_command(
         "completion",
-        _print_script,
+        _print_completion_script,
         help="print a completion script for a shell",
         description="Print a script that completes commands, options and recipe keys.",
         example='eval "$(areal-hpc completion bash)"\n'
@@ -35,26 +35,30 @@ def add_commands(commands: CommandGroup) -> None:
     completion.add_argument("shell", choices=SHELLS, help="the shell that will read it")
 
 
-def _print_script(arguments: argparse.Namespace) -> int:
+def _print_completion_script(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.reference import list_keys
 
-    commands = dict(_list_commands(arguments.all_commands))
+    commands = dict(_list_command_completions(arguments.all_commands))
     keys = [f"{key}=" for key in list_keys()]
-    render = {"bash": _render_bash, "zsh": _render_zsh, "fish": _render_fish}[arguments.shell]
+    render = {"bash": _render_bash_script, "zsh": _render_zsh_script, "fish": _render_fish_script}[
+        arguments.shell
+    ]
     print(render(commands, keys), end="")
     return 0
 
 
-def _list_commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, CompletedCommand]]:
+def _list_command_completions(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, CommandCompletions]]:
     for name, command in find_subparsers(parser).items():
         options = [word for action in command._actions for word in action.option_strings]
         takes_keys = any(action.dest == "overrides" for action in command._actions)
         words = (*sorted(find_subparsers(command)), *options)
         first = (command.description or name).split(". ")[0].rstrip(".")
-        yield name, CompletedCommand(first, words, takes_keys)
+        yield name, CommandCompletions(first, words, takes_keys)
 
 
-def _render_bash(commands: Mapping[str, CompletedCommand], keys: list[str]) -> str:
+def _render_bash_script(commands: Mapping[str, CommandCompletions], keys: list[str]) -> str:
     cases = "\n".join(
         f"    {name}) words={shlex.quote(' '.join(one.words))}; takes_keys={int(one.takes_keys)} ;;"
         for name, one in commands.items()
@@ -79,7 +83,7 @@ complete -F _areal_hpc areal-hpc
 """
 
 
-def _render_zsh(commands: Mapping[str, CompletedCommand], keys: list[str]) -> str:
+def _render_zsh_script(commands: Mapping[str, CommandCompletions], keys: list[str]) -> str:
     names = "\n".join("    " + shlex.quote(f"{name}:{one.help}") for name, one in commands.items())
     cases = "\n".join(
         f"    {name}) words_=({' '.join(map(shlex.quote, one.words))}); "
@@ -112,7 +116,7 @@ if [[ $funcstack[1] == _areal-hpc ]]; then _areal_hpc "$@"; else compdef _areal_
 """
 
 
-def _render_fish(commands: Mapping[str, CompletedCommand], keys: list[str]) -> str:
+def _render_fish_script(commands: Mapping[str, CommandCompletions], keys: list[str]) -> str:
     lines = [
         "# Completion of areal-hpc for fish: ~/.config/fish/completions/areal-hpc.fish",
         f"set -l keys {' '.join(keys)}",

@@ -20,7 +20,7 @@ ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     _add_devcluster_commands(commands)
-    bench = commands.add(
+    bench = commands.add_command(
         "bench",
         _run_benchmark,
         help="compare a component with its peer or its physical limit",
@@ -46,7 +46,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     place.add_argument(
         "--state-dir",
         type=Path,
-        default=_get_default_state_dir(),
+        default=_get_default_devcluster_dir(),
         metavar="DIR",
         help="state directory (default: %(default)s)",
     )
@@ -57,7 +57,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
     help_ = "start the cluster, or what is missing of it"
-    up = actions.add(
+    up = actions.add_command(
         "up",
         _start_devcluster,
         parents=[place, patience],
@@ -65,11 +65,11 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
         example="areal-hpc devcluster up --nodes 4 --gpus-per-node 8",
     )
     help_ = "stop the cluster and remove all of its files"
-    actions.add(
+    actions.add_command(
         "down", _stop_devcluster, parents=[place], help=help_, example="areal-hpc devcluster down"
     )
     help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
-    actions.add(
+    actions.add_command(
         "env",
         _print_slurm_conf_export,
         parents=[place],
@@ -77,9 +77,9 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
         example='eval "$(areal-hpc devcluster env)"',
     )
     help_ = "disconnect a node and kill its processes"
-    kill = actions.add(
+    kill = actions.add_command(
         "kill-node",
-        _kill_node,
+        _kill_devcluster_node,
         parents=[place, named],
         help=help_,
         example="areal-hpc devcluster kill-node n02",
@@ -87,15 +87,15 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
     kill.add_argument("--only-slurmd", action="store_true", help=help_)
     parents = [place, named, patience]
-    actions.add(
+    actions.add_command(
         "restore-node",
-        _restore_node,
+        _restore_devcluster_node,
         parents=parents,
         help="start a node anew",
         example="areal-hpc devcluster restore-node n02",
     )
     help_ = "show the health of every daemon and node"
-    actions.add(
+    actions.add_command(
         "status",
         _print_devcluster_health,
         parents=[place],
@@ -122,7 +122,9 @@ def _start_devcluster(arguments: argparse.Namespace) -> int:
         _get_devcluster_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True)
     )
     given = arguments.state_dir
-    option = "" if given == _get_default_state_dir() else f" --state-dir {shlex.quote(str(given))}"
+    option = (
+        "" if given == _get_default_devcluster_dir() else f" --state-dir {shlex.quote(str(given))}"
+    )
     print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
@@ -147,7 +149,7 @@ def _print_slurm_conf_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _kill_node(arguments: argparse.Namespace) -> int:
+def _kill_devcluster_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import kill_node
 
     kill_node(_get_devcluster_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
@@ -156,7 +158,7 @@ def _kill_node(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _restore_node(arguments: argparse.Namespace) -> int:
+def _restore_devcluster_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import restore_node
 
     restore_node(_get_devcluster_paths(arguments), arguments.node, arguments.timeout_s)
@@ -184,7 +186,7 @@ def _print_devcluster_health(arguments: argparse.Namespace) -> int:
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 
 
-def _get_default_state_dir() -> Path:
+def _get_default_devcluster_dir() -> Path:
     return get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
 
 

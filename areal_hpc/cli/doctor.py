@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    doctor = commands.add(
+    doctor = commands.add_command(
         "doctor",
-        _run_checks,
+        _run_doctor_checks,
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands, partitions and "
         "limits, shared storage, the Python of each role, and what the recipe refers to. With "
@@ -48,7 +48,7 @@ def add_commands(commands: CommandGroup) -> None:
     doctor.add_argument("--json", type=Path, metavar="FILE", help=evidence)
 
 
-def _run_checks(arguments: argparse.Namespace) -> int:
+def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
     from areal_hpc.launch.doctor.evidence import write_evidence
     from areal_hpc.launch.doctor.registry import run_checks
@@ -61,8 +61,8 @@ def _run_checks(arguments: argparse.Namespace) -> int:
         recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
-        slurm, fileroot = _read_site(arguments.site)
-    examination = _plan_examination(arguments, recipe, slurm, fileroot)
+        slurm, fileroot = _read_slurm_and_fileroot_of_site(arguments.site)
+    examination = _plan_gpu_examination(arguments, recipe, slurm, fileroot)
     results = run_checks(
         DoctorSubject(
             recipe,
@@ -81,7 +81,7 @@ def _run_checks(arguments: argparse.Namespace) -> int:
     return UNHEALTHY_EXIT_CODE if has_failed else 0
 
 
-def _plan_examination(
+def _plan_gpu_examination(
     arguments: argparse.Namespace, recipe: Recipe | None, slurm: SlurmConfig, fileroot: Path | None
 ) -> GpuExamination | None:
     """What --gpu asks for; None without it.
@@ -120,7 +120,7 @@ def _plan_examination(
     return GpuExamination(plan, job, partial(print, flush=True))
 
 
-def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
+def _read_slurm_and_fileroot_of_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     """What a site file alone says: it need not name a file root."""
     from omegaconf import OmegaConf
 

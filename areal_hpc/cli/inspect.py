@@ -26,7 +26,7 @@ ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    commands.add(
+    commands.add_command(
         "status",
         _show_status,
         ["run"],
@@ -36,7 +36,7 @@ def add_commands(commands: CommandGroup) -> None:
         "if an alert is a failure.",
         example="areal-hpc status runs/quickstart/demo",
     )
-    commands.add(
+    commands.add_command(
         "why",
         _explain_failure,
         ["run"],
@@ -45,7 +45,7 @@ def add_commands(commands: CommandGroup) -> None:
         "and the first traceback of all ranks. Exits with 1 if you have to act.",
         example="areal-hpc why runs/quickstart/demo",
     )
-    logs = commands.add(
+    logs = commands.add_command(
         "logs",
         _show_logs,
         ["run"],
@@ -60,7 +60,7 @@ def add_commands(commands: CommandGroup) -> None:
     help_ = "also the lines that SGLang writes for every batch and request"
     logs.add_argument("--all", action="store_true", help=help_)
     logs.add_argument("--attempt", type=int, help="number of an earlier launch")
-    listing = commands.add(
+    listing = commands.add_command(
         "list",
         _compare_runs,
         help="compare runs: states, results, and recipe differences",
@@ -69,7 +69,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     place = "default %(default)s"
     listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
-    audit = commands.add(
+    audit = commands.add_command(
         "audit",
         _audit_tickets,
         ["run"],
@@ -81,14 +81,14 @@ def add_commands(commands: CommandGroup) -> None:
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
     verbs = commands.add_subcommand_group("shards", help="inspect recorded trajectories")
     help_ = "one line per sealed shard"
-    listing = verbs.add(
+    listing = verbs.add_command(
         "ls", _list_shards, ["run"], help=help_, example="areal-hpc shards ls runs/quickstart/demo"
     )
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
-    _add_show_command(verbs)
-    _add_export_command(verbs)
+    _add_shards_show_command(verbs)
+    _add_shards_export_command(verbs)
     help_ = "verify all digests; list damaged files"
-    verbs.add(
+    verbs.add_command(
         "verify",
         _verify_shards,
         ["run"],
@@ -97,8 +97,8 @@ def add_commands(commands: CommandGroup) -> None:
     )
 
 
-def _add_show_command(verbs: CommandGroup) -> None:
-    show = verbs.add(
+def _add_shards_show_command(verbs: CommandGroup) -> None:
+    show = verbs.add_command(
         "show",
         _show_rows,
         help="conversations as text, episodes of one ticket side by side",
@@ -122,8 +122,8 @@ def _add_show_command(verbs: CommandGroup) -> None:
     show.add_argument("--tokens", action="store_true", help="one line per token")
 
 
-def _add_export_command(verbs: CommandGroup) -> None:
-    export = verbs.add(
+def _add_shards_export_command(verbs: CommandGroup) -> None:
+    export = verbs.add_command(
         "export",
         _export_rows,
         help="write recorded rows to a file for other programs",

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
     parser = build_parser()
-    usage_errors.check_command_name(parser, argv)
+    usage_errors.exit_on_unknown_command(parser, argv)
     arguments, rest = parser.parse_known_args(argv)
     taking = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):

@@ -19,7 +19,7 @@ STOP_MARGIN_S = 10.0
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    cancel = commands.add(
+    cancel = commands.add_command(
         "cancel",
         _cancel_run,
         ["run"],
@@ -31,7 +31,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     now = "cancel without a grace period; no final checkpoint"
     cancel.add_argument("--now", action="store_true", help=now)
-    commands.add(
+    commands.add_command(
         "resume",
         _resume_run,
         ["run", "overrides"],
@@ -40,7 +40,7 @@ def add_commands(commands: CommandGroup) -> None:
         "the overrides given here, in the directory it was first submitted from.",
         example="areal-hpc resume runs/math/first trainer.total_steps=200",
     )
-    export = commands.add(
+    export = commands.add_command(
         "export",
         _export_model,
         ["run"],
@@ -52,7 +52,7 @@ def add_commands(commands: CommandGroup) -> None:
     export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     out = "output directory (default: export/step_... in the run directory)"
     export.add_argument("--out", type=Path, help=out)
-    replay = commands.add(
+    replay = commands.add_command(
         "replay",
         _replay_steps,
         ["run"],
@@ -67,9 +67,9 @@ def add_commands(commands: CommandGroup) -> None:
     replay.add_argument("--out", type=Path, help=out)
     overrides = "such as trainer.optimizer.lr=2e-6"
     replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
-    quarantine = commands.add(
+    quarantine = commands.add_command(
         "quarantine",
-        _quarantine_batch,
+        _quarantine_or_restore_batch,
         ["run"],
         help="set a batch aside that cannot be trained",
         description="Have the trainer consume a batch without training on it, at once or when the "
@@ -161,7 +161,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _quarantine_batch(arguments: argparse.Namespace) -> int:
+def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.quarantine import set_batch_aside, undo_quarantine
 
     paths = parse_run_dir(arguments.run)

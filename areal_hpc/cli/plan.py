@@ -32,7 +32,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
 
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
-        needs = f"{_count(total, 'GPU')} at once" if total else "no GPU"
+        needs = f"{_format_count(total, 'GPU')} at once" if total else "no GPU"
         yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
         for described, alike in itertools.groupby(stage.jobs, _describe_job):
             jobs = list(alike)
@@ -48,17 +48,17 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     yield from [*build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
-def _count(number: int, thing: str) -> str:
+def _format_count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _describe_job(job: JobSpec) -> list[str]:
     """Lines without the job's name: equal for jobs that differ in nothing else."""
-    count = _count(job.tasks, "node" if job.is_task_a_node else "task")
-    gpus = f"{_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
+    count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
+    gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
     lines = [f"{count}, {gpus}"]
     for cell in job.cells:
-        lines.append(f"{cell.name}: {_count(job.tasks_per_cell, 'task')}")
+        lines.append(f"{cell.name}: {_format_count(job.tasks_per_cell, 'task')}")
         lines += _describe_processes(cell.processes, job)
     return lines + _describe_processes(job.processes, job)
 
@@ -85,7 +85,7 @@ def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []
     if options.cpus_per_task is not None:
-        shares.append(f"{_count(options.cpus_per_task, 'CPU')} a task")
+        shares.append(f"{_format_count(options.cpus_per_task, 'CPU')} a task")
     if options.mem is not None:
         shares.append(f"{options.mem} of memory a node")
     return f"; under Slurm {', '.join(shares)}" if shares else ""
@@ -117,13 +117,13 @@ def _describe_environment(recipe: Recipe) -> Iterator[str]:
         shown = [f"{name}={value}" for name, value in variables.items()]
         own = getattr(recipe.cluster, role).variables
         shown += [f"{name}=(cluster.{role}.variables)" for name in own]
-        yield from _wrap(f"  {role:<7} ", shown or ["nothing"])
+        yield from _wrap_under_title(f"  {role:<7} ", shown or ["nothing"])
     if network := recipe.cluster.slurm.network.build_variables():
         shown = [f"{name}={value}" for name, value in network.items()]
-        yield from _wrap("  all, under Slurm: ", shown)
+        yield from _wrap_under_title("  all, under Slurm: ", shown)
 
 
-def _wrap(title: str, words: Sequence[str]) -> list[str]:
+def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
     return textwrap.wrap(
         " ".join(words),
         _LINE_CHARS,

@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    tiny = commands.add(
+    tiny = commands.add_command(
         "make-tiny-model",
         _write_tiny_model,
         help="make a tiny random Qwen3 with its own tokenizer",
@@ -22,7 +22,7 @@ def add_commands(commands: CommandGroup) -> None:
     texts = "text file, one sample a line; the quick-start's demonstrations when absent"
     tiny.add_argument("--texts", type=Path, help=texts)
     tiny.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
-    commands.add(
+    commands.add_command(
         "prefetch",
         _prefetch_recipe,
         ["recipe", "overrides"],
@@ -32,9 +32,9 @@ def add_commands(commands: CommandGroup) -> None:
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
         example="areal-hpc prefetch recipes/math_7b.yaml",
     )
-    migrate = commands.add(
+    migrate = commands.add_command(
         "migrate",
-        _translate_config,
+        _translate_areal_config,
         help="translate an AReaL configuration into a recipe",
         description="Print the recipe for an AReaL configuration, every key without a "
         "counterpart and why, and what the recipe still needs.",
@@ -50,19 +50,21 @@ def add_commands(commands: CommandGroup) -> None:
 def _write_tiny_model(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.tiny_model import make_tiny_model
 
-    make_tiny_model(arguments.out, _read_texts(arguments.texts), seed=arguments.seed)
+    make_tiny_model(
+        arguments.out, _read_tokenizer_training_texts(arguments.texts), seed=arguments.seed
+    )
     print(f"made a tiny Qwen3 in {arguments.out}")
     return 0
 
 
-def _read_texts(path: Path | None) -> list[str]:
+def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
     """The lines of a file, or the quick start's demonstrations."""
     if path is not None:
         if not path.is_file():
             raise RecipeError(f"there is no text file at {path}", key="--texts")
         return path.read_text().splitlines()
     try:
-        from areal_hpc.dataset.sources import iterate_rows
+        from areal_hpc.dataset.sources import iterate_task_rows
         from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
         sys.path.insert(0, str(Path.cwd()))
@@ -71,7 +73,7 @@ def _read_texts(path: Path | None) -> list[str]:
         )
         return [
             message["content"]
-            for row in iterate_rows(source, "--texts")
+            for row in iterate_task_rows(source, "--texts")
             for message in row["messages"]
         ]
     except RecipeError as error:
@@ -95,7 +97,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _translate_config(arguments: argparse.Namespace) -> int:
+def _translate_areal_config(arguments: argparse.Namespace) -> int:
     import yaml
 
     from areal_hpc.areal.config.translation import translate_to_recipe

@@ -11,9 +11,9 @@ from areal_hpc.errors import RecipeError
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    proxy = commands.add(
+    proxy = commands.add_command(
         "proxy",
-        _run_proxy,
+        _run_standalone_proxy,
         help="run the recording proxy without training",
         description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
         "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
@@ -40,7 +40,7 @@ def add_commands(commands: CommandGroup) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
 
 
-def _run_proxy(arguments: argparse.Namespace) -> int:
+def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from areal_hpc.jobs.environment import get_interpreter

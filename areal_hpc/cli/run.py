@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    run = commands.add(
+    run = commands.add_command(
         "run",
         _run_recipe,
         ["recipe", "overrides", "--fresh"],
@@ -35,7 +35,7 @@ def add_commands(commands: CommandGroup) -> None:
     in_allocation = "run the jobs as steps (srun) of the Slurm allocation that this shell holds"
     run.add_argument("--in-allocation", action="store_true", help=in_allocation)
     help_ = "show the jobs and GPU memory of a recipe; start nothing"
-    commands.add(
+    commands.add_command(
         "plan",
         _print_plan,
         ["recipe", "overrides"],
@@ -44,14 +44,14 @@ def add_commands(commands: CommandGroup) -> None:
         "hold. Start nothing and write nothing.",
         example="areal-hpc plan recipes/math_7b.yaml cluster.gpu_memory_gib=80",
     )
-    commands.add(
+    commands.add_command(
         "recipe-keys",
         _print_recipe_keys,
         help="print the reference table of all recipe keys",
         description="Print every key of a recipe, its type, default and meaning, as Markdown.",
         example="areal-hpc recipe-keys | grep rollout",
     )
-    submit = commands.add(
+    submit = commands.add_command(
         "submit",
         _submit_recipe,
         ["recipe", "overrides", "--site", "--fresh"],
@@ -82,7 +82,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
         if arguments.in_allocation:
-            lines = chain(lines, [""], _describe_steps(recipe))
+            lines = chain(lines, [""], _describe_allocation_steps(recipe))
         print("\n".join(lines))
         print(f"\nnothing was started; a run would write to {recipe.run_dir.resolve()}")
         return 0
@@ -90,7 +90,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _describe_steps(recipe: Recipe) -> Iterator[str]:
+def _describe_allocation_steps(recipe: Recipe) -> Iterator[str]:
     """Lines: the steps of the allocation that this shell holds."""
     from areal_hpc.jobs.environment import get_interpreters
     from areal_hpc.launch.places.held_allocation import describe_steps

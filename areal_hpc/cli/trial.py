@@ -10,9 +10,9 @@ from areal_hpc.errors import RecipeError, RunInterruptedError
 
 def add_commands(commands: CommandGroup) -> None:
     """Add this command to the command line."""
-    trial = commands.add(
+    trial = commands.add_command(
         "try",
-        _try_recipe,
+        _run_trial,
         ["recipe", "overrides"],
         help="let a recipe's agent play some tasks, without a model",
         description="Play the first training tasks with the recipe's agent before the real proxy, "
@@ -32,7 +32,7 @@ def add_commands(commands: CommandGroup) -> None:
     source.add_argument("--base-url", metavar="URL", help=server)
 
 
-def _try_recipe(arguments: argparse.Namespace) -> int:
+def _run_trial(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.trial.start import try_recipe
     from areal_hpc.recipe.loading import load_recipe
 

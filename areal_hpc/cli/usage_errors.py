@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from areal_hpc.cli.arguments import find_subparsers
 
-MEANT_COMMANDS = {
+COMMAND_BY_MISTAKEN_NAME = {
     "train": "run",
     "start": "run",
     "launch": "run",
@@ -30,13 +30,13 @@ MEANT_COMMANDS = {
 MAX_SUGGESTED_KEYS = 3
 
 
-def check_command_name(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+def exit_on_unknown_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Exit with a usage error that suggests a command, if there is none of the name given."""
     known = find_subparsers(parser)
     name = argv[0] if argv else ""
     if not name or name.startswith("-") or name in known:
         return
-    near = [MEANT_COMMANDS[name]] if name in MEANT_COMMANDS else []
+    near = [COMMAND_BY_MISTAKEN_NAME[name]] if name in COMMAND_BY_MISTAKEN_NAME else []
     near = near or difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean `{parser.prog} {near[0]}`?" if near else ""
     parser.error(f"there is no command {name!r}{meant} (`{parser.prog} --help` lists all)")
@@ -54,14 +54,14 @@ def describe_unknown_arguments(
     if not equals:
         after = [*argv][[*argv].index(option) + 1 :] if option in argv else []
         value = after[0] if after and not after[0].startswith("-") else "..."
-    keys = find_recipe_keys(name)
+    keys = suggest_recipe_keys(name)
     if keys:
         written = " or ".join(f"{key}={value}" for key in keys)
         return f"{message}; keys of a recipe are written without dashes: write {written}"
     return f"{message}; keys of a recipe are written as key=value, without dashes"
 
 
-def find_recipe_keys(name: str) -> list[str]:
+def suggest_recipe_keys(name: str) -> list[str]:
     """Keys of a recipe that an option may have meant: of that name, else of a similar one."""
     from areal_hpc.recipe.reference import list_keys
 

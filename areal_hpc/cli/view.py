@@ -11,9 +11,9 @@ from areal_hpc.errors import RecipeError
 
 def add_commands(commands: CommandGroup) -> None:
     """Add this command to the command line."""
-    view = commands.add(
+    view = commands.add_command(
         "view",
-        _show_runs,
+        _serve_or_bundle_dashboard,
         help="show runs in a browser: curves, conversations, tokens",
         description="Serve pages about the runs of a file root, from their files alone, to a "
         "browser on this machine or through the ssh tunnel that is printed. The address holds a "
@@ -27,7 +27,7 @@ def add_commands(commands: CommandGroup) -> None:
     view.add_argument("--bundle", type=Path, metavar="DIR", help=bundle)
 
 
-def _show_runs(arguments: argparse.Namespace) -> int:
+def _serve_or_bundle_dashboard(arguments: argparse.Namespace) -> int:
     from areal_hpc.dashboard.bundle import write_bundle
     from areal_hpc.dashboard.row_index import get_cache_dir
     from areal_hpc.dashboard.server import serve_dashboard

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.row_index import RowIndex
-from areal_hpc.dashboard.run_states import RunStates
+from areal_hpc.dashboard.run_states import RunStateCache
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, find_runs
 
@@ -39,7 +39,7 @@ STATIC_TYPES = {
     "router.js": "text/javascript; charset=utf-8",
 }
 """The files of the page by name."""
-HEADERS = {
+RESPONSE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -53,8 +53,8 @@ POLL_S = 1.0
 """Between two looks at the files of a run whose page is open."""
 RUNS_POLL_S = 10.0
 """The same for the page of all runs, of which there may be hundreds."""
-PING_S = 15.0
-TICK_S = 0.25
+PING_INTERVAL_S = 15.0
+END_CHECK_INTERVAL_S = 0.25
 """Between two looks at whether the server ends."""
 
 JsonObject = dict[str, Any]
@@ -71,7 +71,7 @@ class DashboardApp:
 
     def __init__(self, place: Path, secret: str, cache_dir: Path) -> None:
         self._place, self._secret, self._cache_dir = place, secret, cache_dir
-        self._states = RunStates()
+        self._states = RunStateCache()
         self.is_ending: Callable[[], bool] = lambda: False
         """Asked by streams of news, which otherwise have no end."""
         self._indexes: dict[Path, RowIndex] = {}
@@ -80,8 +80,8 @@ class DashboardApp:
             "data/runs": self._list_runs,
             "data/overview": self._describe_overview,
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
-            "data/rows": self._find_rows,
-            "data/failures": self._count_failures,
+            "data/rows": self._find_row_page,
+            "data/failures": self._count_failure_causes,
             "data/trajectory": self._describe_trajectory,
         }
 
@@ -90,8 +90,8 @@ class DashboardApp:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
-        response = await self._answer(request)
-        response.headers.update(HEADERS)
+        response = await self._authorize_and_answer(request)
+        response.headers.update(RESPONSE_HEADERS)
         await response(scope, receive, send)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class DashboardApp:
         for index in self._indexes.values():
             index.close()
 
-    async def _answer(self, request: Request) -> Response:
+    async def _authorize_and_answer(self, request: Request) -> Response:
         secret, _, name = request.url.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(secret.encode(), self._secret.encode()):
             return Response("open the address that areal-hpc view printed", 401)
@@ -110,7 +110,7 @@ class DashboardApp:
             content = await run_in_threadpool(read_static_file, name)
             return Response(content, media_type=STATIC_TYPES[name])
         if name == "live":
-            return await self._follow(request)
+            return await self._stream_change_events(request)
         page = self._pages.get(name)
         if page is None:
             return Response("there is no such page", 404)
@@ -133,7 +133,7 @@ class DashboardApp:
                 return run
         raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
 
-    def _open_index(self, run: RunPaths) -> RowIndex:
+    def _open_refreshed_index(self, run: RunPaths) -> RowIndex:
         """The index of a run, with all that is sealed by now."""
         with self._lock:
             if run.root not in self._indexes:
@@ -146,17 +146,17 @@ class DashboardApp:
         runs = [run for run in find_runs(self._place) if run.root.is_dir()]
         return {
             "place": str(self._place),
-            "runs": run_pages.describe_runs(runs, self._states.find(runs)),
+            "runs": run_pages.describe_runs(runs, self._states.get_states(runs)),
         }
 
     def _describe_overview(self, query: Query) -> JsonObject:
         run = self._find_run(query)
-        (state,) = self._states.find([run])
-        return run_pages.describe_overview(run, state)
+        (state,) = self._states.get_states([run])
+        return run_pages.describe_run_overview(run, state)
 
-    def _find_rows(self, query: Query) -> JsonObject:
-        index = self._open_index(self._find_run(query))
-        page = index.find(
+    def _find_row_page(self, query: Query) -> JsonObject:
+        index = self._open_refreshed_index(self._find_run(query))
+        page = index.find_page(
             query.get("where", ""),
             query.get("sort", ""),
             descending=query.get("order") != "up",
@@ -167,29 +167,29 @@ class DashboardApp:
             "rows": page.rows,
             "matching": page.matching,
             "total": page.total,
-            "problems": index.list_problems(),
+            "problems": index.list_read_problems(),
         }
 
-    def _count_failures(self, query: Query) -> list[JsonObject]:
-        return self._open_index(self._find_run(query)).count_causes()
+    def _count_failure_causes(self, query: Query) -> list[JsonObject]:
+        return self._open_refreshed_index(self._find_run(query)).count_failure_causes()
 
     def _describe_trajectory(self, query: Query) -> JsonObject:
         run = self._find_run(query)
         shard, row = run_pages.parse_row_name(query.get("row", ""))
-        related = self._open_index(run).list_related(shard, row)
+        related = self._open_refreshed_index(run).list_related_rows(shard, row)
         return run_pages.describe_trajectory(run, shard, row) | related
 
-    async def _follow(self, request: Request) -> Response:
+    async def _stream_change_events(self, request: Request) -> Response:
         """Server-sent events: the files of one run, or of any run, have changed."""
         if "run" not in request.query_params:
-            look: Callable[[], Any] = partial(_look_at_runs, self._place)
+            look: Callable[[], Any] = partial(_fingerprint_runs, self._place)
             poll_s = RUNS_POLL_S
         else:
             try:
                 run = await run_in_threadpool(self._find_run, request.query_params)
             except ArealError as error:
                 return _build_json_response({"error": str(error)}, 400)
-            look, poll_s = partial(_look_at_run, run), POLL_S
+            look, poll_s = partial(_fingerprint_run_files, run), POLL_S
         return StreamingResponse(
             _stream_changes(look, poll_s, self.is_ending), media_type="text/event-stream"
         )
@@ -202,8 +202,8 @@ async def _stream_changes(
     seen, silent_s = await run_in_threadpool(look), 0.0
     yield "event: open\ndata: {}\n\n"
     while True:
-        for _ in range(round(poll_s / TICK_S)):
-            await asyncio.sleep(TICK_S)
+        for _ in range(round(poll_s / END_CHECK_INTERVAL_S)):
+            await asyncio.sleep(END_CHECK_INTERVAL_S)
             if is_ending():
                 return
         now = await run_in_threadpool(look)
@@ -211,22 +211,25 @@ async def _stream_changes(
         if now != seen:
             seen, silent_s = now, 0.0
             yield "event: change\ndata: {}\n\n"
-        elif silent_s >= PING_S:
+        elif silent_s >= PING_INTERVAL_S:
             silent_s = 0.0
             yield ": still here\n\n"
 
 
-def _look_at_runs(place: Path) -> list[Any]:
-    return [(run.root, _look_at_run(run)) for run in find_runs(place)]
+def _fingerprint_runs(place: Path) -> list[Any]:
+    return [(run.root, _fingerprint_run_files(run)) for run in find_runs(place)]
 
 
-def _look_at_run(run: RunPaths) -> list[Any]:
+def _fingerprint_run_files(run: RunPaths) -> list[Any]:
     """Sizes and times of the files whose growth a page shows."""
     followed = (run.metrics, run.sft_metrics, run.events, run.finished_marker, run.manifests_dir)
-    return [*map(_look_at_file, followed), *map(_look_at_file, sorted(run.index_dir.glob("*")))]
+    return [
+        *map(_stat_size_and_mtime, followed),
+        *map(_stat_size_and_mtime, sorted(run.index_dir.glob("*"))),
+    ]
 
 
-def _look_at_file(path: Path) -> tuple[int, int] | None:
+def _stat_size_and_mtime(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except OSError:
@@ -242,22 +245,24 @@ def _parse_count(query: Query, key: str, default: int, most: int) -> int:
 
 
 def _build_json_response(content: Any, status: int = 200) -> Response:
-    return Response(encode_json(content), status, media_type="application/json")
+    return Response(encode_browser_json(content), status, media_type="application/json")
 
 
-def encode_json(content: Any) -> bytes:
+def encode_browser_json(content: Any) -> bytes:
     """JSON that every browser reads: numbers that are none become null."""
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":"), default=str).encode()
     except ValueError:
-        return json.dumps(_drop_nonfinite(content), separators=(",", ":"), default=str).encode()
+        return json.dumps(
+            _replace_nonfinite_by_null(content), separators=(",", ":"), default=str
+        ).encode()
 
 
-def _drop_nonfinite(content: Any) -> Any:
+def _replace_nonfinite_by_null(content: Any) -> Any:
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):
-        return {key: _drop_nonfinite(value) for key, value in content.items()}
+        return {key: _replace_nonfinite_by_null(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_drop_nonfinite(value) for value in content]
+        return [_replace_nonfinite_by_null(value) for value in content]
     return content

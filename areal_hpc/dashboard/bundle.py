@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.dashboard import run_pages
-from areal_hpc.dashboard.app import STATIC_TYPES, encode_json, read_static_file
+from areal_hpc.dashboard.app import STATIC_TYPES, encode_browser_json, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
-from areal_hpc.dashboard.run_states import RunStates
+from areal_hpc.dashboard.run_states import RunStateCache
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
@@ -26,27 +26,29 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     index = RowIndex(run, cache_dir)
     try:
         index.refresh()
-        rows = index.choose_examples(MAX_BUNDLED_ROWS)
-        total = index.find(offset=0, count=0).total
-        failures = index.count_causes()
+        rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
+        total = index.find_page(offset=0, count=0).total
+        failures = index.count_failure_causes()
         (folder / "rows").mkdir(parents=True)
         for row in rows:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
-            content |= index.list_related(row["shard"], row["row"])
-            _write_script(folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content)
+            content |= index.list_related_rows(row["shard"], row["row"])
+            _write_json_as_script(
+                folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content
+            )
     finally:
         index.close()
-    (state,) = RunStates().find([run])
+    (state,) = RunStateCache().get_states([run])
     pages: dict[str, Any] = {
         "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
-        "overview": run_pages.describe_overview(run, state),
+        "overview": run_pages.describe_run_overview(run, state),
         "metrics": run_pages.describe_metrics(run),
         "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,
     }
     for name in pages:
-        _write_script(folder / f"{name}.data.js", name, pages[name])
+        _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
     for name in STATIC_TYPES:
         (folder / name).write_bytes(read_static_file(name))
     scripts = "".join(f'<script src="{name}.data.js"></script>\n' for name in pages)
@@ -62,6 +64,8 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     return len(rows)
 
 
-def _write_script(path: Path, name: str, content: Any) -> None:
+def _write_json_as_script(path: Path, name: str, content: Any) -> None:
     """Data as a script, because a page that was opened from a disk may load nothing else."""
-    path.write_bytes(b"bundled(" + encode_json(name) + b"," + encode_json(content) + b");\n")
+    path.write_bytes(
+        b"bundled(" + encode_browser_json(name) + b"," + encode_browser_json(content) + b");\n"
+    )

@@ -11,7 +11,7 @@ from areal_hpc.view.transcripts.filter_expression import (
 from areal_hpc.view.transcripts.row_search import METRIC_PREFIX, PART_PREFIX
 
 SqlValue = float | str
-_SIGNS = {"=": "=", "!=": "IS NOT", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+_SQL_OPERATOR_BY_SIGN = {"=": "=", "!=": "IS NOT", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 """SQLite's, by the signs of filters."""
 
 
@@ -24,12 +24,12 @@ def compile_filter(expression: Expression) -> tuple[str, list[SqlValue]]:
             condition, values = compile_filter(term)
             return f"NOT ({condition})", values
         case Conjunction(terms):
-            return _join(" AND ", terms)
+            return _join_conditions(" AND ", terms)
         case Disjunction(terms):
-            return _join(" OR ", terms)
+            return _join_conditions(" OR ", terms)
 
 
-def get_column(field: str) -> tuple[str, list[str]]:
+def get_column_sql(field: str) -> tuple[str, list[str]]:
     """The value of a known field as SQL, and the values that stand for its `?`.
 
     Raises:
@@ -42,18 +42,18 @@ def get_column(field: str) -> tuple[str, list[str]]:
     return f'"{field}"', []
 
 
-def _join(word: str, terms: tuple[Expression, ...]) -> tuple[str, list[SqlValue]]:
+def _join_conditions(word: str, terms: tuple[Expression, ...]) -> tuple[str, list[SqlValue]]:
     compiled = [compile_filter(term) for term in terms]
     condition = word.join(f"({condition})" for condition, _ in compiled)
     return condition, [value for _, values in compiled for value in values]
 
 
 def _compile_comparison(one: Comparison) -> tuple[str, list[SqlValue]]:
-    column, named = get_column(one.field)
+    column, named = get_column_sql(one.field)
     if one.sign == "~":
         condition = f"instr(casefold({column}), ?) > 0"
         wanted: SqlValue = str(one.wanted).casefold()
     else:
-        condition, wanted = f"{column} {_SIGNS[one.sign]} ?", one.wanted
+        condition, wanted = f"{column} {_SQL_OPERATOR_BY_SIGN[one.sign]} ?", one.wanted
     # A field that a row lacks compares as unequal to everything.
     return f"COALESCE({condition}, 0)", [*named, wanted]

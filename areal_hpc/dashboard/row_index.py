@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column
+from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column_sql
 from areal_hpc.errors import ClusterError, RecipeError, ShardError
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
@@ -39,7 +39,7 @@ _COLUMNS = (
     *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
     "text TEXT",
 )
-_TABLES = f"""
+_RECREATE_TABLES_SQL = f"""
 BEGIN IMMEDIATE;
 DROP TABLE IF EXISTS shards;
 DROP TABLE IF EXISTS batches;
@@ -55,7 +55,7 @@ PRAGMA user_version = {LAYOUT_VERSION};
 COMMIT;
 """
 """Made in one transaction: another process of the same user may open the index as well."""
-_SHOWN = ", ".join(
+_LISTED_COLUMNS = ", ".join(
     name for column in _COLUMNS if (name := column.split()[0]) not in ("text", "named", "note")
 )
 """Columns of the table of rows."""
@@ -81,7 +81,7 @@ class RowIndex:
         make_private_folder(folder)
         self._file = folder / f"{name}.sqlite"
         self._lock = threading.Lock()
-        self._database = self._open()
+        self._database = self._open_or_recreate_database()
         self._problems: dict[str, str] = {}
 
     def close(self) -> None:
@@ -98,19 +98,19 @@ class RowIndex:
             if known.keys() - {one.file for one in sealed} or any(
                 known.get(one.file, one.digest) != one.digest for one in sealed
             ):  # another run stands at this path now
-                self._database.executescript(_TABLES)
+                self._database.executescript(_RECREATE_TABLES_SQL)
                 known = {}
-            added = sum(self._add_shard(one) for one in sealed if one.file not in known)
-            if self._add_batches() or added:
-                self._set_steps()
+            added = sum(self._index_shard_rows(one) for one in sealed if one.file not in known)
+            if self._index_new_batches() or added:
+                self._fill_in_row_steps()
             return added
 
-    def list_problems(self) -> list[str]:
+    def list_read_problems(self) -> list[str]:
         """Shards and batches that could not be read last, and why."""
         with self._lock:
             return [f"{place}: {why}" for place, why in self._problems.items()]
 
-    def find(
+    def find_page(
         self, where: str = "", sort: str = "", *, descending: bool = True, offset: int, count: int
     ) -> RowPage:
         """A page of the rows that match an expression of `areal-hpc shards show --where`.
@@ -129,10 +129,10 @@ class RowIndex:
                 raise RecipeError(
                     f"there is no field {sort!r}", key="sort", hint=f"one of {FIELD_NAMES}"
                 )
-            order, order_values = get_column(sort)
+            order, order_values = get_column_sql(sort)
         direction = "DESC" if descending else "ASC"
         query = (
-            f"SELECT {_SHOWN} FROM rows WHERE {condition} "
+            f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {condition} "
             f"ORDER BY {order} IS NULL, {order} {direction}, rowid {direction} LIMIT ? OFFSET ?"
         )
         with self._lock:
@@ -141,69 +141,72 @@ class RowIndex:
                 f"SELECT COUNT(*) FROM rows WHERE {condition}", values
             ).fetchone()
             bound = (*values, *order_values, *order_values, count, offset)
-            return RowPage(self._select(query, bound), matching, total)
+            return RowPage(self._select_as_dicts(query, bound), matching, total)
 
-    def choose_examples(self, count: int) -> list[JsonObject]:
+    def choose_example_rows(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
         steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
         with self._lock:
             found = [step for (step,) in self._database.execute(steps)]
             places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
             chosen = [found[place] for place in sorted(places)]
-            rows = self._select(
-                f"SELECT {_SHOWN} FROM rows WHERE kind = 'failed' ORDER BY rowid DESC LIMIT ?",
+            rows = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' "
+                "ORDER BY rowid DESC LIMIT ?",
                 (count // 10,),
             )
-            rows += self._select(
-                f"SELECT {_SHOWN} FROM rows WHERE kind NOT IN ('failed', 'train') "
+            rows += self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind NOT IN ('failed', 'train') "
                 "ORDER BY step DESC, rowid LIMIT ?",
                 (count // 5,),
             )
             for step in reversed(chosen):
-                rows += self._select(
-                    f"SELECT {_SHOWN} FROM rows WHERE kind = 'train' AND step IS ? "
+                rows += self._select_as_dicts(
+                    f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'train' AND step IS ? "
                     "ORDER BY ticket, attempt, episode, row LIMIT ?",
                     (step, count * 7 // 10 // len(chosen)),
                 )
             return rows
 
-    def list_related(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
+    def list_related_rows(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
         """The episodes of a row's group, and the rows of its task at other times."""
         with self._lock:
-            found = self._select("SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row))
+            found = self._select_as_dicts(
+                "SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row)
+            )
             if not found:
                 raise RecipeError(f"{shard} has no indexed row {row}", key="row")
             (one,) = found
-            group = self._select(
-                f"SELECT {_SHOWN} FROM rows WHERE ticket = ? AND attempt = ? "
+            group = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE ticket = ? AND attempt = ? "
                 "AND eval_step = ? ORDER BY episode, row LIMIT 200",
                 (one["ticket"], one["attempt"], one["eval_step"]),
             )
-            task = self._select(
-                f"SELECT {_SHOWN} FROM rows WHERE task = ? AND kind = ? "
+            task = self._select_as_dicts(
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE task = ? AND kind = ? "
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
                 (one["task"], one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
             )
             return {"group": group, "task_rows": task}
 
-    def count_causes(self) -> list[JsonObject]:
+    def count_failure_causes(self) -> list[JsonObject]:
         """Failed episodes by exception and line, the most frequent first."""
         query = (
             "SELECT cause, COUNT(*) AS count FROM rows "
             "WHERE kind = 'failed' GROUP BY cause ORDER BY count DESC LIMIT 50"
         )
         with self._lock:
-            return self._select(query, ())
+            return self._select_as_dicts(query, ())
 
-    def _select(self, query: str, values: Sequence[Any]) -> list[JsonObject]:
+    def _select_as_dicts(self, query: str, values: Sequence[Any]) -> list[JsonObject]:
         with closing(self._database.execute(query, values)) as cursor:
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_or_recreate_database(self) -> sqlite3.Connection:
         """The database, with tables that this version can use; a damaged one is made anew."""
         self._file.touch(mode=0o600)
-        database = self._connect()
+        database = self._connect_database()
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
@@ -216,17 +219,17 @@ class RowIndex:
             database.close()
             self._file.unlink()  # who has it open keeps it
             self._file.touch(mode=0o600)
-            database, version = self._connect(), 0
+            database, version = self._connect_database(), 0
         if version != LAYOUT_VERSION:
-            database.executescript(_TABLES)
+            database.executescript(_RECREATE_TABLES_SQL)
         return database
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect_database(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._file, check_same_thread=False, timeout=30.0)
         database.create_function("casefold", 1, _casefold, deterministic=True)
         return database
 
-    def _add_shard(self, sealed: SealedShard) -> int:
+    def _index_shard_rows(self, sealed: SealedShard) -> int:
         path = self._paths.shards_dir / sealed.file
         try:
             values = list(_iterate_row_values(ShardReader(path)))
@@ -241,7 +244,7 @@ class RowIndex:
             )
         return len(values)
 
-    def _add_batches(self) -> int:
+    def _index_new_batches(self) -> int:
         """Note the steps of tickets, which a batch may name before their rows; new batches."""
         added = 0
         known = {step for (step,) in self._database.execute("SELECT step FROM batches")}
@@ -262,7 +265,7 @@ class RowIndex:
             added += 1
         return added
 
-    def _set_steps(self) -> None:
+    def _fill_in_row_steps(self) -> None:
         """Give training rows the steps of their tickets."""
         with self._database:
             self._database.execute(
@@ -332,12 +335,12 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         "\n".join(call.reward.note for call in record.calls if call.reward),
         oldest,
         newest,
-        json.dumps(_list_named_numbers(record)),
+        json.dumps(_collect_reward_numbers(record)),
         msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS],
     )
 
 
-def _list_named_numbers(record: RowRecord) -> dict[str, float]:
+def _collect_reward_numbers(record: RowRecord) -> dict[str, float]:
     """Parts and metrics of the row's rewards by the names that filters use; the last counts."""
     named: dict[str, float] = {}
     for call in record.calls:

@@ -37,7 +37,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 MAX_EVENTS = 200
 """The newest ones that the overview lists."""
 
-NO_DESCRIPTION = {"unit": "", "meaning": ""}
+UNKNOWN_METRIC_DESCRIPTION = {"unit": "", "meaning": ""}
 """Of a metric that the catalogue does not have."""
 
 JsonObject = dict[str, Any]
@@ -51,12 +51,12 @@ def describe_runs(runs: Sequence[RunPaths], states: Sequence[str]) -> list[JsonO
 def _describe_run(paths: RunPaths, state: str) -> JsonObject:
     row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
     try:
-        return row | _describe_progress(paths)
+        return row | _describe_run_progress(paths)
     except (ArealError, OSError, KeyError) as error:  # KeyError: a metrics row without `step`
         return row | {"problem": f"cannot be read: {error}"}
 
 
-def _describe_progress(paths: RunPaths) -> JsonObject:
+def _describe_run_progress(paths: RunPaths) -> JsonObject:
     progress = read_run_progress(paths)
     trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
     return {
@@ -67,11 +67,11 @@ def _describe_progress(paths: RunPaths) -> JsonObject:
         "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
         "failures": len(list_failures(read_alerts(paths))),
-        "recipe": _flatten_public(progress.recipe),
+        "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
 
 
-def describe_overview(paths: RunPaths, state: str) -> JsonObject:
+def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
     """State, alerts, curves, restarts, what limited each step, events and recipe of a run."""
     progress = read_run_progress(paths)
     rows = progress.snapshot.steps
@@ -89,7 +89,7 @@ def describe_overview(paths: RunPaths, state: str) -> JsonObject:
         "restarts": _list_restart_steps(rows),
         "limits": [compute_limit_shares(row) for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
-        "recipe": _flatten_public(progress.recipe),
+        "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
 
 
@@ -102,7 +102,7 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
     ]
 
 
-def _flatten_public(recipe: Mapping[str, Any]) -> dict[str, str]:
+def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a recipe and their values as text; values that may be secrets are hidden."""
     shown = flatten_keys(hide_private_values(recipe, recipe))
     return {key: "" if value is None else str(value) for key, value in shown.items()}
@@ -112,7 +112,7 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
     """Every number of every step as columns, with what the catalogue says of each."""
     rows = read_metrics(paths.metrics)
     names = sorted({name for row in rows for name in row} - {"step", "unix_time_s"})
-    columns = {name: [_get_number(row.get(name)) for row in rows] for name in names}
+    columns = {name: [_get_finite_number(row.get(name)) for row in rows] for name in names}
     return {
         "steps": [row["step"] for row in rows],
         "times": [row.get("unix_time_s") for row in rows],
@@ -126,14 +126,16 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
     }
 
 
-def _get_number(value: object) -> float | None:
+def _get_finite_number(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _describe_metric(name: str) -> dict[str, str]:
     metric = find_metric(name)
-    return {"unit": metric.unit, "meaning": metric.meaning} if metric else NO_DESCRIPTION
+    return (
+        {"unit": metric.unit, "meaning": metric.meaning} if metric else UNKNOWN_METRIC_DESCRIPTION
+    )
 
 
 def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
@@ -227,11 +229,11 @@ def _decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def _load_tokenizer(paths: RunPaths) -> Tokenizer | None:
     """The tokenizer of the model that a run trains; None if it is not on this machine."""
     file = find_tokenizer_file(paths)
-    return _parse_tokenizer(file, file.stat().st_mtime_ns) if file else None
+    return _parse_tokenizer_file_once(file, file.stat().st_mtime_ns) if file else None
 
 
 @lru_cache(maxsize=4)
-def _parse_tokenizer(file: Path, _changed_at_ns: int) -> Tokenizer | None:
+def _parse_tokenizer_file_once(file: Path, _changed_at_ns: int) -> Tokenizer | None:
     """A tokenizer file, parsed once as long as it stays the same; None for a damaged one."""
     try:
         return Tokenizer.from_file(str(file))

@@ -11,11 +11,11 @@ from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.compare import fetch_jobs_of_runs
 from areal_hpc.view.jobs import get_run_state
 
-MIN_PAUSE_S = 15.0
+MIN_QUERY_INTERVAL_S = 15.0
 """Between two questions to Slurm about the same runs, however many pages are open."""
 
 
-class RunStates:
+class RunStateCache:
     """Cache of the states of runs. Safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class RunStates:
         self._lock = threading.Lock()
         self._known: dict[tuple[tuple[Path, bool], ...], tuple[float, list[str]]] = {}
 
-    def find(self, runs: Sequence[RunPaths]) -> list[str]:
-        """State of each run, asked again when one has ended and after `MIN_PAUSE_S`."""
+    def get_states(self, runs: Sequence[RunPaths]) -> list[str]:
+        """State of each run, asked again when one has ended and after `MIN_QUERY_INTERVAL_S`."""
         key = tuple((run.root, run.finished_marker.exists()) for run in runs)
         with self._lock:
             asked_at, states = self._known.get(key, (-math.inf, []))
-            if time.monotonic() - asked_at > max(MIN_PAUSE_S, self._queue.pause_s):
+            if time.monotonic() - asked_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
                 states = [get_run_state(one) for one in fetch_jobs_of_runs(runs, self._queue)]
                 self._known[key] = time.monotonic(), states
             return states

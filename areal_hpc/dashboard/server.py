@@ -20,7 +20,7 @@ MAX_CONNECTIONS = 200
 _ADDRESS_FILE = "address.json"
 
 
-class Address(msgspec.Struct, frozen=True):
+class DashboardAddress(msgspec.Struct, frozen=True):
     """Where this user's server listens, and the secret of its pages."""
 
     port: int
@@ -39,7 +39,7 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
         ClusterError: The port is taken, or the cache is open to other users.
     """
     cache_dir = get_cache_dir()
-    address, listener = _listen(cache_dir, port)
+    address, listener = _listen_at_kept_or_free_port(cache_dir, port)
     app = DashboardApp(place, address.secret, cache_dir)
     host = socket.gethostname()
     tell(f"{place}: open {address.url}")
@@ -52,7 +52,9 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
         server.run(sockets=[listener])
 
 
-def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
+def _listen_at_kept_or_free_port(
+    cache_dir: Path, port: int | None
+) -> tuple[DashboardAddress, socket.socket]:
     """This user's address and a socket that listens there; another port if that one is taken."""
     make_private_folder(cache_dir)
     kept = _read_address(cache_dir)
@@ -70,7 +72,7 @@ def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
         # Whoever has another port's address may listen there: a link to it tells them its secret.
         is_kept = kept is not None and kept.port == candidate
         secret = kept.secret if kept and is_kept else secrets.token_urlsafe(24)
-        address = Address(listener.getsockname()[1], secret)
+        address = DashboardAddress(listener.getsockname()[1], secret)
         _write_address(cache_dir, address)
         return address, listener
     raise ClusterError(
@@ -80,14 +82,14 @@ def _listen(cache_dir: Path, port: int | None) -> tuple[Address, socket.socket]:
     )
 
 
-def _read_address(cache_dir: Path) -> Address | None:
+def _read_address(cache_dir: Path) -> DashboardAddress | None:
     try:
-        return msgspec.json.decode((cache_dir / _ADDRESS_FILE).read_bytes(), type=Address)
+        return msgspec.json.decode((cache_dir / _ADDRESS_FILE).read_bytes(), type=DashboardAddress)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _write_address(cache_dir: Path, address: Address) -> None:
+def _write_address(cache_dir: Path, address: DashboardAddress) -> None:
     path = cache_dir / _ADDRESS_FILE
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

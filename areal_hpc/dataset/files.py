@@ -11,7 +11,7 @@ ROWS_PER_READ = 1024
 """Rows of a Parquet file that are held in memory as Python objects."""
 
 
-def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
+def read_task_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines.
 
     Raises:
@@ -20,7 +20,7 @@ def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         yield from _read_saved_dataset(path, key)
     elif path.suffix == ".parquet":
-        yield from _read_table(path, key, _iterate_parquet_batches)
+        yield from _read_rows_by_pyarrow(path, key, _iterate_parquet_batches)
     else:
         yield from _read_json_lines(path, key)
 
@@ -50,10 +50,10 @@ def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)
     for part in json.loads(state.read_bytes())["_data_files"]:
-        yield from _read_table(folder / part["filename"], key, _iterate_arrow_batches)
+        yield from _read_rows_by_pyarrow(folder / part["filename"], key, _iterate_arrow_batches)
 
 
-def _read_table(
+def _read_rows_by_pyarrow(
     path: Path, key: str, batches: Callable[[Path], Iterator[Any]]
 ) -> Iterator[dict[str, Any]]:
     try:

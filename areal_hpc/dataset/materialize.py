@@ -6,13 +6,13 @@ from typing import Any
 
 import orjson
 
-from areal_hpc.dataset.sources import iterate_rows
+from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.rundir.atomic import open_temporary
 
 
-def materialize(
+def materialize_task_sets(
     parts: Sequence[tuple[TaskSetConfig, str]],
     out: Path,
     check: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -25,13 +25,13 @@ def materialize(
         The number of rows of each.
 
     Raises:
-        RecipeError: As `iterate_rows` and `check`, or a data set is empty.
+        RecipeError: As `iterate_task_rows` and `check`, or a data set is empty.
     """
     counts = []
     with open_temporary(out) as stream:
         for config, key in parts:
             count = 0
-            for row in iterate_rows(config, key):
+            for row in iterate_task_rows(config, key):
                 stream.write(encode_row(row, count, key) + b"\n")
                 try:
                     check(row)
@@ -68,7 +68,7 @@ def encode_row(row: object, number: int, key: str = "") -> bytes:
         ) from error
 
 
-def count_rows(path: Path) -> int:
+def count_materialized_rows(path: Path) -> int:
     """Lines of a materialized data set."""
     with path.open("rb") as stream:
         return sum(1 for _ in stream)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.files import read_file
+from areal_hpc.dataset.files import read_task_file
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -14,7 +14,7 @@ from areal_hpc.recipe.user_functions import describe_user_error, load_user_funct
 TaskRow = dict[str, Any]
 
 
-def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
+def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     """The data set that stands under a key of the recipe, row by row, as the agent gets them.
 
     Raises:
@@ -25,7 +25,7 @@ def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     return (
         source
         if config.to_task is None
-        else _convert_rows(source, config.to_task, f"{key}.to_task")
+        else _convert_rows_by_user_function(source, config.to_task, f"{key}.to_task")
     )
 
 
@@ -58,7 +58,9 @@ def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
 
 def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     if config.generator is not None:
-        yield from _generate_rows(config.generator, config.kwargs, f"{key}.generator")
+        yield from _generate_rows_by_user_function(
+            config.generator, config.kwargs, f"{key}.generator"
+        )
     elif config.reasoning_gym is not None:
         yield from _generate_reasoning_tasks(
             config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym"
@@ -66,10 +68,12 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
         for path in list_source_files(config, key):
-            yield from read_file(path, where)
+            yield from read_task_file(path, where)
 
 
-def _generate_rows(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
+def _generate_rows_by_user_function(
+    dotted: str, kwargs: dict[str, Any], key: str
+) -> Iterator[TaskRow]:
     function = load_user_function(dotted, key)
     try:
         inspect.signature(function).bind(**kwargs)
@@ -119,7 +123,9 @@ def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> It
         ) from error
 
 
-def _convert_rows(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[TaskRow]:
+def _convert_rows_by_user_function(
+    source: Iterator[TaskRow], dotted: str, key: str
+) -> Iterator[TaskRow]:
     function = load_user_function(dotted, key)
     for number, row in enumerate(source):
         try:

@@ -51,7 +51,7 @@ class InferenceJobConfig(ProcessConfig):
     """Weights change while generations keep their keys and values."""
 
 
-def build_command(
+def build_server_command(
     job: InferenceJobConfig,
     index: int,
     incarnation: int,
@@ -80,7 +80,7 @@ def build_command(
     )
 
 
-def get_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
+def get_server_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
     """Log folder of this cell's replicas."""
     return get_task_log_dir(paths.log_dir(max(paths.list_attempts(), default=1)) / job.cell)
 

@@ -44,7 +44,7 @@ _READ_ONLY_ROUTES = ("model_info",)
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S, _MAX_DEADLINE_S = 300.0, 1e9
-_MAX_COUNT = 2**31 - 1
+_MAX_HEADER_COUNT = 2**31 - 1
 """Of starts: no server and no trainer is started more often."""
 _ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
@@ -94,12 +94,12 @@ class ControlProxyApp(JsonApp):
             case "POST", ["replicas", index, "fence"]:
                 fence = await _decode_body(request, FenceRequest)
                 return _encode_reply(
-                    self._find_replica(index).stop_serving(_read_caller(request), fence)
+                    self._find_replica(index).stop_serving(_parse_caller_headers(request), fence)
                 )
             case "POST", ["replicas", index, "serve"]:
                 serve = await _decode_body(request, ServeRequest)
                 return _encode_reply(
-                    self._find_replica(index).start_serving(_read_caller(request), serve)
+                    self._find_replica(index).start_serving(_parse_caller_headers(request), serve)
                 )
             case "POST", ["replicas", index, "load"]:
                 load = self._build_load_weights_body(
@@ -108,7 +108,7 @@ class ControlProxyApp(JsonApp):
                 route = "update_weights_from_disk"
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
-                body = await _read_order(request)
+                body = await _read_json_object_body(request)
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
@@ -134,12 +134,14 @@ class ControlProxyApp(JsonApp):
     async def _forward_call(
         self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
-        caller = _read_caller(request)
+        caller = _parse_caller_headers(request)
         server = replica.begin_control_call(caller, route)
         asked_at = time.time()
         accepted: bool | None = False
         try:
-            status, content = await self._ask_sglang(server, route, body, caller, request)
+            status, content = await self._post_to_sglang_until_deadline(
+                server, route, body, caller, request
+            )
             accepted = status < 400
         except TimeoutError:
             accepted = None
@@ -158,7 +160,7 @@ class ControlProxyApp(JsonApp):
             answer.raise_for_status()
             return await answer.read()
 
-    async def _ask_sglang(
+    async def _post_to_sglang_until_deadline(
         self,
         server: SGLangServer,
         route: str,
@@ -219,7 +221,7 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
     return 200, msgspec.json.encode(reply)
 
 
-def _read_caller(request: Request) -> ControlCaller:
+def _parse_caller_headers(request: Request) -> ControlCaller:
     deadline_s = _read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S))
     if not 0 < deadline_s <= _MAX_DEADLINE_S:
         raise HTTPException(
@@ -240,7 +242,7 @@ async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
         raise HTTPException(400, str(error)) from error
 
 
-async def _read_order(request: Request) -> bytes:
+async def _read_json_object_body(request: Request) -> bytes:
     """The body of a call that SGLang gets as it came: a JSON object, which it takes for granted."""
     body = await _read_body(request)
     try:
@@ -252,8 +254,10 @@ async def _read_order(request: Request) -> bytes:
 
 def _read_count_header(request: Request, name: str) -> int:
     number = _read_number_header(request, name)
-    if not (0 <= number <= _MAX_COUNT and number.is_integer()):
-        raise HTTPException(400, f"the header {name} must be a whole number from 0 to {_MAX_COUNT}")
+    if not (0 <= number <= _MAX_HEADER_COUNT and number.is_integer()):
+        raise HTTPException(
+            400, f"the header {name} must be a whole number from 0 to {_MAX_HEADER_COUNT}"
+        )
     return int(number)
 
 
@@ -282,14 +286,16 @@ class ControlProxyServer:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = ServiceServer(app)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve_and_close()), name="control-proxy", daemon=True
+            target=lambda: asyncio.run(self._serve_then_close_app()),
+            name="control-proxy",
+            daemon=True,
         )
 
     def start(self) -> None:
         """Answer calls."""
         self._thread.start()
 
-    async def _serve_and_close(self) -> None:
+    async def _serve_then_close_app(self) -> None:
         try:
             await self._server.serve(sockets=[self._socket])
         finally:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
+from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.server.sglang_server import STOP_GRACE_S
@@ -35,8 +35,8 @@ def run(config: dict[str, Any]) -> None:
         Replica(
             index,
             job.inference,
-            launch=partial(build_command, job, index),
-            log_dir=get_log_dir(job, paths),
+            launch=partial(build_server_command, job, index),
+            log_dir=get_server_log_dir(job, paths),
             events=events,
             policy=RestartPolicy(job.inference.max_restarts),
             clock=clock,

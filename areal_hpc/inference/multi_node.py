@@ -31,7 +31,7 @@ class NodePartTracker:
             self._wanted, self._loss = FollowerPollReply(incarnation, meeting_point), ""
             self._heard_at_s.clear()
 
-    def clear_assignment(self) -> None:
+    def withdraw_node_parts(self) -> None:
         """Have no part run."""
         self.order_node_parts(0, "")
 

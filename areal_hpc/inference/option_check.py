@@ -14,16 +14,16 @@ import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what ne
 from sglang.srt.server_args import ServerArgs
 
 
-class _TellingParser(argparse.ArgumentParser):
+class _RaisingArgumentParser(argparse.ArgumentParser):
     """Raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
-def read_command_lines(lines: list[list[str]]) -> dict[str, Any]:
+def parse_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
     """The options that SGLang knows; of each line the words that it does not, and its complaint."""
-    parser = _TellingParser(prog="sglang", add_help=False)
+    parser = _RaisingArgumentParser(prog="sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
     known = sorted(option for action in parser._actions for option in action.option_strings)
     readings = []
@@ -37,7 +37,7 @@ def read_command_lines(lines: list[list[str]]) -> dict[str, Any]:
 
 def main() -> None:
     """From standard input to standard output."""
-    sys.stdout.write(json.dumps(read_command_lines(json.load(sys.stdin))) + "\n")
+    sys.stdout.write(json.dumps(parse_sglang_command_lines(json.load(sys.stdin))) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
 
 
-class ReplyFormats:
+class ReplyParserFactory:
     """The model's two formats.
 
     Raises:
@@ -155,7 +155,7 @@ def _build_single_call_grammar(parser: Any, tools: Sequence[dict[str, Any]], req
 class ReplyParser:
     """One reply while it is being said."""
 
-    def __init__(self, formats: ReplyFormats, opening: ReplyParseContext) -> None:
+    def __init__(self, formats: ReplyParserFactory, opening: ReplyParseContext) -> None:
         self._formats = formats
         self._tools = opening.tools
         self._calls = formats.build_call_parser(opening.tools)
@@ -180,15 +180,17 @@ class ReplyParser:
         """What can be shown after the next text, all of it after the last."""
         reasoning, body = "", text
         if self._reasoning is not None:
-            reasoning, body = _replace_none(self._reasoning.parse_stream_chunk(text))
+            reasoning, body = _replace_none_by_empty(self._reasoning.parse_stream_chunk(text))
             if last:
-                more_reasoning, more_body = _replace_none(self._reasoning.parse_stream_end())
+                more_reasoning, more_body = _replace_none_by_empty(
+                    self._reasoning.parse_stream_end()
+                )
                 reasoning, body = reasoning + more_reasoning, body + more_body
             reasoning, body = self._trim_line_breaks(reasoning, body)
         self._body += body
         shown = ParserReply(reasoning=reasoning)
         if last:
-            shown.text, shown.calls = self._finish_reply()
+            shown.text, shown.calls = self._pop_rest_and_calls()
         elif self._calls is None:
             shown.text = self._pop_text_until(len(self._body))
         elif self._markers and not self._calls.has_tool_call(self._body):
@@ -211,7 +213,7 @@ class ReplyParser:
         start, self._shown_chars = self._shown_chars, max(end, self._shown_chars)
         return self._body[start:end]
 
-    def _finish_reply(self) -> tuple[str, list[ParsedToolCall]]:
+    def _pop_rest_and_calls(self) -> tuple[str, list[ParsedToolCall]]:
         """What has not been shown yet, and the calls."""
         if self._calls is None or not self._calls.has_tool_call(self._body):
             return self._pop_text_until(len(self._body)), []
@@ -257,7 +259,7 @@ def _count_partial_marker_chars(text: str, markers: Sequence[str]) -> int:
     )
 
 
-def _replace_none(texts: tuple[str | None, str | None]) -> tuple[str, str]:
+def _replace_none_by_empty(texts: tuple[str | None, str | None]) -> tuple[str, str]:
     return texts[0] or "", texts[1] or ""
 
 
@@ -269,7 +271,7 @@ def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedToolCall]]:
 class ParseRequestHandler:
     """Answers requests, one after the other."""
 
-    def __init__(self, formats: ReplyFormats) -> None:
+    def __init__(self, formats: ReplyParserFactory) -> None:
         self._formats = formats
         self._replies: dict[int, ReplyParser] = {}
 
@@ -283,13 +285,13 @@ class ParseRequestHandler:
                     grammar=grammar, grammar_value=value, reasons_first=reasons_first
                 )
             else:
-                reply = self._parse_text(request)
+                reply = self._parse_chunk_or_open_reply(request)
         except Exception as error:  # boundary: SGLang's code, run on whatever comes
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
 
-    def _parse_text(self, request: ParseChunkRequest) -> ParserReply:
+    def _parse_chunk_or_open_reply(self, request: ParseChunkRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
             while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left
@@ -311,7 +313,7 @@ def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
-    process = ParseRequestHandler(ReplyFormats(*sys.argv[1:3]))
+    process = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
     decoder = msgspec.json.Decoder(ParseChunkRequest | ToolGrammarRequest)
     out.write(msgspec.json.encode(ParserReply()) + b"\n")
     for line in sys.stdin.buffer:

@@ -40,7 +40,7 @@ from areal_hpc.wire.replicas import (
 )
 
 log = logging.getLogger(__name__)
-_RESTART_BACKOFF = Backoff(0.5, 30.0)
+_SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)
 _MAX_PORT_RACES = 5
 BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 """(incarnation, ports) to the command of that start."""
@@ -136,18 +136,22 @@ class Replica:
             if now >= self._not_before:
                 self._start_server()
         elif death := self._server.describe_exit() or self.nodes.find_loss_reason(now):
-            self._handle_failure(self._server, death)
+            self._end_server_and_plan_restart(self._server, death)
         elif self._state == "starting":
-            self._check_startup(self._server, now)
+            self._poll_starting_server(self._server, now)
         elif route := self._update_state.unanswered:
-            self._handle_failure(self._server, f"did not respond to {route}", is_crash=False)
-        elif self._detect_lost_sender(now):
-            self._handle_lost_sender(self._server)
-        elif self._probe is not None and self._probe.check_timed_out(
+            self._end_server_and_plan_restart(
+                self._server, f"did not respond to {route}", is_crash=False
+            )
+        elif self._begin_closing_if_sender_overdue(now):
+            self._recover_from_lost_sender(self._server)
+        elif self._probe is not None and self._probe.probe_and_check_timed_out(
             may_ask=not self._update_state.has_sender
         ):
             timeout_s = self._config.health_timeout_s
-            self._handle_failure(self._server, f"was unresponsive for {timeout_s:.0f} s")
+            self._end_server_and_plan_restart(
+                self._server, f"was unresponsive for {timeout_s:.0f} s"
+            )
 
     def _start_server(self) -> None:
         incarnation, ports = self._incarnation + 1, choose_server_ports()
@@ -163,7 +167,7 @@ class Replica:
         self._record_event("replica_started", log=str(log_path))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
-    def _check_startup(self, server: SGLangServer, now: float) -> None:
+    def _poll_starting_server(self, server: SGLangServer, now: float) -> None:
         waited_s, timeout_s = now - server.started_at, self._config.startup_timeout_s
         if server.is_ready():
             with self._lock:
@@ -173,23 +177,23 @@ class Replica:
             self._failures_in_a_row = 0
             self._record_event("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > timeout_s:
-            self._handle_failure(server, f"was not ready within {timeout_s:.0f} s")
+            self._end_server_and_plan_restart(server, f"was not ready within {timeout_s:.0f} s")
         elif server.failed_to_bind(now):
-            self._handle_failure(server, "could not bind its port")
+            self._end_server_and_plan_restart(server, "could not bind its port")
 
-    def _detect_lost_sender(self, now: float) -> bool:
+    def _begin_closing_if_sender_overdue(self, now: float) -> bool:
         with self._lock:
             self._update_state.is_closing = self._update_state.is_sender_overdue(now)
             return self._update_state.is_closing
 
-    def _handle_lost_sender(self, server: SGLangServer) -> None:
+    def _recover_from_lost_sender(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._update_state.is_changed:
-            self._handle_failure(
+            self._end_server_and_plan_restart(
                 server, "has weights from an update whose sender disappeared", is_crash=False
             )
         elif self._update_state.is_paused and not server.continue_generation():
-            self._handle_failure(
+            self._end_server_and_plan_restart(
                 server, "did not resume after its sender disappeared", is_crash=False
             )
         else:
@@ -197,13 +201,15 @@ class Replica:
                 self._update_state.drop_lost_sender()
             self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
-    def _handle_failure(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
+    def _end_server_and_plan_restart(
+        self, server: SGLangServer, reason: str, *, is_crash: bool = True
+    ) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.has_usage_error, self._state == "starting"
-        self.nodes.clear_assignment()
+        self.nodes.withdraw_node_parts()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         self._record_event(
@@ -238,7 +244,7 @@ class Replica:
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
-        self._not_before = self.clock.now() + _RESTART_BACKOFF.get_pause_s(
+        self._not_before = self.clock.now() + _SERVER_RESTART_BACKOFF.get_pause_s(
             self._failures_in_a_row - 1
         )
 
@@ -249,7 +255,7 @@ class Replica:
 
     def kill(self, grace_s: float = 0.0) -> None:
         """End the server, by force if it is still there after `grace_s`."""
-        self.nodes.clear_assignment()
+        self.nodes.withdraw_node_parts()
         if self._server is not None:
             self._server.kill(grace_s)
 
@@ -263,21 +269,21 @@ class Replica:
     def stop_serving(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
-            self._check_caller(caller)
+            self._require_current_caller(caller)
             self._update_state.mark_fenced(self.clock.now(), caller.deadline_s, stays=request.stays)
             return self.build_view()
 
     def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
-            self._check_caller(caller)
+            self._require_current_caller(caller)
             self._update_state.mark_serving(request.version)
             return self.build_view()
 
     def begin_control_call(self, caller: ControlCaller, route: str) -> SGLangServer:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
-            self._check_caller(caller)
+            self._require_current_caller(caller)
             self._update_state.on_call_started(route, self.clock.now(), caller.deadline_s)
             assert self._server is not None
             return self._server
@@ -300,7 +306,7 @@ class Replica:
             self._update_pause = pause
         self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
-    def _check_caller(self, caller: ControlCaller) -> None:
+    def _require_current_caller(self, caller: ControlCaller) -> None:
         name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallRefusedError(

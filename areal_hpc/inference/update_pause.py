@@ -62,13 +62,15 @@ class UpdatePauseTimer:
             self._paused_at, self._before = asked_at, None
         elif route in WEIGHT_CHANGING_ROUTES and self._paused_at:
             # It takes its orders one after the other: now it is paused.
-            self._start_task(self._record_load_before_pause(server))
+            self._start_guarded_task(self._record_load_before_pause(server))
         elif route == "continue_generation" and self._before is not None:
             paused_s = asked_at - self._paused_at
-            self._start_task(self._measure_pause(server, self._before, paused_s, asked_at))
+            self._start_guarded_task(
+                self._measure_and_record_pause(server, self._before, paused_s, asked_at)
+            )
             self._before, self._paused_at = None, 0.0
 
-    def _start_task(self, look: Awaitable[None]) -> None:
+    def _start_guarded_task(self, look: Awaitable[None]) -> None:
         async def guarded() -> None:
             try:
                 await look
@@ -83,7 +85,7 @@ class UpdatePauseTimer:
     async def _record_load_before_pause(self, server: SGLangServer) -> None:
         self._before = await self._read_newest_load(server)
 
-    async def _measure_pause(
+    async def _measure_and_record_pause(
         self, server: SGLangServer, before: _SchedulerLoad, paused_s: float, continued_at: float
     ) -> None:
         token_at = continued_at

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.awake_clock import AwakeClock
-from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
+from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
 from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
 from areal_hpc.inference.server.sglang_server import STOP_GRACE_S, SGLangServer, choose_server_ports
@@ -39,18 +39,18 @@ def run(config: dict[str, Any]) -> None:
     worker = WorkerNode(
         get_task_position().rank,
         job.inference.nodes_per_replica,
-        launch=partial(build_command, job, 0),
+        launch=partial(build_server_command, job, 0),
         cell=job.cell,
         rendezvous_dir=paths.rendezvous_dir,
         admin_key=rendezvous.ensure_admin_key(paths.admin_key),
-        log_dir=get_log_dir(job, paths),
+        log_dir=get_server_log_dir(job, paths),
     )
     try:
         while not stop.requested:
             worker.sync_with_head_node()
             stop.wait(POLL_S)
     finally:
-        worker.end()
+        worker.stop_part_for_good()
 
 
 class WorkerNode:
@@ -131,7 +131,7 @@ class WorkerNode:
             self._server.kill(STOP_GRACE_S)
         self._server, self._incarnation = None, 0
 
-    def end(self) -> None:
+    def stop_part_for_good(self) -> None:
         """End the part, and ask no more."""
         self._stop_server_part()
         self._client.close()

@@ -60,11 +60,11 @@ class LocalTask:
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 
-    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
         """Seconds that processes get to stop by themselves."""
         return self._launch.stop_grace_s
 
-    def finish(self, outcome: TaskExit) -> TaskExit:
+    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher."""
         write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
@@ -139,7 +139,7 @@ class StepTask:
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 
-    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
         """Seconds that processes get to stop by themselves; where they save, those of a save too.
 
         Processes read it from a note, which all tasks of the job write alike.
@@ -155,7 +155,7 @@ class StepTask:
             log.warning("could not tell the processes how long they have: %s", error)
         return grace_s
 
-    def finish(self, outcome: TaskExit) -> TaskExit:
+    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher, unless the files belong to a later start."""
         outcome = msgspec.structs.replace(outcome, incarnation=self._step.incarnation)
         if not self._is_superseded:

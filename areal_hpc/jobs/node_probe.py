@@ -52,7 +52,7 @@ def probe_node(
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
-        findings += check_gpus(asked, *query_gpu_errors())
+        findings += compare_gpus_with_driver(asked, *query_gpu_errors())
     return findings
 
 
@@ -79,7 +79,9 @@ def parse_gpu_errors(listed: str) -> dict[str, int]:
     return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
 
 
-def check_gpus(asked: list[str], seen: dict[str, int], complaint: str) -> list[NodeProblem]:
+def compare_gpus_with_driver(
+    asked: list[str], seen: dict[str, int], complaint: str
+) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]

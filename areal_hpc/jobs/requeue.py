@@ -63,9 +63,9 @@ class ProgressTracker:
         self._path = job.failure_count
         self._progress = Path(progress) if progress else None
         self._began_at = time.monotonic()
-        self._began_bytes = self._measure_progress()
+        self._began_bytes = self._read_progress_bytes()
 
-    def _measure_progress(self) -> int:
+    def _read_progress_bytes(self) -> int:
         try:
             return self._progress.stat().st_size if self._progress else 0
         except OSError:
@@ -73,7 +73,7 @@ class ProgressTracker:
 
     def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailureCounts:
         """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
-        has_grown = self._measure_progress() > self._began_bytes
+        has_grown = self._read_progress_bytes() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
         before = FailureCounts()
         if self._path.exists():
@@ -94,7 +94,9 @@ class ProgressTracker:
         return counts
 
 
-def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
+def record_faulty_nodes(
+    slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str
+) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
     known = list_excluded_nodes(path)
@@ -178,23 +180,23 @@ def _request_restart(
         if decision == "hold_for_user":
             scontrol.control_job("requeuehold", job_id)
             return "held for user"
-        if decision == "hold" and _requeue_held(launch.paths, job_id):
+        if decision == "hold" and _requeue_held_and_note_it(launch.paths, job_id):
             return "held"
         scontrol.control_job("requeue", job_id)
     except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
         number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
-        _retry(lambda: update_dependents(number))
+        _retry_command(lambda: update_dependents(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        _retry(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
+        _retry_command(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 
-def _requeue_held(job: JobPaths, job_id: str) -> bool:
+def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
     """Hold the job until it is wanted; False if that could not be noted.
 
     Noted first: a job that is held and not on the list would be held for good.
@@ -240,7 +242,7 @@ def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
     return released
 
 
-def _retry(command: Callable[[], None], times: int = 3) -> None:
+def _retry_command(command: Callable[[], None], times: int = 3) -> None:
     """Insist a little. The job is requeued whatever comes of this."""
     for _ in range(times):
         try:

@@ -115,7 +115,7 @@ def list_decisive_crashes(
     return crashes
 
 
-def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
+def find_crash_error(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:

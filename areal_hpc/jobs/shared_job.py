@@ -51,15 +51,15 @@ class JobPart:
         return [spec for spec in self.processes if spec.tasks in own]
 
 
-def get_whole_job(job: JobSpec, position: TaskPosition) -> JobPart:
+def get_part_outside_cells(job: JobSpec, position: TaskPosition) -> JobPart:
     """The processes that a job has beside those of the cells that share it."""
     return JobPart(job.name, job.processes, position)
 
 
-def get_job_part(job: JobSpec, position: TaskPosition) -> JobPart:
+def get_part_of_task(job: JobSpec, position: TaskPosition) -> JobPart:
     """The cell that a task of a shared job works for; the whole of any other job."""
     if not job.cells:
-        return get_whole_job(job, position)
+        return get_part_outside_cells(job, position)
     tasks = job.tasks_per_cell
     number, rank = divmod(position.rank, tasks)
     cell = job.cells[number]
@@ -105,9 +105,9 @@ class SharedCell:
 
     def mark_started(self) -> None:
         """Remember when this start of the cell began, and how far the run was."""
-        self._started_at, self._started_bytes = time.monotonic(), self._measure_progress()
+        self._started_at, self._started_bytes = time.monotonic(), self._read_progress_bytes()
 
-    def claim_start(self, node: str) -> Mapping[str, str]:
+    def claim_cell_start(self, node: str) -> Mapping[str, str]:
         """Number this start of the cell, and what tells its processes so.
 
         Numbers of the job would begin anew when its cells are shared out among jobs differently,
@@ -129,7 +129,7 @@ class SharedCell:
             ) from error
         return {JOB_START_VARIABLE: str(start.number)}
 
-    def _measure_progress(self) -> int:
+    def _read_progress_bytes(self) -> int:
         with contextlib.suppress(OSError):
             return Path(self._slurm.progress).stat().st_size if self._slurm.progress else 0
         return 0
@@ -137,18 +137,18 @@ class SharedCell:
     def decide_restart(self, outcome: TaskExit) -> RestartDecision:
         """Decision about a task one of whose processes failed for good: the same as about a job."""
         made_progress = (
-            self._measure_progress() > self._started_bytes
+            self._read_progress_bytes() > self._started_bytes
             or time.monotonic() - self._started_at >= SLURM_POLICY.healthy_s
         )
         self.failures = SLURM_POLICY.count_failures(self.failures, made_progress=made_progress)
         return SLURM_POLICY.decide([outcome.exit_code], self.failures)
 
-    def report_end(self, outcome: TaskExit) -> None:
+    def report_cell_end(self, outcome: TaskExit) -> None:
         """Say that the cell is over until the job's next start."""
-        self.end = self.complete_exit(outcome)
-        self._write_end()
+        self.end = self.replace_by_cell_end_or_name_cell(outcome)
+        self._write_end_if_unreported()
 
-    def _write_end(self) -> None:
+    def _write_end_if_unreported(self) -> None:
         if self.end is None or self._is_end_reported:
             return
         try:
@@ -157,20 +157,20 @@ class SharedCell:
         except OSError as error:  # tried again at the next look
             log.error("the end of %s could not be written: %s", self.name, error)
 
-    def complete_exit(self, outcome: TaskExit) -> TaskExit:
+    def replace_by_cell_end_or_name_cell(self, outcome: TaskExit) -> TaskExit:
         """The task's exit status with what is known here; how its cell ended comes first."""
         if self.end is not None and outcome.exit_code != 0:
             return self.end
         return msgspec.structs.replace(outcome, cell=self.name, incarnation=self._incarnation)
 
-    def find_peer_end(self) -> TaskExit | None:
+    def find_end_of_other_task(self) -> TaskExit | None:
         """How another task of this cell ended for good; None while all work.
 
         Raises:
             OSError: The shared storage does not respond.
         """
         others = [rank for rank in self._cell_ranks[self._number] if rank != self._rank]
-        if not others or not self._is_time_to_look():
+        if not others or not self._claim_due_poll():
             return None
         return next(filter(None, map(self._read_exit, others)), None)
 
@@ -180,12 +180,12 @@ class SharedCell:
         Raises:
             OSError: The shared storage does not respond.
         """
-        if self.end is None or not self._is_time_to_look():
+        if self.end is None or not self._claim_due_poll():
             return False
-        self._write_end()
+        self._write_end_if_unreported()
         return self._rank == 0 and all(self._read_exit(ranks[0]) for ranks in self._cell_ranks)
 
-    def report_idle(self) -> bool:
+    def report_idle_and_check_all_idle(self) -> bool:
         """Say that the cell has nothing to do; true if no cell of the job has.
 
         A driver that finds no trainer ends and is started again, so a cell without a trainer says
@@ -213,7 +213,7 @@ class SharedCell:
     def _read_exit(self, rank: int) -> TaskExit | None:
         return read_task_exit(self._paths, rank, self._incarnation)
 
-    def _is_time_to_look(self) -> bool:
+    def _claim_due_poll(self) -> bool:
         now = time.monotonic()
         if now < self._next_look_at:
             return False

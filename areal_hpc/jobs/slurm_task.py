@@ -25,7 +25,7 @@ from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     ProgressTracker,
     cancel_own_job,
-    exclude_nodes,
+    record_faulty_nodes,
     requeue_or_resubmit,
 )
 from areal_hpc.jobs.restart_policy import (
@@ -156,7 +156,7 @@ class SlurmTask:
     def _wait_for_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
-        absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
+        absent = starts.await_nodes_and_list_absent(self._starts_dir, start, len(nodes), timeout_s)
         reason = (
             f"no task on this node joined within {timeout_s:.0f} s; "
             f"is {self._paths.root} mounted there?"
@@ -217,12 +217,12 @@ class SlurmTask:
             return None
         self._next_look_at = now + STOP_POLL_S
         try:
-            return self._check_stop_conditions(self._start, now, is_leading=is_leading)
+            return self._find_stop_condition(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
-    def _check_stop_conditions(
+    def _find_stop_condition(
         self, start: starts.JobStart, now: float, *, is_leading: bool
     ) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
@@ -243,7 +243,7 @@ class SlurmTask:
                 return TaskExit(STOPPED_EXIT_CODE, reason=TIME_LIMIT_REASON)
         return None
 
-    def decide_stop_grace_s(self, outcome: TaskExit) -> float:
+    def announce_stop_and_decide_grace_s(self, outcome: TaskExit) -> float:
         """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
@@ -280,7 +280,7 @@ class SlurmTask:
             return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - self._clock.now() - self._slurm.margin_s))
 
-    def finish(self, outcome: TaskExit) -> TaskExit:
+    def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
         """Say how this task ended and, once all have, see to what comes next.
 
         The others stay until the first has asked Slurm: where the end of one task ends the job,
@@ -290,20 +290,20 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         rank = self._position.rank
-        with _log_write_errors("the task's exit status"):
+        with _swallow_and_log_write_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
         if self._start is None:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
-            with _log_write_errors("the job's exit status"):
+            with _swallow_and_log_write_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 left.touch()
             if self._ends_cancelled:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code:
-            _wait_until(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
+            _wait_until_or_give_up(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
 
     def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
@@ -311,8 +311,8 @@ class SlurmTask:
         gathered = self._gather_task_exits(own)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with _log_write_errors("the nodes that are not to be given again"):
-            faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
+        with _swallow_and_log_write_errors("the nodes that are not to be given again"):
+            faulty = record_faulty_nodes(self._slurm, outcomes, self._job_id)
         counts = self._progress_tracker.update_failure_counts(outcomes)
         groups = split_exits_by_cell(self._launch.job, gathered)
         groups[0].extend(self._absent)
@@ -335,7 +335,7 @@ class SlurmTask:
         # Slurm itself ends the asking of a job whose time is up.
         give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
         requeue_result = requeue_or_resubmit(
-            self._launch, give_up_at, decision, self._record_refusal
+            self._launch, give_up_at, decision, self._record_submission_refusal
         )
         if decision == "hold_for_user":
             times = f"{counts.time_limit_stops} starts in a row reached the time limit"
@@ -349,10 +349,12 @@ class SlurmTask:
         if requeue_result == "not requeued" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
-            _wait_until(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
+            _wait_until_or_give_up(
+                Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S
+            )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
-    def _record_refusal(self, reason: str) -> None:
+    def _record_submission_refusal(self, reason: str) -> None:
         log.error("%s", reason)
         self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
@@ -369,19 +371,19 @@ class SlurmTask:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks
 
-        _wait_until(all_are_there, give_up_at)
+        _wait_until_or_give_up(all_are_there, give_up_at)
         return dict(sorted(found.items()))
 
 
 @contextmanager
-def _log_write_errors(what: str) -> Iterator[None]:
+def _swallow_and_log_write_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         log.error("%s could not be written: %s", what, error)
 
 
-def _wait_until(condition: Callable[[], bool], give_up_at: float) -> None:
+def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:
     """Wait until the condition holds, or for as long as that is worth it."""
     while not condition() and time.monotonic() < give_up_at:
         time.sleep(0.5)

@@ -82,7 +82,9 @@ def report_node_joined(folder: Path, start: JobStart, node_rank: int) -> None:
     get_number_path(folder, start.number, f".node{node_rank}").touch()
 
 
-def await_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> list[int]:
+def await_nodes_and_list_absent(
+    folder: Path, start: JobStart, nodes: int, timeout_s: float
+) -> list[int]:
     """Wait for the other nodes; places in the job's list of those without report. For the first."""
     reports = {one: get_number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
     give_up_at = time.monotonic() + timeout_s

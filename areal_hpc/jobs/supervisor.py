@@ -22,7 +22,7 @@ from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
-from areal_hpc.jobs.shared_job import SharedCell, get_job_part, get_whole_job
+from areal_hpc.jobs.shared_job import SharedCell, get_part_of_task, get_part_outside_cells
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
@@ -84,7 +84,7 @@ def run_task(launch_path: str) -> None:
         task = StepTask(launch, launch.step, position)
     else:
         task = LocalTask(launch, position)
-    outcome = task.finish(_Supervisor(launch, position, stop, task).run())
+    outcome = task.report_exit_and_conclude_job(_Supervisor(launch, position, stop, task).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -120,25 +120,29 @@ class _Supervisor:
         self._position = position
         self._stop = stop
         self._task = task
-        self._part = get_job_part(launch.job, position)
+        self._part = get_part_of_task(launch.job, position)
         self._events = EventLog(Path(launch.events), self._part.name)
-        self._starter = ProcessStarter(launch, position, self._part, self._build_environment)
+        self._starter = ProcessStarter(
+            launch, position, self._part, self._claim_start_and_build_environment
+        )
         self._incarnation = get_incarnation(launch)
         self._cell: SharedCell | None = None
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
             SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
-        self._children = self._starter.prepare(self._part)
+        self._children = self._starter.prepare_processes(self._part)
         if launch.job.cells and launch.slurm is not None:
             self._cell = SharedCell(launch, launch.slurm, position, self._incarnation)
-            self._children += self._starter.prepare(get_whole_job(launch.job, position))
+            self._children += self._starter.prepare_processes(
+                get_part_outside_cells(launch.job, position)
+            )
 
-    def _build_environment(self) -> Mapping[str, str]:
+    def _claim_start_and_build_environment(self) -> Mapping[str, str]:
         environ = self._task.build_environment()
         if self._cell is None:
             return environ
-        return {**environ, **self._cell.claim_start(os.environ["SLURMD_NODENAME"])}
+        return {**environ, **self._cell.claim_cell_start(os.environ["SLURMD_NODENAME"])}
 
     def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
@@ -148,8 +152,12 @@ class _Supervisor:
         except ArealError as error:
             outcome = TaskExit(error.exit_code, "supervisor", str(error))
         finally:
-            stop_processes(self._children, lambda: self._task.decide_stop_grace_s(outcome))
-        return outcome if self._cell is None else self._cell.complete_exit(outcome)
+            stop_processes(
+                self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
+            )
+        return (
+            outcome if self._cell is None else self._cell.replace_by_cell_end_or_name_cell(outcome)
+        )
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.join_start()) is not None:
@@ -168,7 +176,7 @@ class _Supervisor:
         if self._cell is None:
             return self._poll_processes()
         try:
-            return self._poll_processes() or self._poll_shared_job(self._cell)
+            return self._poll_processes() or self._follow_other_tasks_of_job(self._cell)
         except ArealError as error:
             return self._on_cell_end(
                 self._cell, TaskExit(error.exit_code, "supervisor", str(error))
@@ -182,18 +190,18 @@ class _Supervisor:
         if (outcome := self._task.find_stop_reason(is_leading=is_leading)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
-            if (outcome := self._poll_process(child)) is not None:
+            if (outcome := self._poll_or_start_process(child)) is not None:
                 if self._cell is not None and child.spec in self._part.processes:
                     return self._on_cell_end(self._cell, outcome)
                 return outcome
         return None
 
-    def _poll_shared_job(self, cell: SharedCell) -> TaskExit | None:
+    def _follow_other_tasks_of_job(self, cell: SharedCell) -> TaskExit | None:
         """Follow the ends of other tasks in a shared job."""
         try:
             if cell.end is not None:
                 return cell.end if cell.is_job_over() else None
-            if (peer_end := cell.find_peer_end()) is not None:
+            if (peer_end := cell.find_end_of_other_task()) is not None:
                 reason = f"another task of {cell.name} gave up: {peer_end.reason}"
                 self._give_up_cell(cell, TaskExit(STOPPED_EXIT_CODE, reason=reason))
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
@@ -216,7 +224,7 @@ class _Supervisor:
             "cell_restarted", process=outcome.process, reason=outcome.reason, pause_s=pause_s
         )
         cell.mark_started()
-        for child in self._starter.prepare(self._part):
+        for child in self._starter.prepare_processes(self._part):
             child.not_before = time.monotonic() + pause_s
             self._children.append(child)
         return None
@@ -224,7 +232,7 @@ class _Supervisor:
     def _give_up_cell(self, cell: SharedCell, outcome: TaskExit) -> None:
         """Leave the cell over until the job's next start."""
         self._stop_cell_processes()
-        cell.report_end(outcome)
+        cell.report_cell_end(outcome)
         self._events.record(
             "cell_gave_up",
             process=outcome.process,
@@ -237,7 +245,7 @@ class _Supervisor:
         stop_processes(own, lambda: CELL_STOP_GRACE_S)
         self._children = [one for one in self._children if one.spec not in self._part.processes]
 
-    def _poll_process(self, child: ManagedProcess) -> TaskExit | None:
+    def _poll_or_start_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
             self._follow_rank_restart(child)
         if child.process is None:
@@ -245,12 +253,12 @@ class _Supervisor:
                 self._starter.start(child)
             return None
         code = child.process.poll()
-        return None if code is None else self._on_exit(child, code)
+        return None if code is None else self._on_process_exit(child, code)
 
     def _follow_rank_restart(self, child: ManagedProcess) -> None:
         """Kill the rank if all ranks start again: nothing of it is worth a stop's grace."""
         try:
-            note = self._notes.read_next(is_urgent=not child.is_running)
+            note = self._notes.read_next_restart(is_urgent=not child.is_running)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return
@@ -267,7 +275,7 @@ class _Supervisor:
         pause_s = RESTART_BACKOFF.get_pause_s(note.failures - 2) if note.failures > 1 else 0.0
         child.not_before = time.monotonic() + pause_s
 
-    def _on_exit(self, child: ManagedProcess, code: int) -> TaskExit | None:
+    def _on_process_exit(self, child: ManagedProcess, code: int) -> TaskExit | None:
         """Decide what the end of a process means for the job."""
         spec = child.spec
         if child.ended_at is None:
@@ -284,7 +292,7 @@ class _Supervisor:
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
-            if self._cell is None or self._cell.report_idle():
+            if self._cell is None or self._cell.report_idle_and_check_all_idle():
                 return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
             child.process = None  # other cells of the job have work: it goes on looking for some
             return None
@@ -295,9 +303,9 @@ class _Supervisor:
                 return None  # another task may be about to say that its rank died before this one
         if code == LOST_PEER_EXIT_CODE:
             code = ClusterError.exit_code
-        return self._on_crash(child, code)
+        return self._on_process_crash(child, code)
 
-    def _on_crash(self, child: ManagedProcess, code: int) -> TaskExit | None:
+    def _on_process_crash(self, child: ManagedProcess, code: int) -> TaskExit | None:
         """Decide what the end of a process that no other one brought about means for the job."""
         spec, now = child.spec, time.monotonic()
         policy = RestartPolicy(spec.restarts)
@@ -309,7 +317,7 @@ class _Supervisor:
         if spec.is_rank and decision == "restart":
             try:
                 note = RankRestart(self._position.rank, code, failures)
-                if not self._notes.claim_next(note):
+                if not self._notes.announce_restart_if_first(note):
                     return None  # another task was first: the next look follows its note
             except OSError as error:
                 log.error("could not notify the other tasks: %s", error)

@@ -44,7 +44,7 @@ class ProcessStarter:
         self._recipe_variables: dict[str, Mapping[str, str]] = {}
         self._begun_logs: set[Path] = set()
 
-    def prepare(self, part: JobPart) -> list[ManagedProcess]:
+    def prepare_processes(self, part: JobPart) -> list[ManagedProcess]:
         """Write the files of all processes that this task runs for a part of the job."""
         self._get_log_dir(part).mkdir(parents=True, exist_ok=True)
         self._get_job_paths(part).root.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ class ProcessStarter:
             **os.environ,
             **self._surroundings,
             **build_visible_gpus_variable(spec, self._launch, self._position.rank),
-            **select_variables(spec, self._launch.variables),
+            **select_role_variables(spec, self._launch.variables),
             **self._recipe_variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
@@ -111,7 +111,7 @@ class ProcessStarter:
         log.info("started %s (start %d)", spec.name, process.starts)
 
 
-def select_variables(
+def select_role_variables(
     spec: ProcessSpec, variables: Mapping[str, Mapping[str, str]]
 ) -> dict[str, str]:
     """Those of a process's role, and SGLang's where the process starts servers on its GPUs."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from areal_hpc.errors import ClusterError, JobFailedError, Problem, RunInterruptedError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
+from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
 from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
 from areal_hpc.launch import setup
 from areal_hpc.launch.places import held_allocation, this_machine
@@ -277,7 +277,7 @@ class LocalLauncher:
         handle = job.handle
         is_done = handle.is_done()  # asked first: exits are written before a job is done
         task_exits = handle.read_task_exits()
-        if (crash := find_crash(handle.name, task_exits)) is not None or not is_done:
+        if (crash := find_crash_error(handle.name, task_exits)) is not None or not is_done:
             return crash
         what, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"

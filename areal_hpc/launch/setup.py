@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.dataset.materialize import count_rows, materialize
+from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
@@ -54,15 +54,17 @@ def set_up_run_dir(
     sources, task_counts = recipe.train_dataset.sources, paths.task_counts
     if not train.exists() or (sources and not task_counts.exists()):
         say("data     writing the train set")
-        counts = materialize(recipe.train_dataset.list_sources("train_dataset"), train, check)
+        counts = materialize_task_sets(
+            recipe.train_dataset.list_sources("train_dataset"), train, check
+        )
         if sources:
             write_atomic(task_counts, json.dumps(counts).encode())
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
-        materialize([(recipe.valid_dataset, "valid_dataset")], valid, check)
+        materialize_task_sets([(recipe.valid_dataset, "valid_dataset")], valid, check)
     if recipe.sft is not None and not sft.exists():
         say("data     writing the SFT set")
-        materialize([(recipe.sft.dataset, "sft.dataset")], sft)
+        materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
     if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
@@ -73,8 +75,8 @@ def set_up_run_dir(
         paths.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
     return LaunchFacts(
-        train_tasks=count_rows(train),
-        valid_tasks=count_rows(valid) if recipe.valid_dataset is not None else 0,
+        train_tasks=count_materialized_rows(train),
+        valid_tasks=count_materialized_rows(valid) if recipe.valid_dataset is not None else 0,
         serve_python=serve_python,
         sys_path=sys_path,
         tasks_of_sources=json.loads(task_counts.read_text()) if sources else (),

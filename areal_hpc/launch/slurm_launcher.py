@@ -23,7 +23,7 @@ from areal_hpc.errors import (
 )
 from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.jobs.restart_policy import find_crash
+from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.host_memory import find_host_memory_problems, find_node_bytes
 from areal_hpc.launch.local_launcher import ProgressReporter
@@ -387,7 +387,9 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
 
 def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
     for job in (leader, *get_latest_submissions(read_submissions(paths.submissions))):
-        if (crash := find_crash(job, list(read_task_exits(paths.job(job)).values()))) is not None:
+        if (
+            crash := find_crash_error(job, list(read_task_exits(paths.job(job)).values()))
+        ) is not None:
             return crash
     return JobFailedError(
         f"job {leader} disappeared before its work was done",

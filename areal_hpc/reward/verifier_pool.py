@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, VerifierLostError
-from areal_hpc.jobs.processes.descendants import keep_process, stop_keeping_process
+from areal_hpc.jobs.processes.descendants import spare_from_kill, stop_sparing_from_kill
 
 START_TIMEOUT_S = 60.0
 """Time a process may take to import its packages, which may lie on a slow file system."""
@@ -118,7 +118,7 @@ class _Process:
         except OSError as error:
             self._socket.close()
             raise ClusterError(f"{self._name} cannot be started: {error}") from error
-        keep_process(self._process.pid)
+        spare_from_kill(self._process.pid)
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
         if not self._is_ready:
@@ -151,7 +151,7 @@ class _Process:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        stop_keeping_process(self._process.pid)
+        stop_sparing_from_kill(self._process.pid)
         self._process.kill()
         self._process.wait()
         self._socket.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.inference.config import InferenceJobConfig, build_command
+from areal_hpc.inference.config import InferenceJobConfig, build_server_command
 from areal_hpc.inference.server.command import ServerPorts
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.gpu_assignment import assign_gpus
@@ -68,7 +68,7 @@ def _render_servers(job: JobSpec, ids: list[str]) -> Iterator[str]:
             continue
         config = InferenceJobConfig.model_validate(process.config)
         for index in range(config.inference.replicas_per_cell):
-            argv = build_command(config, index, 0, _PORTS).argv
+            argv = build_server_command(config, index, 0, _PORTS).argv
             first = int(argv[argv.index("--base-gpu-id") + 1])
             used = ids[first : first + config.inference.tp]
             yield f"server {index}: --base-gpu-id {first}, {','.join(used)}"

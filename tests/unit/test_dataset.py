@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.dataset.materialize import count_rows, materialize
-from areal_hpc.dataset.sources import iterate_rows, list_source_files
+from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
+from areal_hpc.dataset.sources import iterate_task_rows, list_source_files
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
@@ -47,14 +47,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(**config: Any) -> list[dict[str, Any]]:
-    return list(iterate_rows(TaskSetConfig(**config), "train_dataset"))
+    return list(iterate_task_rows(TaskSetConfig(**config), "train_dataset"))
 
 
 def test_a_generator_is_written_as_json_lines(functions: None, tmp_path: Path) -> None:
     out = tmp_path / "data" / "train.jsonl"
     config = TaskSetConfig(**GOOD, kwargs={"size": 3})
-    assert materialize([(config, "train_dataset")], out) == [3]
-    assert count_rows(out) == 3
+    assert materialize_task_sets([(config, "train_dataset")], out) == [3]
+    assert count_materialized_rows(out) == 3
     assert read(path=out) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
@@ -62,7 +62,7 @@ def test_several_sources_are_written_one_after_another(functions: None, tmp_path
     sources = [{**GOOD, "kwargs": {"size": 2}}, {**GOOD, "kwargs": {"size": 1}, "weight": 3.0}]
     config = TrainTaskSetConfig.model_validate({"sources": sources})
     out = tmp_path / "train.jsonl"
-    assert materialize(config.list_sources("train_dataset"), out) == [2, 1]
+    assert materialize_task_sets(config.list_sources("train_dataset"), out) == [2, 1]
     assert read(path=out) == [{"n": 0}, {"n": 1}, {"n": 0}]
 
 
@@ -89,7 +89,7 @@ def test_the_source_at_fault_is_named_and_leaves_no_file(
     for config, key in ((wrong, "train_dataset"), (second, "train_dataset.sources.1")):
         parts = TrainTaskSetConfig.model_validate(config).list_sources("train_dataset")
         with pytest.raises(RecipeError, match=complaint) as refusal:
-            materialize(parts, tmp_path / "train.jsonl", check)
+            materialize_task_sets(parts, tmp_path / "train.jsonl", check)
         assert refusal.value.problems[0].key in (key, f"{key}.generator")
         assert list(tmp_path.glob("*.jsonl*")) == []
 

@@ -9,13 +9,13 @@ from areal_hpc.areal.config.rules import (
     ArealConfigValues,
     Rule,
     Untranslatable,
-    alias_rule,
-    fixed_rule,
+    fixed_value_rule,
     ignored_rule,
     renamed_rule,
     repeated_run_key_rules,
-    scheduling_rules,
+    same_as_key_rule,
     unsupported_rule,
+    unsupported_scheduling_rules,
 )
 
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
@@ -175,15 +175,15 @@ ACTOR_RULES = (
     Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
     *repeated_run_key_rules("actor", has_fileroot=False),
     Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _translate_dtype),
-    fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
+    fixed_value_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
-    fixed_rule(
+    fixed_value_rule(
         "actor.mb_spec.n_mbs",
         1,
         "the number of micro-batches follows from trainer.max_tokens_per_microbatch",
     ),
-    fixed_rule("actor.mb_spec.granularity", 1, "rows are packed one by one"),
-    fixed_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
+    fixed_value_rule("actor.mb_spec.granularity", 1, "rows are packed one by one"),
+    fixed_value_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
     renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
     renamed_rule("actor.optimizer.weight_decay", "trainer.optimizer.weight_decay"),
     Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _translate_betas),
@@ -213,7 +213,7 @@ ACTOR_RULES = (
     ),
     ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
     renamed_rule("actor.c_clip", "trainer.objective.clip_dual"),
-    alias_rule(
+    same_as_key_rule(
         "actor.temperature",
         "gconfig.temperature",
         "log-probabilities are at the temperature that each reply was sampled with",
@@ -241,19 +241,21 @@ ACTOR_RULES = (
         _check_reward_bias,
     ),
     unsupported_rule("actor.reward_clip", "rewards are not clipped; clip them in the agent"),
-    fixed_rule(
+    fixed_value_rule(
         "actor.overlong_reward_penalty",
         False,
         "rewards are not scaled; return the scaled reward from the agent",
     ),
     renamed_rule("actor.mask_no_eos_with_zero", "trainer.objective.overlong.mask"),
-    fixed_rule("actor.discount", 1.0, "a reward counts for the whole episode; see `turn_discount`"),
-    fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
-    fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),
+    fixed_value_rule(
+        "actor.discount", 1.0, "a reward counts for the whole episode; see `turn_discount`"
+    ),
+    fixed_value_rule("actor.gae_lambda", 1.0, "there is no critic"),
+    fixed_value_rule("actor.gae_timestep_unit", "token", "there is no critic"),
     unsupported_rule(
         "actor.adv_norm.*", "advantages are not normalized over the batch a second time"
     ),
-    fixed_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
+    fixed_value_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
     ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),
     Rule(
         "actor.use_decoupled_loss",
@@ -276,7 +278,7 @@ ACTOR_RULES = (
         "`trainer.objective.off_policy_correction_metric`",
         _check_rejection_metric,
     ),
-    fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
+    fixed_value_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
     ignored_rule(
         "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
     ),
@@ -284,8 +286,8 @@ ACTOR_RULES = (
     renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
-    fixed_rule("actor.init_from_scratch", False, "a model starts from its directory"),
-    fixed_rule("actor.is_critic", False, "there is no critic"),
+    fixed_value_rule("actor.init_from_scratch", False, "a model starts from its directory"),
+    fixed_value_rule("actor.is_critic", False, "there is no critic"),
     ignored_rule(
         "actor.disable_dropout", "dropout is always off: it would add noise to importance ratios"
     ),
@@ -294,18 +296,18 @@ ACTOR_RULES = (
         "`trainer.recompute`: `full` or `none`",
         lambda value, _: {"trainer.recompute": "full" if value else "none"},
     ),
-    fixed_rule("actor.pad_to_maximum", False, "rows are packed without padding"),
-    fixed_rule(
+    fixed_value_rule("actor.pad_to_maximum", False, "rows are packed without padding"),
+    fixed_value_rule(
         "actor.enable_tree_training",
         False,
         "prefix sharing is not implemented: rows with a common prefix are packed separately",
     ),
     ignored_rule("actor.attn_impl", "Megatron's own attention, or PyTorch's on a CPU"),
-    fixed_rule("actor.use_lora", False, "all parameters are trained"),
+    fixed_value_rule("actor.use_lora", False, "all parameters are trained"),
     unsupported_rule("actor.fsdp.*", "the trainer is Megatron-core"),
     unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
     unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
-    *scheduling_rules("actor"),
+    *unsupported_scheduling_rules("actor"),
     unsupported_rule("ref.*", NO_REFERENCE_REASON),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
     unsupported_rule("teacher.*", "there is no distillation"),

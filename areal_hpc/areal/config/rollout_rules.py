@@ -7,13 +7,13 @@ from areal_hpc.areal.config.rules import (
     ArealConfigValues,
     Rule,
     Untranslatable,
-    alias_rule,
-    fixed_rule,
+    fixed_value_rule,
     ignored_rule,
     renamed_rule,
     repeated_run_key_rules,
-    scheduling_rules,
+    same_as_key_rule,
     unsupported_rule,
+    unsupported_scheduling_rules,
 )
 
 NO_TOP_K = 100_000_000
@@ -71,10 +71,10 @@ def _translate_partial_groups(value: Any, source: ArealConfigValues) -> dict[str
 def _non_sampling_generation_rules(section: str) -> tuple[Rule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
-        fixed_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
+        fixed_value_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
         unsupported_rule(f"{section}.stop", "a request names its own `stop`"),
         ignored_rule(f"{section}.stop_token_ids", "replies end where the model's own files say"),
-        fixed_rule(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),
+        fixed_value_rule(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),
         unsupported_rule(
             f"{section}.seed", "every episode gets a seed of its own, made from `seed`"
         ),
@@ -116,7 +116,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
             "AReaL leaves the reasoning in `content`; `inference.reasoning_parser` would move it "
             "to `reasoning_content`",
         ),
-        fixed_rule(
+        fixed_value_rule(
             f"{section}.chat_template_type",
             "concat",
             "tokens of earlier turns are never tokenized again",
@@ -162,7 +162,7 @@ ROLLOUT_RULES = (
     *_build_sampling_param_rules("top_p"),
     *_build_sampling_param_rules("top_k"),
     Rule("gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True),
-    fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
+    fixed_value_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_non_sampling_generation_rules("gconfig"),
     Rule(
         "gconfig.drop_incomplete_group",
@@ -170,7 +170,7 @@ ROLLOUT_RULES = (
         _translate_partial_groups,
         only_if_given=True,
     ),
-    fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
+    fixed_value_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
     Rule(
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _translate_greedy_evaluation
     ),
@@ -179,7 +179,7 @@ ROLLOUT_RULES = (
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
     *repeated_run_key_rules("rollout"),
-    alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
+    same_as_key_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
     Rule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
@@ -197,7 +197,9 @@ ROLLOUT_RULES = (
     ),
     renamed_rule("rollout.max_head_offpolicyness", "rollout.max_head_offpolicyness"),
     ignored_rule("rollout.enable_rollout_tracing", "`events.jsonl` and the shards tell"),
-    fixed_rule("rollout.deterministic_sampling", False, "every episode has a seed of its own"),
+    fixed_value_rule(
+        "rollout.deterministic_sampling", False, "every episode has a seed of its own"
+    ),
     ignored_rule(
         "rollout.check_trajectory_format", "every shard is checked as it is written and read"
     ),
@@ -215,8 +217,8 @@ ROLLOUT_RULES = (
         "rollout.routing_strategy", "sessions are sticky to a replica while it serves"
     ),
     unsupported_rule("rollout.schedule_policy", "sessions are sticky to a replica while it serves"),
-    fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
-    *scheduling_rules("rollout"),
+    fixed_value_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
+    *unsupported_scheduling_rules("rollout"),
     *_agent_rules("rollout.agent"),
     *_agent_rules("rollout.openai"),
     Rule(
@@ -226,7 +228,9 @@ ROLLOUT_RULES = (
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
     renamed_rule("sglang.dtype", "inference.dtype"),
-    alias_rule("sglang.model_path", "actor.path", "the served model is always the trained model"),
+    same_as_key_rule(
+        "sglang.model_path", "actor.path", "the served model is always the trained model"
+    ),
     ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
     ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenizes"),
     ignored_rule("sglang.enable_metrics", "the control proxy reads the metrics that it needs"),

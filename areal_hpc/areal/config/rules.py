@@ -74,7 +74,7 @@ def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     )
 
 
-def fixed_rule(key: str, value: Any, otherwise: str) -> Rule:
+def fixed_value_rule(key: str, value: Any, otherwise: str) -> Rule:
     """It is always so here; any other value is lost."""
     return Rule(
         key,
@@ -83,7 +83,7 @@ def fixed_rule(key: str, value: Any, otherwise: str) -> Rule:
     )
 
 
-def alias_rule(key: str, other: str, otherwise: str) -> Rule:
+def same_as_key_rule(key: str, other: str, otherwise: str) -> Rule:
     """It repeats another key; where it does not, it is lost."""
     return Rule(
         key,
@@ -103,10 +103,10 @@ def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[
     }
     if not has_fileroot:
         del repeated["fileroot"]
-    return tuple(alias_rule(f"{section}.{name}", *said) for name, said in repeated.items())
+    return tuple(same_as_key_rule(f"{section}.{name}", *said) for name, said in repeated.items())
 
 
-def scheduling_rules(section: str) -> tuple[Rule, ...]:
+def unsupported_scheduling_rules(section: str) -> tuple[Rule, ...]:
     """What AReaL's schedulers are told of `actor` and `rollout`."""
     return (
         unsupported_rule(f"{section}.scheduling_spec.*", SLURM_OPTIONS_REASON),
@@ -134,18 +134,18 @@ OPAQUE_SECTIONS = ("agent_builder_kwargs",)
 """A mapping that is one value: the arguments of a function."""
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_to_dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys of the leaves of a nested mapping; a leaf may be an empty section."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value and f"{prefix}{name}" not in OPAQUE_SECTIONS:
-            leaves |= flatten(value, f"{prefix}{name}.")
+            leaves |= flatten_to_dotted_keys(value, f"{prefix}{name}.")
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
 
 
-def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten_dotted_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in leaves.items():

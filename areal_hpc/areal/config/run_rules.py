@@ -10,11 +10,11 @@ from areal_hpc.areal.config.rules import (
     Rule,
     TranslateValue,
     Untranslatable,
-    alias_rule,
-    fixed_rule,
+    fixed_value_rule,
     ignored_rule,
     renamed_rule,
     repeated_run_key_rules,
+    same_as_key_rule,
     unsupported_rule,
 )
 
@@ -46,7 +46,7 @@ def _build_epochs_translator(target: str) -> TranslateValue:
     return becomes
 
 
-def _timer_rules(section: str, target: str) -> tuple[Rule, ...]:
+def _frequency_rules(section: str, target: str) -> tuple[Rule, ...]:
     """How often something happens; steps win over epochs, so they come last."""
     return (
         *repeated_run_key_rules(section),
@@ -93,7 +93,7 @@ def _build_task_file_translator(section: str) -> TranslateValue:
     return becomes
 
 
-def _script_key_rule(name: str) -> Rule:
+def _workflow_kwarg_rule(name: str) -> Rule:
     """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{name}"
 
@@ -103,7 +103,7 @@ def _script_key_rule(name: str) -> Rule:
     return Rule(name, f"`{target}`", becomes)
 
 
-def _check_scheduler(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _reject_ray_scheduler(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
@@ -115,16 +115,18 @@ RUN_RULES = (
     renamed_rule("experiment_name", "experiment_name"),
     renamed_rule("trial_name", "trial_name"),
     renamed_rule("seed", "seed"),
-    fixed_rule("enable_offload", False, "trainer and replicas keep their own devices"),
-    fixed_rule("async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"),
-    fixed_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
+    fixed_value_rule("enable_offload", False, "trainer and replicas keep their own devices"),
+    fixed_value_rule(
+        "async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"
+    ),
+    fixed_value_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
     Rule(
         "total_train_epochs",
         "`trainer.total_steps`, where the rows are known",
         _translate_total_steps,
     ),
     renamed_rule("total_train_steps", "trainer.total_steps"),
-    alias_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
+    same_as_key_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
     Rule("allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode),
     Rule("workflow", "`rollout.workflow`", _translate_workflow),
     Rule(
@@ -136,11 +138,11 @@ RUN_RULES = (
             else {}
         ),
     ),
-    _script_key_rule("agent_type"),
-    _script_key_rule("n_trajs"),
-    _script_key_rule("agent_builder_path"),
-    _script_key_rule("agent_builder_kwargs"),
-    _script_key_rule("reward_fn_path"),
+    _workflow_kwarg_rule("agent_type"),
+    _workflow_kwarg_rule("n_trajs"),
+    _workflow_kwarg_rule("agent_builder_path"),
+    _workflow_kwarg_rule("agent_builder_kwargs"),
+    _workflow_kwarg_rule("reward_fn_path"),
     renamed_rule("max_turns", "rollout.limits.max_turns"),
     renamed_rule("max_tokens_per_trajectory", "rollout.limits.max_tokens"),
     renamed_rule("cluster.fileroot", "cluster.fileroot"),
@@ -153,7 +155,7 @@ RUN_RULES = (
     Rule(
         "scheduler.type",
         "how a run is started: `areal-hpc run` here, or submitted to Slurm",
-        _check_scheduler,
+        _reject_ray_scheduler,
     ),
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
     unsupported_rule("launcher.*", SLURM_OPTIONS_REASON),
@@ -161,10 +163,10 @@ RUN_RULES = (
     Rule(
         "train_dataset.path", "`train_dataset.path`", _build_task_file_translator("train_dataset")
     ),
-    fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
+    fixed_value_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
     ignored_rule("train_dataset.pin_memory", _DATA_LOADER_REASON),
     ignored_rule("train_dataset.num_workers", _DATA_LOADER_REASON),
-    fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
+    fixed_value_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
     Rule(
@@ -177,16 +179,20 @@ RUN_RULES = (
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
-    *_timer_rules("saver", "trainer.export_every_steps"),
-    *_timer_rules("evaluator", "evaluation.every_steps"),
+    *_frequency_rules("saver", "trainer.export_every_steps"),
+    *_frequency_rules("evaluator", "evaluation.every_steps"),
     ignored_rule("evaluator.eval_before_train", "the first weights are always evaluated"),
-    *_timer_rules("recover", "trainer.checkpoint_every_steps"),
+    *_frequency_rules("recover", "trainer.checkpoint_every_steps"),
     ignored_rule("recover.mode", "a run always resumes from its last checkpoint"),
     unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
-    fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),
-    fixed_rule("recover.no_load_optim", False, "a checkpoint always contains the optimizer state"),
+    fixed_value_rule(
+        "recover.no_save_optim", False, "a checkpoint always contains the optimizer state"
+    ),
+    fixed_value_rule(
+        "recover.no_load_optim", False, "a checkpoint always contains the optimizer state"
+    ),
     *repeated_run_key_rules("stats_logger"),
-    *(fixed_rule(f"stats_logger.{name}.mode", "disabled", _LOG_REASON) for name in _TRACKERS),
+    *(fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOG_REASON) for name in _TRACKERS),
     *(unsupported_rule(f"stats_logger.{name}.*", _LOG_REASON) for name in _TRACKERS),
     ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),

@@ -14,7 +14,13 @@ from areal_hpc.areal.api.cli_args import (
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
-from areal_hpc.areal.config.rules import ArealConfigValues, Rule, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.rules import (
+    ArealConfigValues,
+    Rule,
+    Untranslatable,
+    flatten_to_dotted_keys,
+    unflatten_dotted_keys,
+)
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
@@ -65,9 +71,9 @@ def translate_to_recipe(
     Raises:
         RecipeError: The tree is no configuration of AReaL's.
     """
-    defaults = flatten(dataclasses.asdict(AgentRLConfig()))
+    defaults = flatten_to_dotted_keys(dataclasses.asdict(AgentRLConfig()))
     if isinstance(config, BaseExperimentConfig):
-        leaves = flatten(dataclasses.asdict(config))
+        leaves = flatten_to_dotted_keys(dataclasses.asdict(config))
         given = {
             key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
         }
@@ -78,10 +84,12 @@ def translate_to_recipe(
                 f"{', '.join(AREAL_IDENTIFYING_KEYS)} is present",
                 hint="give the file that AReaL's --config names",
             )
-        stated = {key: value for key, value in flatten(config).items() if value != {}}
+        stated = {
+            key: value for key, value in flatten_to_dotted_keys(config).items() if value != {}
+        }
         for section, model in OPTIONAL_SECTIONS.items():
             if any(key.startswith(f"{section}.") for key in stated):
-                defaults |= flatten(dataclasses.asdict(model()), f"{section}.")
+                defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
         absent = {
             key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
         }
@@ -126,7 +134,7 @@ def _apply_rules(source: ArealConfigValues) -> Translation:
         assert not isinstance(become, Untranslatable)
         recipe |= become
     untranslated.sort(key=lambda one: list(source.leaves).index(one.key))
-    return Translation(unflatten(recipe), untranslated)
+    return Translation(unflatten_dotted_keys(recipe), untranslated)
 
 
 def find_rule(key: str) -> Rule | None:

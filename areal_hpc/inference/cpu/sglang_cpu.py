@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from areal_hpc.inference.server.server_keys import consume_keys_file
+from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 
 
@@ -95,7 +95,7 @@ class _StubModule(types.ModuleType):
         return value
 
 
-class _StandInFinder:
+class _StubModuleFinder:
     """Finds the stand-ins and all their submodules."""
 
     def __init__(self, roots: dict[str, Callable[[str], Any]]) -> None:
@@ -115,7 +115,7 @@ class _StandInFinder:
         """A stand-in has no code."""
 
 
-def install_stubs() -> None:
+def install_stub_modules() -> None:
     """Make SGLang importable here."""
     kernels = _StubModule("sgl_kernel", _make_missing_kernel)
     # No finder: SGLang guards imports of submodules (`sgl_kernel.<x>`), and those must fail.
@@ -127,7 +127,7 @@ def install_stubs() -> None:
         "triton": _make_triton_stub,
     }
     absent = {name: make for name, make in makers.items() if not PathFinder.find_spec(name)}
-    sys.meta_path.insert(0, _StandInFinder(absent))
+    sys.meta_path.insert(0, _StubModuleFinder(absent))
     if "triton" in absent:
         triton: Any = importlib.import_module("triton")
         triton.cdiv = lambda a, b: -(a // -b)  # called while modules are imported
@@ -171,12 +171,12 @@ def main() -> None:
 
     _patch_sglang_to_fork()
     try:
-        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file()]))
+        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-install_stubs()
+install_stub_modules()
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ KEYS_FILE_VARIABLE = "AREAL_HPC_SGLANG_KEYS_FILE"
 
 
 def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
-    """A file for `consume_keys_file`, readable by its owner alone."""
+    """A file for `consume_keys_file_as_arguments`, readable by its owner alone."""
     path = folder / "keys.json"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -23,7 +23,7 @@ def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
     return path
 
 
-def consume_keys_file() -> list[str]:
+def consume_keys_file_as_arguments() -> list[str]:
     """SGLang's arguments for the keys in the file, which is gone on return; nothing without one.
 
     From then on the keys stand in no line that this process logs: SGLang logs all its arguments.
@@ -34,11 +34,11 @@ def consume_keys_file() -> list[str]:
     path = Path(named)
     keys: dict[str, str] = json.loads(path.read_text())
     path.unlink()
-    _hide_in_logs([*keys.values()])
+    _hide_secrets_in_logs([*keys.values()])
     return [f"{option}={key}" for option, key in keys.items()]
 
 
-def _hide_in_logs(secrets: list[str]) -> None:
+def _hide_secrets_in_logs(secrets: list[str]) -> None:
     make_record = logging.getLogRecordFactory()
 
     def make_clean_record(*args: object, **options: object) -> logging.LogRecord:

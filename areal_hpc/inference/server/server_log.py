@@ -40,19 +40,23 @@ class ServerLog:
         self._changed = threading.Condition()
         self._read_end, self.write_end = os.pipe()
         """`write_end` is for the server; here `begin` closes it."""
-        self._writer = threading.Thread(target=self._write_held, name="server-log", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write_held_until_end, name="server-log", daemon=True
+        )
 
-    def begin(self) -> None:
+    def start_copying(self) -> None:
         """Empty the pipe from now on: the server has its end of it."""
         os.close(self.write_end)
-        threading.Thread(target=self._read_pipe, name="server-output", daemon=True).start()
+        threading.Thread(
+            target=self._read_pipe_until_end, name="server-output", daemon=True
+        ).start()
         self._writer.start()
 
-    def wait_written(self, timeout_s: float) -> None:
+    def wait_until_written(self, timeout_s: float) -> None:
         """Return when the output of a server that has ended is in the file, or time is over."""
         self._writer.join(timeout_s)
 
-    def _read_pipe(self) -> None:
+    def _read_pipe_until_end(self) -> None:
         while piece := os.read(self._read_end, _READ_BYTES):
             with self._changed:
                 if self._held_bytes + len(piece) > MAX_HELD_BYTES:
@@ -69,8 +73,8 @@ class ServerLog:
     def _open_file(self) -> FileIO:
         return self._path.open("ab", buffering=0)
 
-    def _write_held(self) -> None:
-        while pieces := self._take_held():
+    def _write_held_until_end(self) -> None:
+        while pieces := self._wait_and_take_held():
             size_bytes = sum(map(len, pieces))
             try:
                 self._file = self._file or self._open_file()
@@ -88,7 +92,7 @@ class ServerLog:
                 self._file.close()
         self._file = None
 
-    def _take_held(self) -> list[bytes]:
+    def _wait_and_take_held(self) -> list[bytes]:
         """What waits to be written, as soon as there is something; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._held or self._has_ended)

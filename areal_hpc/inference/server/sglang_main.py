@@ -6,7 +6,7 @@ This module runs in SGLang's environment and imports nothing that is missing the
 import os
 import sys
 
-from areal_hpc.inference.server.server_keys import consume_keys_file
+from areal_hpc.inference.server.server_keys import consume_keys_file_as_arguments
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file()]))
+        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

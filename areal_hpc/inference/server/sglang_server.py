@@ -22,8 +22,8 @@ from areal_hpc.inference.server.compiler_caches import build_cache_variables, ma
 from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.inference.server.server_log import ServerLog
 from areal_hpc.inference.server.shared_memory import (
-    list_server_files,
-    remove_stale_files,
+    list_files_of_live_server_session,
+    remove_files_of_dead_servers,
     remove_unused_files,
 )
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
@@ -93,7 +93,7 @@ class SGLangServer:
         self.started_at = started_at
         """By the caller's clock."""
         self._http_port = ports.http
-        if stale := remove_stale_files():
+        if stale := remove_files_of_dead_servers():
             log.info("removed %d files of shared memory that dead servers left", len(stale))
         self._shared_files: set[Path] = set()
         self._members: list[psutil.Process] | None = None  # once it has been ready
@@ -118,7 +118,7 @@ class SGLangServer:
                 start_new_session=True,
             )
         finally:
-            self._log.begin()
+            self._log.start_copying()
 
     @property
     def pid(self) -> int:
@@ -133,7 +133,7 @@ class SGLangServer:
             if not _is_listening(self.pid, self._http_port):
                 return False  # it was another process that said yes
             self._members = _find_engine_processes(self.pid)
-            self._shared_files |= list_server_files(self.pid)
+            self._shared_files |= list_files_of_live_server_session(self.pid)
         return True
 
     def continue_generation(self) -> bool:
@@ -190,11 +190,13 @@ class SGLangServer:
         """End all its processes: by force after `grace_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        self._shared_files |= list_server_files(self.pid)  # a server that ends by force leaves them
+        self._shared_files |= list_files_of_live_server_session(
+            self.pid
+        )  # a server that ends by force leaves them
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        self._log.wait_written(_LOG_WRITE_TIMEOUT_S)
+        self._log.wait_until_written(_LOG_WRITE_TIMEOUT_S)
         remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
@@ -243,7 +245,7 @@ class HealthProbe:
         self._clock = clock
         self._asked_at = self._alive_at = clock.now()
 
-    def check_timed_out(self, *, may_ask: bool) -> bool:
+    def probe_and_check_timed_out(self, *, may_ask: bool) -> bool:
         """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
         While an update is under way it may not be asked: the server then need not answer, and its
@@ -257,10 +259,10 @@ class HealthProbe:
         is_asking = self._probe is not None and self._probe.is_alive()
         if not is_asking and now >= self._asked_at + self._timeout_s / _PROBES_PER_TIMEOUT:
             self._asked_at = now
-            self._probe = threading.Thread(target=self._ask_health, name="health", daemon=True)
+            self._probe = threading.Thread(target=self._probe_health, name="health", daemon=True)
             self._probe.start()
         return now - self._alive_at > self._timeout_s
 
-    def _ask_health(self) -> None:
+    def _probe_health(self) -> None:
         if responds_ok("GET", f"{self._url}/health_generate", self._timeout_s / 2):
             self._alive_at = self._clock.now()

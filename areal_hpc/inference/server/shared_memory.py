@@ -46,7 +46,7 @@ def remove_unused_files(paths: Iterable[Path], dead_session: int | None = None) 
     return removed
 
 
-def remove_stale_files() -> list[Path]:
+def remove_files_of_dead_servers() -> list[Path]:
     """Remove what this user's servers left that ended with their whole node or job."""
     oldest_kept_at = time.time() - _MIN_AGE_S
     stale: list[Path] = []
@@ -61,7 +61,7 @@ def remove_stale_files() -> list[Path]:
     return remove_unused_files(stale) if stale else []
 
 
-def list_server_files(session: int) -> set[Path]:
+def list_files_of_live_server_session(session: int) -> set[Path]:
     """Files of a server's own kinds that the living processes of its session use."""
     files = list_mapped_files(_list_user_pids(of_session=session))
     return {path for path in files if path.name.startswith(_SERVER_PREFIXES)}

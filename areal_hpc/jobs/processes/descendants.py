@@ -8,7 +8,7 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_kept: set[int] = set()
+_spared_pids: set[int] = set()
 
 
 def adopt_orphans() -> None:
@@ -26,7 +26,7 @@ def list_descendants(pid: int) -> list[int]:
     """The processes below one, the nearest first. Costs a file read for each of its threads."""
     found, looked_at = [pid], 0
     while looked_at < len(found):  # no recursion: a program may start any number within another
-        for task in _list_tasks(found[looked_at]):
+        for task in _list_thread_dirs(found[looked_at]):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 found += [int(child) for child in (task / "children").read_text().split()]
         looked_at += 1
@@ -41,19 +41,19 @@ def read_resident_bytes(pid: int) -> int:
         return 0
 
 
-def keep_process(pid: int) -> None:
+def spare_from_kill(pid: int) -> None:
     """Spare a child of this process in `kill_descendants`: it serves more than one call."""
-    _kept.add(pid)
+    _spared_pids.add(pid)
 
 
-def stop_keeping_process(pid: int) -> None:
-    """The opposite of `keep_process`; the child may have ended."""
-    _kept.discard(pid)
+def stop_sparing_from_kill(pid: int) -> None:
+    """The opposite of `spare_from_kill`; the child may have ended."""
+    _spared_pids.discard(pid)
 
 
 def kill_descendants(pid: int, spared: frozenset[int] = frozenset()) -> None:
     """Kill the processes below one, apart from some and those kept, until there are no more."""
-    while left := [one for one in list_descendants(pid) if one not in spared | _kept]:
+    while left := [one for one in list_descendants(pid) if one not in spared | _spared_pids]:
         for one in left:
             kill_process(one)
 
@@ -66,7 +66,7 @@ def kill_process(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _list_tasks(pid: int) -> list[Path]:
+def _list_thread_dirs(pid: int) -> list[Path]:
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:

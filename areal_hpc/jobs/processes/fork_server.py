@@ -69,11 +69,11 @@ def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     set_up_logging()
-    _preload(entry.partition(":")[0])
+    _preload_module(entry.partition(":")[0])
     is_safe, server = is_fork_safe(), os.getpid()
     if not is_safe:
         log.warning("importing %s left threads or an open GPU: nothing is forked", entry)
-    if _serve_starts(channel):
+    if _fork_at_requests(channel):
         command = [sys.orig_argv[0], "-m", PROCESS_MAIN, entry, str(config_path)]
         _set_up_forked_process(command, channel, server)
         if not is_safe:
@@ -94,7 +94,7 @@ def _list_open_files() -> list[Path]:
     return found
 
 
-def _preload(module: str) -> None:
+def _preload_module(module: str) -> None:
     is_asked_already = _NVML_CHECK_VARIABLE in os.environ
     os.environ.setdefault(_NVML_CHECK_VARIABLE, "1")
     try:
@@ -107,7 +107,7 @@ def _preload(module: str) -> None:
     gc.freeze()  # a collection in a forked process would touch, and so copy, all of it
 
 
-def _serve_starts(channel: socket.socket) -> bool:
+def _fork_at_requests(channel: socket.socket) -> bool:
     """Fork a process at every request, one at a time; true in each of these processes."""
     while channel.recv(len(START_REQUEST)):
         # A stop signal that comes before the new process is ready for it must not be lost.

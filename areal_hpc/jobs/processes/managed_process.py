@@ -45,7 +45,7 @@ class ForkServerClient:
             *(python, "-m", FORK_SERVER_MAIN, f"{PRELOAD_OPTION}{entry}"),
             *(str(config_path), str(theirs.fileno())),
         ]
-        self._server = _start_session(command, log_path, environ, theirs.fileno())
+        self._server = _start_process_in_own_session(command, log_path, environ, theirs.fileno())
         theirs.close()
         self.pid: int | None = None
         """The forked process; None until it has begun."""
@@ -128,7 +128,7 @@ class ExecutedProcess:
         environ: Mapping[str, str],
     ) -> None:
         command = [python, "-m", PROCESS_MAIN, entry, str(config_path)]
-        self._process = _start_session(command, log_path, environ)
+        self._process = _start_process_in_own_session(command, log_path, environ)
         self.poll = self._process.poll
         self.terminate = self._process.terminate
         self.wait = self._process.wait
@@ -138,7 +138,7 @@ class ExecutedProcess:
         _signal_process_group(self._process.pid, number)
 
 
-def _start_session(
+def _start_process_in_own_session(
     command: list[str], log_path: Path, environ: Mapping[str, str], *descriptors: int
 ) -> subprocess.Popen[bytes]:
     """A process in a session of its own that writes into a log, and inherits descriptors."""
@@ -184,7 +184,7 @@ class ManagedProcess:
         self.starts += 1
         self.started_at = time.monotonic()
         self.is_doomed, self.ended_at = False, None
-        self._progress_bytes = max(self._progress_bytes, self._measure_progress())
+        self._progress_bytes = max(self._progress_bytes, self._read_progress_bytes())
         get_process_error_path(self.config_path).unlink(missing_ok=True)
         start = (python, self.spec.entry, self.config_path, self.log_path, environ)
         if not self.spec.is_forked:
@@ -208,9 +208,9 @@ class ManagedProcess:
 
     def made_progress(self) -> bool:
         """True if this start got further than every one before it."""
-        return self._measure_progress() > self._progress_bytes
+        return self._read_progress_bytes() > self._progress_bytes
 
-    def _measure_progress(self) -> int:
+    def _read_progress_bytes(self) -> int:
         try:
             return Path(self.spec.progress).stat().st_size if self.spec.progress else 0
         except FileNotFoundError:

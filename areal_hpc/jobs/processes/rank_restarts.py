@@ -35,7 +35,7 @@ class RankRestartNotes:
         self.followed = 0
         """Restarts that this task has taken part in."""
 
-    def read_next(self, *, is_urgent: bool = False) -> RankRestart | None:
+    def read_next_restart(self, *, is_urgent: bool = False) -> RankRestart | None:
         """The next restart to take part in; None while there is none, or it is too early to look.
 
         Raises:
@@ -55,7 +55,7 @@ class RankRestartNotes:
         self.followed += 1
         return note
 
-    def claim_next(self, note: RankRestart) -> bool:
+    def announce_restart_if_first(self, note: RankRestart) -> bool:
         """Have all tasks start their rank again; false if another task was first to say so.
 
         Raises:

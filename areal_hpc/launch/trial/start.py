@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.dataset.materialize import encode_row
-from areal_hpc.dataset.sources import iterate_rows
+from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.launch.setup import MAX_TOKENIZER_TRAINING_ROWS
@@ -92,7 +92,9 @@ def _write_tasks(recipe: Recipe, count: int, out: Path) -> None:
 
 
 def _alternate_sources(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    sources = [iterate_rows(*one) for one in recipe.train_dataset.list_sources("train_dataset")]
+    sources = [
+        iterate_task_rows(*one) for one in recipe.train_dataset.list_sources("train_dataset")
+    ]
     for source in cycle(sources):
         row = next(source, None)
         if row is None:
@@ -111,7 +113,7 @@ def _prepare_model(recipe: Recipe, paths: RunPaths, recorded_run: Path | None) -
     for run in (recorded_run, recipe.run_dir):
         if run is not None and (RunPaths(run).tiny_model_dir / "config.json").is_file():
             return RunPaths(run.resolve()).tiny_model_dir
-    rows = islice(iterate_rows(recipe.sft.dataset, "sft.dataset"), MAX_TOKENIZER_TRAINING_ROWS)
+    rows = islice(iterate_task_rows(recipe.sft.dataset, "sft.dataset"), MAX_TOKENIZER_TRAINING_ROWS)
     texts = [message["content"] for row in rows for message in row["messages"]]
     make_tiny_model(paths.tiny_model_dir, texts, seed=recipe.seed, **model.tiny.model_dump())
     return paths.tiny_model_dir

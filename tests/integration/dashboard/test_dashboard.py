@@ -186,7 +186,7 @@ def test_a_filter_means_what_it_means_in_shards_show(
 ) -> None:
     with closing(RowIndex(run, tmp_path / "cache")) as index:
         index.refresh()
-        page = index.find(where, "reward", offset=0, count=100)
+        page = index.find_page(where, "reward", offset=0, count=100)
         expected, count = find_rows(run.root, RowQuery(where))
         assert page.matching == count
         names = {(one.shard.path.name, one.row) for one in expected}
@@ -203,20 +203,20 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
         assert (one.refresh(), other.refresh()) == (9, 0)
         seal_in(run, [trajectory(30)], writer="cell-1")
         assert other.refresh() == 1
-        assert one.find(offset=0, count=1).total == 10
+        assert one.find_page(offset=0, count=1).total == 10
     (file,) = cache.glob("*.sqlite")
     content = file.read_bytes()
     file.write_bytes(content[:6000] + b"x" * (len(content) - 6000))
     with closing(RowIndex(run, cache)) as again:
         again.refresh()
-        assert again.find(offset=0, count=1).total == 10
+        assert again.find_page(offset=0, count=1).total == 10
         for path in (*run.shards_dir.iterdir(), *run.index_dir.iterdir()):
             path.unlink()
         seal_in(run, [trajectory(1)])
         again.refresh()
-        assert again.find(offset=0, count=1).total == 1, "another run is at this path now"
+        assert again.find_page(offset=0, count=1).total == 1, "another run is at this path now"
         with pytest.raises(RecipeError, match="no field"):
-            again.find(sort="named; DROP TABLE rows", offset=0, count=1)
+            again.find_page(sort="named; DROP TABLE rows", offset=0, count=1)
 
 
 def test_a_cache_that_others_may_write_is_refused(run: RunPaths, tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> N
     with closing(RowIndex(run, tmp_path / "cache")) as index:
         index.refresh()
         for where in ("step=3", "step>10 and reward>0"):
-            matching = index.find(where, offset=0, count=1).matching
+            matching = index.find_page(where, offset=0, count=1).matching
             assert matching == find_rows(run.root, RowQuery(where))[1] > 0
-        steps = {row["step"] for row in index.choose_examples(80) if row["kind"] == "train"}
+        steps = {row["step"] for row in index.choose_example_rows(80) if row["kind"] == "train"}
         assert {1, 12} <= steps
 
 

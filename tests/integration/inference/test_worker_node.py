@@ -68,7 +68,7 @@ class Pair:
         return [one for one in children if command_of(one)[2:] and PART in command_of(one)[2]]
 
     def close(self) -> None:
-        self.worker.end()
+        self.worker.stop_part_for_good()
         self.head.request_stop()
         self.head.kill()
         self._stack.close()

@@ -17,7 +17,7 @@ from areal_hpc.areal.api.cli_args import (
     RejectionSamplingConfig,
     load_expr_config,
 )
-from areal_hpc.areal.config.rules import flatten
+from areal_hpc.areal.config.rules import flatten_to_dotted_keys
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.areal.loading import read_areal_config_file
 from areal_hpc.errors import RecipeError
@@ -29,7 +29,7 @@ EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 
 
 def recipe_of(tree: dict[str, Any], rows: int | None = None) -> dict[str, Any]:
-    return flatten(translate_to_recipe(tree, rows).recipe)
+    return flatten_to_dotted_keys(translate_to_recipe(tree, rows).recipe)
 
 
 def reasons(tree: Any, rows: int | None = None) -> dict[str, str]:
@@ -42,7 +42,7 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
     full.actor.reward_norm = full.actor.adv_norm = NormConfig()
     full.actor.rejection_sampling = RejectionSamplingConfig()
     optional = {"critic", "teacher", "ref"}
-    keys = {key for key in flatten(dataclasses.asdict(full)) if key not in optional}
+    keys = {key for key in flatten_to_dotted_keys(dataclasses.asdict(full)) if key not in optional}
     assert {key for key in keys if find_rule(key) is None} == set()
 
 

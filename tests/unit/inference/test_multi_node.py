@@ -28,7 +28,7 @@ def test_nodes_run_what_was_begun_and_nothing_after_its_end() -> None:
     assert span.answer_node_poll(FollowerPollRequest(1, 1), 2.0) == FollowerPollReply(
         1, "10.0.0.1:4000"
     )
-    span.clear_assignment()
+    span.withdraw_node_parts()
     assert span.answer_node_poll(FollowerPollRequest(1, 1), 3.0) == NOTHING
     assert span.find_loss_reason(4.0) == ""
 

@@ -13,7 +13,7 @@ TIMEOUT_S = 30.0
 def start_speaking(log: ServerLog, size_bytes: int) -> subprocess.Popen[bytes]:
     says = f"import sys; sys.stdout.write('x' * {size_bytes} + 'last words')"
     speaker = subprocess.Popen([sys.executable, "-c", says], stdout=log.write_end)
-    log.begin()
+    log.start_copying()
     return speaker
 
 
@@ -55,5 +55,5 @@ def test_last_words_are_in_the_file_behind_those_of_an_earlier_server(tmp_path: 
     for words in (b"xlast words", b"xlast wordsxlast words"):
         log = ServerLog(path)
         start_speaking(log, 1).wait(TIMEOUT_S)
-        log.wait_written(TIMEOUT_S)
+        log.wait_until_written(TIMEOUT_S)
         assert path.read_bytes() == words

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_hpc.jobs.environment import build_role_variables
-from areal_hpc.jobs.task_processes import select_variables
+from areal_hpc.jobs.task_processes import select_role_variables
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import ProcessSpec
 from tests.support.environments import CHECKOUT
@@ -58,4 +58,4 @@ def test_what_starts_servers_hands_them_their_variables(
 ) -> None:
     variables = {"train": {"A": "train"}, "serve": {"A": "serve", "B": "serve"}}
     process = ProcessSpec("x", role, "package.module:run", {}, uses_gpus=uses_gpus)
-    assert select_variables(process, variables | {"agents": {"A": "agents"}}) == expected
+    assert select_role_variables(process, variables | {"agents": {"A": "agents"}}) == expected

@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.jobs.node_probe import (
     ReachabilityServer,
     check_clock_skew,
-    check_gpus,
+    compare_gpus_with_driver,
     parse_gpu_errors,
     probe_node,
     query_gpu_errors,
@@ -59,15 +59,15 @@ def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
 
 def test_gpus_are_counted_and_asked_for_their_errors() -> None:
     gpus = parse_gpu_errors(WELL)
-    assert check_gpus(["0", "1", "2", "3"], gpus, "") == []
-    (missing,) = check_gpus(["0", "1", "2", "3", "4"], gpus, "")
+    assert compare_gpus_with_driver(["0", "1", "2", "3"], gpus, "") == []
+    (missing,) = compare_gpus_with_driver(["0", "1", "2", "3", "4"], gpus, "")
     assert missing.reason == "the driver shows 4 GPUs, Slurm allocated 5"
     broken = parse_gpu_errors(WELL.replace("3, 0", "3, 2"))
-    (errors,) = check_gpus(["2", "3"], broken, "")
+    (errors,) = compare_gpus_with_driver(["2", "3"], broken, "")
     assert errors.reason == "its GPU 3 has 2 uncorrected memory errors"
-    assert check_gpus(["0", "1"], broken, "") == [], "another job's GPU"
+    assert compare_gpus_with_driver(["0", "1"], broken, "") == [], "another job's GPU"
     # With device control groups the job's only GPU is number 0, whatever Slurm calls it.
-    assert check_gpus(["6"], parse_gpu_errors("0, 1\n"), "")
+    assert compare_gpus_with_driver(["6"], parse_gpu_errors("0, 1\n"), "")
 
 
 def test_the_drivers_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_the_drivers_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.Monk
     tool.write_text("#!/bin/sh\necho Unable to determine the device handle for GPU3; exit 15\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (finding,) = check_gpus(["0"], *query_gpu_errors())
+    (finding,) = compare_gpus_with_driver(["0"], *query_gpu_errors())
     assert finding.reason.startswith(
         "the GPU driver reports an error: Unable to determine the device"
     )

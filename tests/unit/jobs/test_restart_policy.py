@@ -12,7 +12,7 @@ from areal_hpc.jobs.restart_policy import (
     RestartPolicy,
     decide_restart,
     decide_restart_of_cells,
-    find_crash,
+    find_crash_error,
     list_decisive_crashes,
 )
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
@@ -48,10 +48,10 @@ def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decisio
 
 
 def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_met_it() -> None:
-    crash = find_crash("trainer", [AGENT_FAILED])
+    crash = find_crash_error("trainer", [AGENT_FAILED])
     assert crash is not None
     assert (str(crash), crash.code) == ("the agent failed", 70)
-    crash = find_crash("trainer", [CRASHED])
+    crash = find_crash_error("trainer", [CRASHED])
     assert crash is not None
     assert str(crash).startswith("trainer of job trainer failed with exit code 139")
 

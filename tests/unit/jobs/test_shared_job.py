@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.jobs.shared_job import (
     IDLE_NOTE_MARGIN_S,
     SharedCell,
-    get_job_part,
+    get_part_of_task,
     split_exits_by_cell,
 )
 from areal_hpc.jobs.starts import claim_next_start
@@ -54,14 +54,14 @@ def cell_of(folder: Path, rank: int, tasks: int = 2) -> SharedCell:
 
 
 def test_tasks_work_for_cells_in_order_and_know_their_place_in_them() -> None:
-    parts = [get_job_part(job_of(4), position_of(rank, 4)) for rank in range(4)]
+    parts = [get_part_of_task(job_of(4), position_of(rank, 4)) for rank in range(4)]
     assert [part.name for part in parts] == ["cell-4", "cell-4", "cell-5", "cell-5"]
     assert [part.position.rank for part in parts] == [0, 1, 0, 1]
     assert {part.position.num_tasks for part in parts} == {2}
     run = [[process.name for process in part.list_processes()] for part in parts]
     assert run == [["driver"], ["follower"]] * 2
     lone = JobSpec("trainer", "train", [LEADING, FOLLOWING], tasks=2)
-    assert get_job_part(lone, position_of(1, 2)).name == "trainer"
+    assert get_part_of_task(lone, position_of(1, 2)).name == "trainer"
 
 
 def test_exits_are_told_apart_by_cell_and_missing_ones_left_out() -> None:
@@ -87,49 +87,51 @@ def test_a_job_is_over_when_no_cell_is_left(
 ) -> None:
     monkeypatch.setattr("areal_hpc.jobs.shared_job.CELL_POLL_S", 0.0)
     first, second = cell_of(tmp_path, 0), cell_of(tmp_path, 1)
-    first.report_end(CRASHED)
+    first.report_cell_end(CRASHED)
     assert not first.is_job_over()
     write_task_exit(JobPaths(tmp_path / "cells-4-5"), 1, TaskExit(139, incarnation="11.0"))
     assert not first.is_job_over(), "that was an earlier start"
-    second.report_end(MISTAKEN)
+    second.report_cell_end(MISTAKEN)
     assert first.is_job_over()
     assert not second.is_job_over(), "the first task says so"
     left = read_task_exit(JobPaths(tmp_path / "cells-4-5"), 1, START)
     assert left == msgspec.structs.replace(MISTAKEN, incarnation=START, cell="cell-5")
     stopped = TaskExit(143, reason="close to the time limit")
-    assert second.complete_exit(stopped) == left, "how the cell ended is not forgotten"
-    assert second.complete_exit(TaskExit(0)).exit_code == 0
+    assert second.replace_by_cell_end_or_name_cell(stopped) == left, (
+        "how the cell ended is not forgotten"
+    )
+    assert second.replace_by_cell_end_or_name_cell(TaskExit(0)).exit_code == 0
 
 
 def test_a_cell_that_spans_nodes_ends_on_all_of_them_and_no_other_does(tmp_path: Path) -> None:
     tasks = [cell_of(tmp_path, rank, 4) for rank in range(4)]
-    tasks[1].report_end(CRASHED)
-    ends = [tasks[rank].find_peer_end() for rank in (0, 2, 3)]
+    tasks[1].report_cell_end(CRASHED)
+    ends = [tasks[rank].find_end_of_other_task() for rank in (0, 2, 3)]
     assert ends == [tasks[1].end, None, None]
 
 
 def test_a_job_is_idle_when_every_cell_said_so_lately_or_is_over(tmp_path: Path) -> None:
     first, second = cell_of(tmp_path, 0), cell_of(tmp_path, 1)
-    assert not first.report_idle()
-    assert second.report_idle()
+    assert not first.report_idle_and_check_all_idle()
+    assert second.report_idle_and_check_all_idle()
     note = JobPaths(tmp_path / "cell-4").idle_note
     long_ago = time.time() - IDLE_S - IDLE_NOTE_MARGIN_S - 1
     os.utime(note, (long_ago, long_ago))
-    assert not second.report_idle(), "it had work since"
-    first.report_end(CRASHED)
-    assert second.report_idle()
+    assert not second.report_idle_and_check_all_idle(), "it had work since"
+    first.report_cell_end(CRASHED)
+    assert second.report_idle_and_check_all_idle()
 
 
 def test_an_idle_note_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     note = JobPaths(tmp_path / "cell-4").idle_note
     note.parent.mkdir()
     note.write_text("11.0")
-    assert not cell_of(tmp_path, 1).report_idle()
+    assert not cell_of(tmp_path, 1).report_idle_and_check_all_idle()
 
 
 def test_starts_of_a_cell_are_counted_whichever_job_it_is_part_of(tmp_path: Path) -> None:
     claim_next_start(JobPaths(tmp_path / "cell-5").starts_dir, "7.0", "n01", "")
     first, leading, following = cell_of(tmp_path, 0), *(cell_of(tmp_path, n, 4) for n in (2, 3))
-    assert first.claim_start("n02") == {JOB_START_VARIABLE: "1"}
-    assert leading.claim_start("n02") == {JOB_START_VARIABLE: "2"}
-    assert following.claim_start("n03") == {}, "the first task of the cell speaks for it"
+    assert first.claim_cell_start("n02") == {JOB_START_VARIABLE: "1"}
+    assert leading.claim_cell_start("n02") == {JOB_START_VARIABLE: "2"}
+    assert following.claim_cell_start("n03") == {}, "the first task of the cell speaks for it"

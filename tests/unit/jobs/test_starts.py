@@ -33,10 +33,10 @@ def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
     start = starts.claim_next_start(tmp_path, "7.0", "n01", "")
     starts.report_node_joined(tmp_path, start, 2)
-    assert starts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
+    assert starts.await_nodes_and_list_absent(tmp_path, start, 4, 0.1) == [1, 3]
     starts.report_node_joined(tmp_path, start, 1)
     starts.report_node_joined(tmp_path, start, 3)
-    assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
+    assert starts.await_nodes_and_list_absent(tmp_path, start, 4, 0.1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.sources import iterate_rows
+from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.reward.code import code_reward
 from areal_hpc.reward.countdown import countdown_reward
@@ -20,7 +20,7 @@ ADD = "```python\nprint(sum(map(int, input().split())))\n```"
 
 def tasks(form: str, file: str) -> list[dict[str, Any]]:
     config = TaskSetConfig(path=SAMPLES / file, to_task=f"areal_hpc.dataset.adapters:{form}")
-    return list(iterate_rows(config, "train_dataset"))
+    return list(iterate_task_rows(config, "train_dataset"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_program_that_leaves_before_its_tests_has_not_passed_them() -> None:
 
 def test_reasoning_gym_judges_its_own_tasks() -> None:
     config = TaskSetConfig(reasoning_gym="chain_sum", kwargs={"size": 2, "seed": 3})
-    for task in iterate_rows(config, "train_dataset"):
+    for task in iterate_task_rows(config, "train_dataset"):
         right = f"<answer>{task['answer']}</answer>"
         assert reasoning_gym_reward("", right, [], [], **task) == 1.0
         assert reasoning_gym_reward("", "<answer>no</answer>", [], [], **task) < 0.5
