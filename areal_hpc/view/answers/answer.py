@@ -1,0 +1,64 @@
+"""An answer about a run: a headline, sentences with their numbers, and pages that show them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence, and the page of `areal-hpc view` that shows what it is about."""
+
+    text: str
+    page: str = ""
+    """What stands behind the address of the dashboard; empty without a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is said to one question about a run."""
+
+    headline: str
+    findings: tuple[Finding, ...] = ()
+    hints: tuple[str, ...] = ()
+    """What to try, the most promising first."""
+    table: tuple[str, ...] = ()
+    """Lines below the sentences."""
+    is_well: bool = True
+    """False if somebody has to act."""
+
+
+def build_page(page: str, run: str, **query: str) -> str:
+    """The part of a dashboard's address that names a page of a run."""
+    return f"#/{page}?{urlencode({'run': run, **query}, quote_via=quote)}"
+
+
+def format_answer(answer: Answer, run: str) -> list[str]:
+    """An answer as lines for people; `run` stands where a command needs the directory."""
+    lines = [answer.headline]
+    for finding in answer.findings:
+        lines.append(f"  {finding.text}")
+        if finding.page:
+            lines.append(f"    {finding.page}")
+    lines += [f"  {line}" for line in answer.table]
+    lines += [f"try: {hint.replace('RUN', run)}" for hint in answer.hints]
+    if any(finding.page for finding in answer.findings):
+        lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
+    return lines
+
+
+def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key of a recipe as a run keeps it; None if it is not there."""
+    value: Any = recipe
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def name_keys(recipe: Mapping[str, Any], *keys: str) -> str:
+    """Keys of a recipe with their values, as `a.b=1 and c.d=2`; empty if it has none of them."""
+    found: Sequence[str] = [
+        f"{key}={value}" for key in keys if (value := get_recipe_value(recipe, key)) is not None
+    ]
+    return " and ".join(found)

@@ -1,0 +1,323 @@
+"""Whether a run's policy collapses (`areal-hpc why RUN --collapse`)."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.answer import Answer, Finding, build_page
+from areal_hpc.view.batch_episodes import (
+    BatchEpisode,
+    compute_distinct_share,
+    read_batch_episodes,
+)
+from areal_hpc.view.metric_values import (
+    format_steps,
+    format_value,
+    get_number,
+    list_numbers,
+    select_trained_rows,
+)
+
+MIN_STEPS = 6
+"""Fewer show no trend."""
+MAX_WINDOW_STEPS = 5
+"""At each end of a run, whose means are compared."""
+MAX_READ_STEPS = 8
+"""Steps, spread over the run, whose replies are compared with one another."""
+MIN_REWARD_FALL = 0.2
+"""Of the range of the run's mean rewards, from which the reward has fallen from its best."""
+MIN_SOLVED_SHARE = 0.5
+"""Of the groups, from which the tasks are solved if so many have nothing but the best reward."""
+DISTINCT = "distinct replies"
+"""Name of the share of a group's replies that differ, which is no metric of a step."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A number in the first steps of a run and in its last ones."""
+
+    name: str
+    first: float
+    last: float
+    by_step: Mapping[int, float]
+
+    @property
+    def ratio(self) -> float:
+        """The last of the first; large if that was nothing."""
+        return self.last / self.first if abs(self.first) > 1e-12 else float("inf")
+
+    def find_half_way(self) -> int:
+        """The first step at which the number had gone half of the way, and never went back."""
+        middle, falls = (self.first + self.last) / 2, self.last < self.first
+        found = max(self.by_step)
+        for step in sorted(self.by_step, reverse=True):
+            value = self.by_step[step]
+            if value > middle if falls else value < middle:
+                break
+            found = step
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SignRule:
+    """When a trend is a sign of collapse."""
+
+    name: str
+    meaning: str
+    kind: Literal["falls", "rises", "changes"]
+    ratio: float
+    """The last of the first, from which it is one; of `changes`, or its inverse."""
+    bound: float = 0.0
+    """And the last value is beyond this one."""
+
+    def holds(self, trend: Trend) -> bool:
+        """True if it is one."""
+        match self.kind:
+            case "falls":
+                return trend.ratio <= self.ratio and trend.last <= self.bound
+            case "rises":
+                return trend.ratio >= self.ratio and trend.last >= self.bound
+            case "changes":
+                return not 1 / self.ratio < trend.ratio < self.ratio
+
+
+ENTROPY = SignRule("entropy/mean", "the policy is nearly sure of every token", "falls", 0.35, 0.3)
+SIGNS = (
+    ENTROPY,
+    SignRule("entropy/mean", "the policy says anything", "rises", 3.0, 1.0),
+    SignRule(DISTINCT, "samples of a task say the same", "falls", 0.6, 0.5),
+    SignRule("reply/repeated_fraction", "replies end in loops", "rises", 2.0, 0.25),
+    SignRule("reply/tokens_mean", "replies have another length", "changes", 3.0),
+    SignRule("reply/cut_fraction", "replies reach their limit of tokens", "rises", 2.0, 0.3),
+    SignRule("groups/all_worst", "groups have only the worst reward", "rises", 2.0, 0.5),
+    SignRule("groups/zero_variance", "most groups teach nothing", "rises", 1.5, 0.7),
+    SignRule(
+        "logprob/engine_trainer_mean_abs_diff",
+        "engine and trainer no longer agree",
+        "rises",
+        10.0,
+        0.05,
+    ),
+)
+TOLD_TRENDS = tuple(dict.fromkeys([*(rule.name for rule in SIGNS), "groups/all_best"]))
+HARMLESS_WHEN_SOLVED = frozenset({"entropy/mean", DISTINCT, "groups/zero_variance"})
+"""Signs that a run which has solved its tasks shows as well."""
+
+
+def explain_collapse(paths: RunPaths) -> Answer:
+    """Trends of a run and what they mean, from its metrics and from replies of some steps."""
+    rows = select_trained_rows(read_metrics(paths.metrics))
+    problems: list[str] = []
+    steps = choose_spread([row["step"] for row in rows], MAX_READ_STEPS)
+    episodes = read_batch_episodes(paths, steps, problems)
+    distinct: dict[int, float] = {}
+    for step in steps:
+        try:
+            share = compute_distinct_share(paths, [one for one in episodes if one.step == step])
+        except ShardError as error:
+            problems.append(str(error))
+            continue
+        if share is not None:
+            distinct[step] = share
+    return judge_collapse(paths.run_name, rows, distinct, episodes, problems)
+
+
+def choose_spread(steps: Sequence[int], count: int) -> list[int]:
+    """So many of the steps, the first and the last among them, evenly apart."""
+    if len(steps) <= count:
+        return list(steps)
+    return sorted({steps[place * (len(steps) - 1) // (count - 1)] for place in range(count)})
+
+
+def judge_collapse(
+    run: str,
+    rows: Sequence[Row],
+    distinct: Mapping[int, float],
+    episodes: Sequence[BatchEpisode] = (),
+    problems: Sequence[str] = (),
+) -> Answer:
+    """Whether the trends of a run are those of a collapse, in sentences. Pure."""
+    if len(rows) < MIN_STEPS:
+        return Answer(f"{len(rows)} steps are trained: at least {MIN_STEPS} show a trend")
+    window = min(MAX_WINDOW_STEPS, len(rows) // 3)
+    trends = {one.name: one for one in _list_trends(rows, distinct, window)}
+    signs = [
+        (rule, trends[rule.name])
+        for rule in SIGNS
+        if rule.name in trends and rule.holds(trends[rule.name])
+    ]
+    reward = RewardCourse.measure(rows, window)
+    is_solved = not reward.has_fallen and _is_solved(rows[-window:])
+    serious = [one for one in signs if not (is_solved and one[0].name in HARMLESS_WHEN_SOLVED)]
+    has_collapsed = bool(signs) and (reward.has_fallen or len(serious) >= 3)
+    findings = [Finding(reward.text, build_page("metrics", run, text="reward/"))]
+    findings += [_tell(run, trend, rows, window, signs) for trend in trends.values()]
+    findings += list(_name_alike_replies(run, episodes, distinct))
+    findings += [Finding(f"not read: {one}") for one in problems[:3]]
+    return Answer(
+        _head(reward, signs, has_collapsed=has_collapsed, is_solved=is_solved),
+        tuple(findings),
+        _list_hints(reward) if has_collapsed else (),
+        is_well=not has_collapsed,
+    )
+
+
+def _list_trends(
+    rows: Sequence[Row], distinct: Mapping[int, float], window: int
+) -> Iterator[Trend]:
+    for name in TOLD_TRENDS:
+        if name == DISTINCT:
+            if len(distinct) >= 2:
+                yield Trend(name, distinct[min(distinct)], distinct[max(distinct)], distinct)
+            continue
+        first, last = (list_numbers(ones, name) for ones in (rows[:window], rows[-window:]))
+        by_step = {
+            row["step"]: value for row in rows if (value := get_number(row, name)) is not None
+        }
+        if first and last:
+            yield Trend(name, statistics.fmean(first), statistics.fmean(last), by_step)
+
+
+def _is_solved(rows: Sequence[Row]) -> bool:
+    return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_SOLVED_SHARE
+
+
+def _format_trend_value(name: str, value: float) -> str:
+    return f"{value:.0%}" if name == DISTINCT else format_value(name, value)
+
+
+def _tell(
+    run: str,
+    trend: Trend,
+    rows: Sequence[Row],
+    window: int,
+    signs: Sequence[tuple[SignRule, Trend]],
+) -> Finding:
+    first, last = (_format_trend_value(trend.name, one) for one in (trend.first, trend.last))
+    meaning = next((rule.meaning for rule, one in signs if one.name == trend.name), "")
+    if trend.name == DISTINCT:
+        steps = sorted(trend.by_step)
+        text = f"{DISTINCT} of a group: {first} at step {steps[0]}, {last} at step {steps[-1]}"
+        page = build_page("trajectories", run, where=f"step={steps[-1]}", sort="ticket")
+    else:
+        text = f"{trend.name}: {first} ({format_steps(rows[:window])}), {last} "
+        text += f"({format_steps(rows[-window:])})"
+        page = build_page("metrics", run, text=trend.name)
+    if meaning:
+        text += f": {meaning}, half of the way at step {trend.find_half_way()}"
+    return Finding(text, page)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCourse:
+    """The best mean reward of a run, over some steps, and the last one."""
+
+    best: float
+    best_step: int
+    """The last step of the best window."""
+    last: float
+    last_step: int
+    has_fallen: bool
+    fall_step: int
+    """The first step at which half of the fall from the best had happened, for good."""
+    held_out: str
+    """The held-out rewards, in words; empty without evaluations."""
+
+    @classmethod
+    def measure(cls, rows: Sequence[Row], window: int) -> "RewardCourse":
+        """The course over windows of so many steps."""
+        rewards = [get_number(row, "reward/mean") or 0.0 for row in rows]
+        means = [
+            statistics.fmean(rewards[end - window : end]) for end in range(window, len(rows) + 1)
+        ]
+        best = max(range(len(means)), key=lambda place: means[place])
+        fall = means[best] - means[-1]
+        spread = statistics.fmean(list_numbers(rows, "reward/standard_error") or [0.0])
+        least = max(MIN_REWARD_FALL * (max(rewards) - min(rewards)), 2 * spread, 1e-9)
+        judged = [
+            (row["step"], value)
+            for row in rows
+            if (value := get_number(row, "eval/reward")) is not None
+        ]
+        held_out = (
+            f"; held-out reward {max(value for _, value in judged):.3f} at best, "
+            f"{judged[-1][1]:.3f} at step {judged[-1][0]}"
+            if judged
+            else ""
+        )
+        best_step = rows[best + window - 1]["step"]
+        last_step = rows[-1]["step"]
+        since = {row["step"]: reward for row, reward in zip(rows, rewards, strict=True)}
+        course = Trend("reward/mean", means[best], means[-1], since)
+        return cls(
+            means[best],
+            best_step,
+            means[-1],
+            last_step,
+            fall > least,
+            course.find_half_way(),
+            held_out,
+        )
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.best_step == self.last_step:
+            return f"the reward is at its best, {self.best:.3f}, at step {self.best_step}" + (
+                self.held_out
+            )
+        fell = "fell" if self.has_fallen else "went"
+        return (
+            f"the reward {fell} from {self.best:.3f}, its best, at step {self.best_step} to "
+            f"{self.last:.3f} at step {self.last_step}{self.held_out}"
+        )
+
+
+def _head(
+    reward: RewardCourse,
+    signs: Sequence[tuple[SignRule, Trend]],
+    *,
+    has_collapsed: bool,
+    is_solved: bool,
+) -> str:
+    told = ", ".join(dict.fromkeys(rule.meaning for rule, _ in signs))
+    if has_collapsed:
+        since = min(trend.find_half_way() for _, trend in signs)
+        return f"the policy collapses since about step {since}: {told}"
+    if is_solved:
+        return f"the policy does not collapse, it has solved its tasks{f': {told}' if told else ''}"
+    if signs:
+        return f"the policy does not collapse yet, the reward holds; but {told}"
+    if reward.has_fallen:
+        return (
+            "the reward fell, but not by a collapse: entropy, length, repetition and distinct "
+            f"replies hold; areal-hpc why RUN --step {reward.fall_step} compares"
+        )
+    return "the policy does not collapse"
+
+
+def _list_hints(reward: RewardCourse) -> tuple[str, ...]:
+    return (
+        f"go back to a checkpoint of step {reward.fall_step - 1} or before",
+        "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
+        "trainer.objective.clip_high, or reward what replies should not do",
+    )
+
+
+def _name_alike_replies(
+    run: str, episodes: Sequence[BatchEpisode], distinct: Mapping[int, float]
+) -> Iterator[Finding]:
+    """An episode of the last step whose replies were compared, to read."""
+    if not distinct:
+        return
+    last = [one for one in episodes if one.step == max(distinct)]
+    if last:
+        worst = min(last, key=lambda one: one.reward)
+        text = f"to read: {worst.title}, reward {worst.reward:g}"
+        yield Finding(text, build_page("trajectory", run, row=worst.name))

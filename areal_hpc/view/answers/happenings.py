@@ -1,0 +1,71 @@
+"""What happened to a run in a span of time: changed recipes, and events that are not routine."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+
+ROUTINE_EVENTS = frozenset(
+    {"weights_published", "replica_resumed", "episodes_counted", "ranks_joined", "state_loaded"}
+)
+"""Events of every run that goes well."""
+MAX_TOLD_EVENTS = 6
+
+
+def describe_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Events that are not routine, counted by what they are and who told of them. Pure."""
+    counts = Counter(
+        (str(one.get("event")), str(one.get("role")))
+        for one in events
+        if one.get("event") not in ROUTINE_EVENTS
+    )
+    for (event, role), count in counts.most_common(MAX_TOLD_EVENTS):
+        times = f" {count} times" if count > 1 else ""
+        yield f"meanwhile: {event}{times} ({role})"
+
+
+def describe_recipe_changes(
+    paths: RunPaths, recipe: Mapping[str, Any], begin: float, end: float
+) -> Iterator[str]:
+    """Keys that launches between two Unix times changed, with their old and new values.
+
+    Raises:
+        RecipeError: The recipe of an earlier launch is damaged.
+    """
+    launches = [(attempt, at) for attempt, at in list_launches(paths) if attempt > 1]
+    changed = [(attempt, at) for attempt, at in launches if paths.replaced_recipe(attempt).exists()]
+    recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]
+    for (attempt, at), old, new in zip(changed, recipes, [*recipes, recipe][1:], strict=True):
+        if begin <= at <= end:
+            for key, was, now in compare_recipes(old, new):
+                yield f"launch {attempt} changed {key} from {was} to {now}"
+
+
+def compare_recipes(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """The keys whose values differ, with both values; those that may be secrets are not shown."""
+    before, after = (flatten_keys(hide_private_values(one, one)) for one in (old, new))
+    raw_before, raw_after = flatten_keys(old), flatten_keys(new)
+    for key in sorted(before.keys() | after.keys()):
+        if raw_before.get(key) != raw_after.get(key):
+            yield key, before.get(key), after.get(key)
+
+
+def list_launches(paths: RunPaths) -> list[tuple[int, float]]:
+    """Attempts of a run with the Unix times of their launches, oldest first."""
+    try:
+        launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]
+        return [
+            (int(one["attempt"]), datetime.fromisoformat(one["time"]).timestamp())
+            for one in launches
+        ]
+    except (OSError, ValueError, LookupError, TypeError, msgspec.DecodeError):
+        return []

@@ -1,0 +1,144 @@
+"""What the time of a run's steps goes to, and who is to blame (`areal-hpc why RUN --slow`)."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.answers.answer import Answer, Finding, build_page
+from areal_hpc.view.answers.speeds import measure_replica_speeds, measure_update_pauses
+from areal_hpc.view.answers.step_parts import StepPart, list_step_parts, split_waits
+from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
+from areal_hpc.view.batch_episodes import (
+    BatchEpisode,
+    list_pauses,
+    read_batch_episodes,
+    read_first_rows,
+)
+from areal_hpc.view.inspection import PACE_STEPS
+from areal_hpc.view.logs import list_log_files
+from areal_hpc.view.metric_values import format_steps, list_numbers, select_trained_rows
+from areal_hpc.view.tables import format_table
+
+MAX_READ_STEPS = 10
+"""Steps, the last ones, whose episodes are read."""
+MAX_READ_ROWS = 400
+"""Rows whose messages are read, to tell which tools were called."""
+MIN_TOLD_SHARE = 0.05
+"""A part of a step below this is not worth a sentence of its own."""
+MAX_HINTS = 2
+"""Of the parts that took most."""
+
+
+def explain_slow_run(paths: RunPaths) -> Answer:
+    """What limits a run, from its metrics, its shards and its events.
+
+    Raises:
+        RecipeError: The run's recipe is damaged.
+    """
+    return judge_slow_run(read_evidence(paths))
+
+
+def read_evidence(paths: RunPaths) -> SlowRunEvidence:
+    """What the files of a run say of its last steps."""
+    trained = select_trained_rows(read_metrics(paths.metrics))
+    rows = [row for row in trained if row.get("time/step_s")][-PACE_STEPS:]
+    problems: list[str] = []
+    steps = [row["step"] for row in rows[-MAX_READ_STEPS:]]
+    episodes = read_batch_episodes(paths, steps, problems)
+    return SlowRunEvidence(
+        paths.run_name,
+        read_run_recipe(paths.recipe),
+        rows,
+        episodes,
+        _read_pauses(paths, episodes, problems),
+        read_recent_events(paths.events),
+        find_cell_nodes(paths),
+        problems,
+    )
+
+
+def _read_pauses(
+    paths: RunPaths, episodes: Sequence[BatchEpisode], problems: list[str]
+) -> list[tuple[str, float]]:
+    """Times between calls, of the newest episodes that made several."""
+    several = [one for one in episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
+    try:
+        rows = read_first_rows(paths, several)
+    except ShardError as error:
+        problems.append(str(error))
+        return []
+    return [pause for row in rows for pause in list_pauses(row)]
+
+
+def find_cell_nodes(paths: RunPaths) -> dict[str, str]:
+    """The nodes of cells in the newest attempt, as far as logs name them."""
+    attempts = paths.list_attempts()
+    files = list_log_files(paths, attempts[-1]) if attempts else []
+    return {file.job: file.node for file in files if file.node}
+
+
+def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
+    """What limits the steps, in sentences. Pure."""
+    rows = evidence.rows
+    if not rows:
+        return Answer("no step with its times is recorded yet")
+    step_s = statistics.fmean(list_numbers(rows, "time/step_s"))
+    split = split_waits(rows, evidence.episodes)
+    parts = list_step_parts(rows, split)
+    judge = TimeJudge(evidence, split, step_s)
+    page = build_page("metrics", evidence.run, text="time/")
+    told = [part for part in parts if part.seconds >= MIN_TOLD_SHARE * step_s]
+    verdicts = [judge.explain_part(part) for part in told]
+    cause = verdicts[0].cause if verdicts else ""
+    findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
+    findings += [Finding(one.text, one.page) for one in verdicts]
+    findings += judge.describe_outliers(told=cause)
+    findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
+    headline = (
+        f"the run is limited by {parts[0].name}: {parts[0].seconds:.1f} s of the {step_s:.1f} s of "
+        f"a step ({format_steps(rows)})"
+    )
+    return Answer(
+        f"{headline}; {cause}" if cause else headline,
+        tuple(findings),
+        tuple(one.hint for one in verdicts[:MAX_HINTS] if one.hint),
+        tuple(format_replica_table(evidence)),
+    )
+
+
+def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
+    for part in parts:
+        if part.seconds >= 0.01 * step_s:
+            yield f"{part.seconds / step_s:.0%} {part.name}"
+
+
+def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
+    """Every replica with its node, speed, pauses at updates and starts; none of a single one."""
+    speeds = measure_replica_speeds(evidence.episodes)
+    pauses = measure_update_pauses(evidence.events)
+    starts = Counter(
+        (str(row.get("role")), row.get("replica"))
+        for row in evidence.events
+        if row.get("event") == "replica_started"
+    )
+    keys = sorted(speeds.keys() | pauses.keys())
+    if len(keys) < 2:
+        return []
+    head = ("cell", "replica", "node", "tokens/s in a call", "s at an update", "starts")
+    lines = [
+        (
+            key[0],
+            str(key[1]),
+            evidence.nodes.get(key[0], "-"),
+            f"{speeds[key]:.0f}" if key in speeds else "-",
+            f"{pauses[key]:.2f}" if key in pauses else "-",
+            str(starts[key] or "-"),
+        )
+        for key in keys
+    ]
+    return format_table([head, *lines], right=(1, 3, 4, 5))

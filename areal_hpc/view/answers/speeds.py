@@ -1,0 +1,118 @@
+"""Speeds of replicas, times of tools and of weight updates, and which of them stands out. Pure."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.view.batch_episodes import WITHOUT_TOOL, BatchEpisode
+
+MIN_CALLS = 4
+"""Fewer calls or updates say nothing of a replica."""
+MAX_SPEED_RATIO = 0.6
+"""A replica below this share of the others' speed is slow."""
+MIN_UPDATE_RATIO = 1.5
+"""A replica whose updates take so many times those of the others is slow..."""
+MIN_UPDATE_GAP_S = 0.05
+"""...and so much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """One of several that is worse than the others."""
+
+    name: tuple[str, int]
+    """Cell and replica."""
+    value: float
+    others: float
+    """The median of the others."""
+
+
+def measure_replica_speeds(episodes: Iterable[BatchEpisode]) -> dict[tuple[str, int], float]:
+    """Sampled tokens per second of model calls, by cell and replica."""
+    tokens: dict[tuple[str, int], int] = defaultdict(int)
+    seconds: dict[tuple[str, int], float] = defaultdict(float)
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    for one in episodes:
+        for call in one.timed_calls:
+            key = one.record.cell, call.replica
+            tokens[key] += call.reply_tokens
+            seconds[key] += call.answered_at - call.asked_at
+            counts[key] += 1
+    return {
+        key: tokens[key] / seconds[key]
+        for key in sorted(tokens)
+        if counts[key] >= MIN_CALLS and seconds[key] > 0
+    }
+
+
+def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> Outlier | None:
+    """The slowest replica, if the others are much faster."""
+    if len(speeds) < 2:
+        return None
+    name = min(speeds, key=lambda key: speeds[key])
+    others = statistics.median(value for key, value in speeds.items() if key != name)
+    return Outlier(name, speeds[name], others) if speeds[name] < MAX_SPEED_RATIO * others else None
+
+
+def measure_update_pauses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
+    """Median of the seconds for which updates stopped a replica, by cell and replica."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in events:
+        pause_s, replica = row.get("pause_s"), row.get("replica")
+        if row.get("event") == "replica_resumed" and isinstance(pause_s, int | float):
+            found[str(row.get("role")), replica if isinstance(replica, int) else 0].append(pause_s)
+    return {
+        key: statistics.median(found[key]) for key in sorted(found) if len(found[key]) >= MIN_CALLS
+    }
+
+
+def find_slow_receiver(pauses: Mapping[tuple[str, int], float]) -> Outlier | None:
+    """The replica that updates stop longest, if they stop the others much shorter."""
+    if len(pauses) < 2:
+        return None
+    name = max(pauses, key=lambda key: pauses[key])
+    others = statistics.median(value for key, value in pauses.items() if key != name)
+    is_slow = pauses[name] > max(MIN_UPDATE_RATIO * others, others + MIN_UPDATE_GAP_S)
+    return Outlier(name, pauses[name], others) if is_slow else None
+
+
+@dataclass(frozen=True, slots=True)
+class PauseKind:
+    """One thing that episodes do outside of model calls."""
+
+    name: str
+    """In words: `the tool search`, `before the first call`."""
+    total_s: float
+    count: int
+    longest_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """One of them."""
+        return self.total_s / self.count
+
+
+def group_pauses(
+    episodes: Sequence[BatchEpisode], between: Iterable[tuple[str, float]]
+) -> list[PauseKind]:
+    """Times outside of model calls by kind, the one that took most first.
+
+    `between` are the times between calls, by the tool that was called.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for tool, seconds in between:
+        name = "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"
+        found[name].append(seconds)
+    for one in episodes:
+        if one.is_timed and (calls := one.timed_calls):
+            found["before the first call"].append(calls[0].asked_at - one.record.started_at)
+            last = max(call.answered_at for call in calls)
+            found["after the last reply (rewards)"].append(one.record.ended_at - last)
+    kinds = [
+        PauseKind(name, sum(times), len(times), max(times))
+        for name, times in found.items()
+        if sum(times) > 0
+    ]
+    return sorted(kinds, key=lambda kind: -kind.total_s)

@@ -1,0 +1,230 @@
+"""What differs at one step from the steps before it (`areal-hpc why RUN --step N`)."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.view.answers.answer import Answer, Finding, build_page
+from areal_hpc.view.answers.happenings import describe_events, describe_recipe_changes
+from areal_hpc.view.answers.task_change import compare_tasks, read_source_sizes
+from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
+from areal_hpc.view.metric_values import (
+    format_steps,
+    format_value,
+    get_number,
+    list_numbers,
+    select_trained_rows,
+)
+
+STEPS_BEFORE = 10
+"""Steps that a step is compared with."""
+MIN_STEPS_BEFORE = 2
+"""Fewer say nothing of what is usual."""
+MIN_DEVIATIONS = 3.0
+"""Standard deviations of the steps before, from which a number differs."""
+MIN_CHANGE = 0.05
+"""Relative change below which a number that hardly varies does not differ."""
+MAX_TOLD_METRICS = 8
+ROUTINE_METRICS = frozenset(
+    {"step", "generation", "unix_time_s", "lr", "disk/free_bytes", "memory/trainer_peak_bytes"}
+)
+"""Numbers that go their way whatever the agents do."""
+ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
+"""Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricChange:
+    """A number of a step that is far from that of the steps before."""
+
+    name: str
+    before: float
+    now: float
+    deviations: float
+    """Standard deviations of the steps before, without its sign."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        verb = "rose" if self.now > self.before else "fell"
+        how = f"{self.deviations:.1f}" if self.deviations < 100 else "over 100"
+        return (
+            f"{self.name} {verb} from {format_value(self.name, self.before)} to "
+            f"{format_value(self.name, self.now)} ({how} standard deviations)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """What is known of a step and of the steps before it."""
+
+    run: str
+    row: Row
+    before: Sequence[Row]
+    """Oldest first."""
+    episodes: Sequence[BatchEpisode] = ()
+    """Of all of these steps."""
+    source_sizes: Sequence[int] = ()
+    """Rows of each source of the training set, where there are several."""
+    recipe_changes: Sequence[str] = ()
+    events: Sequence[Row] = ()
+    problems: Sequence[str] = field(default_factory=list)
+
+
+def explain_step(paths: RunPaths, step: int) -> Answer:
+    """What differs at a step from the ten before, from metrics, shards, manifests and events.
+
+    Raises:
+        RecipeError: That step was not trained, or too few steps come before it.
+    """
+    rows = select_trained_rows(read_metrics(paths.metrics))
+    row = next((one for one in rows if one["step"] == step), None)
+    if row is None:
+        known = format_steps(rows) if rows else "none"
+        raise RecipeError(
+            f"step {step} is not among the trained ones: {known}", key="--step", hint="choose one"
+        )
+    before = [one for one in rows if one["step"] < step][-STEPS_BEFORE:]
+    if len(before) < MIN_STEPS_BEFORE:
+        raise RecipeError(
+            f"step {step} has {len(before)} trained steps before it, at least {MIN_STEPS_BEFORE} "
+            "are needed to compare it with",
+            key="--step",
+            hint="choose a later step",
+        )
+    problems: list[str] = []
+    episodes = read_batch_episodes(paths, [one["step"] for one in (*before, row)], problems)
+    begin, end = before[-1].get("unix_time_s"), row.get("unix_time_s")
+    return judge_step(
+        StepEvidence(
+            paths.run_name,
+            row,
+            before,
+            episodes,
+            read_source_sizes(paths),
+            _list_recipe_changes(paths, before[0].get("unix_time_s"), end),
+            [one for one in read_recent_events(paths.events) if begin <= one["time"] <= end]
+            if begin and end
+            else [],
+            problems,
+        )
+    )
+
+
+def _list_recipe_changes(paths: RunPaths, begin: float | None, end: float | None) -> list[str]:
+    if begin is None or end is None:
+        return []
+    try:
+        return list(describe_recipe_changes(paths, read_run_recipe(paths.recipe), begin, end))
+    except ArealError as error:
+        return [f"recipes of launches: {error}"]
+
+
+def judge_step(evidence: StepEvidence) -> Answer:
+    """What differs, the likeliest causes first, in sentences. Pure."""
+    run, row, before = evidence.run, evidence.row, evidence.before
+    step = row["step"]
+    now = [one for one in evidence.episodes if one.step == step]
+    earlier = [one for one in evidence.episodes if one.step != step]
+    tasks = compare_tasks(run, now, earlier, evidence.source_sizes)
+    restarts = list(_describe_restart(run, row, before[-1]))
+    recipe_changes = [Finding(one, build_page("overview", run)) for one in evidence.recipe_changes]
+    calls = list(_describe_calls(run, step, now, earlier))
+    metrics = list(find_metric_changes(row, before))
+    told = [Finding(one.text, build_page("metrics", run, text=one.name)) for one in metrics]
+    events = [Finding(one, build_page("overview", run)) for one in describe_events(evidence.events)]
+    causes = [*recipe_changes, *tasks.causes, *restarts, *calls]
+    findings = [*causes, *told[:MAX_TOLD_METRICS], *tasks.notes, *events]
+    findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
+    headline = _describe_reward(row, before)
+    if causes:
+        headline += f"; {causes[0].text}"
+    elif metrics and metrics[0].name != "reward/mean":
+        headline += f"; {metrics[0].text}"
+    elif not metrics:
+        headline += "; nothing else differs either"
+    where = f"step={step} and kind=train"
+    page = build_page("trajectories", run, where=where, sort="reward", order="up")
+    return Answer(
+        headline, (*findings, Finding(f"the episodes of step {step}, the worst first", page))
+    )
+
+
+def _describe_reward(row: Row, before: Sequence[Row]) -> str:
+    rewards, now = list_numbers(before, "reward/mean"), get_number(row, "reward/mean")
+    if now is None or not rewards:
+        return f"step {row['step']} has no reward to compare"
+    mean = statistics.fmean(rewards)
+    deviations = (now - mean) / _compute_spread(rewards, mean)
+    where = "above" if deviations > 0 else "below"
+    return (
+        f"the reward of step {row['step']} is {now:.3f}, {abs(deviations):.1f} standard deviations "
+        f"{where} the {mean:.3f} of {format_steps(before)}"
+    )
+
+
+def _compute_spread(values: Sequence[float], mean: float) -> float:
+    """Standard deviation; of numbers that hardly vary a part of their size."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return max(spread, MIN_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
+
+
+def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
+    """The numbers that are far from those of the steps before, the farthest first. Pure."""
+    found = []
+    for name in row:
+        now, values = get_number(row, name), list_numbers(before, name)
+        is_routine = name in ROUTINE_METRICS or name.startswith(ROUTINE_PREFIXES)
+        if now is None or len(values) < MIN_STEPS_BEFORE or find_metric(name) is None:
+            continue
+        if is_routine and name != "time/step_s":
+            continue
+        mean = statistics.fmean(values)
+        deviations = abs(now - mean) / _compute_spread(values, mean)
+        if deviations >= MIN_DEVIATIONS:
+            found.append(MetricChange(name, mean, now, deviations))
+    return sorted(found, key=lambda one: -one.deviations)
+
+
+def _describe_restart(run: str, row: Row, last: Row) -> Iterator[Finding]:
+    if row.get("generation") != last.get("generation") and "generation" in row:
+        text = f"the trainer was started again before this step (generation {row['generation']})"
+        yield Finding(text, build_page("overview", run))
+
+
+def _describe_calls(
+    run: str, step: int, now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode]
+) -> Iterator[Finding]:
+    """Sampling parameters and tools of calls that are new at this step."""
+    page = build_page("trajectories", run, where=f"step={step}")
+    sampling, before = _collect_sampling(now), _collect_sampling(earlier)
+    for name in sorted(sampling):
+        new = sampling[name] - before.get(name, set())
+        if new and before:
+            old = ", ".join(sorted(before.get(name, set()))) or "not given"
+            yield Finding(f"calls ask for {name}={', '.join(sorted(new))}, before {old}", page)
+    tools, old_tools = ({call.tools for one in ones for call in one.record.calls.values()}
+                        for ones in (now, earlier))  # fmt: skip
+    if old_tools and (new_tools := tools - old_tools):
+        yield Finding(f"{len(new_tools)} sets of tools are new: their schemas changed", page)
+
+
+def _collect_sampling(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
+    """The values that calls asked for, by the parameter's name; those of each call differ."""
+    found: dict[str, set[str]] = {}
+    for one in episodes:
+        for call in one.record.calls.values():
+            for name, value in call.sampling.items():
+                if not name.endswith("seed") and isinstance(value, int | float | str | bool):
+                    found.setdefault(name, set()).add(str(value)[:40])
+    # A parameter with many values is each request's own, such as the room that is left for it.
+    return {name: values for name, values in found.items() if len(values) <= 8}

@@ -1,0 +1,69 @@
+"""Time of steps by what it was spent on: phases of the trainer, and what it waited for. Pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.view.answers.wait_split import WaitSplit, split_wait
+from areal_hpc.view.batch_episodes import BatchEpisode
+from areal_hpc.view.metric_values import list_numbers
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What a part of the mean step's time is spent on."""
+
+    name: str
+    seconds: float
+
+
+def split_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSplit | None:
+    """What episodes did while the trainer waited for their batches; None if it is not known.
+
+    The wait is the first phase of a step: the row's end and length tell when it was.
+    """
+    split = WaitSplit()
+    for row in rows:
+        own = [one for one in episodes if one.step == row["step"] and one.is_timed]
+        ended_at, step_s, wait_s = (
+            row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
+        )
+        if own and ended_at and step_s and wait_s:
+            begin = ended_at - step_s
+            split.add(split_wait(begin, begin + wait_s, own))
+    return split if split.total_s > 0 else None
+
+
+def list_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPart]:
+    """The mean step's seconds by what they were spent on, the largest part first. Pure."""
+
+    def mean_of(*phases: str) -> float:
+        times = (sum(list_numbers(rows, f"time/{phase}_s")) for phase in phases)
+        return sum(times) / len(rows)
+
+    waiting = mean_of("batch_wait")
+    parts = {
+        "waiting for a replica": mean_of("cell_wait"),
+        "training": mean_of("measure", "pack", "train"),
+        "reading batches": mean_of("read"),
+        "weight updates": mean_of("publish"),
+        "checkpoints": mean_of("checkpoint", "export"),
+        "evaluation": mean_of("eval"),
+    }
+    if split is not None and split.total_s > 0:
+        share = waiting / split.total_s
+        parts |= {
+            "generation": split.generation_s * share,
+            "tools": split.tools_s * share,
+            "admission": split.nothing_s * share,
+        }
+    else:
+        tools = statistics.fmean(list_numbers(rows, "episode/tool_time_fraction") or [0.0])
+        parts |= {"generation": waiting * (1 - tools), "tools": waiting * tools}
+    rest = statistics.fmean(list_numbers(rows, "time/step_s")) - sum(parts.values())
+    parts["the trainer's other work"] = max(0.0, rest)
+    found = [StepPart(name, seconds) for name, seconds in parts.items() if seconds > 0]
+    return sorted(found, key=lambda part: -part.seconds) or [StepPart("nothing recorded", 0.0)]

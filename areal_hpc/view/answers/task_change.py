@@ -1,0 +1,160 @@
+"""Which tasks a step trained, against those of the steps before."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.answer import Finding, build_page
+from areal_hpc.view.batch_episodes import BatchEpisode
+
+MIN_SHARE_CHANGE = 0.2
+"""Of a batch's groups, from which a source counts as more or less than before."""
+MIN_REWARD_CHANGE = 0.1
+"""Of the range of rewards, from which tasks went better or worse."""
+MAX_TOLD_TASKS = 3
+
+
+def read_source_sizes(paths: RunPaths) -> list[int]:
+    """Rows of each source of the training set; empty where there is one, or it is not known."""
+    try:
+        return msgspec.json.decode(paths.task_counts.read_bytes(), type=list[int])
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChange:
+    """Sentences on the tasks of a step."""
+
+    causes: tuple[Finding, ...] = ()
+    """What the steps before did not have."""
+    notes: tuple[Finding, ...] = ()
+
+
+def compare_tasks(
+    run: str, now: Sequence[BatchEpisode], earlier: Sequence[BatchEpisode], sizes: Sequence[int]
+) -> TaskChange:
+    """Sources, new tasks, and tasks that went better before. Pure.
+
+    A run that never comes back to a task has new ones at every step: only what the newest of the
+    steps before did not show, compared with the others, is a cause. `sizes` are those of sources.
+    """
+    rewards, before = _group_rewards(now), _group_rewards(earlier)
+    if not rewards or not before:
+        return TaskChange()
+    page = build_page("trajectories", run, where=f"step={now[0].step} and kind=train", sort="task")
+    last = max(one.step for one in earlier)
+    usual_now = _group_rewards(one for one in earlier if one.step == last)
+    usual_before = _group_rewards(one for one in earlier if one.step < last)
+    causes = [Finding(one, page) for one in _describe_sources(now, earlier, sizes)]
+    if not any(_describe_range(usual_now, usual_before)):
+        causes += [Finding(one, page) for one in _describe_range(rewards, before)]
+    news = Finding(_describe_news(rewards, before), page)
+    is_new = _compute_new_share(rewards, before) - _compute_new_share(usual_now, usual_before)
+    is_cause = is_new >= MIN_SHARE_CHANGE and bool(usual_before)
+    fallen = list(_describe_fallen(run, now, rewards, before))
+    return TaskChange(
+        (*causes, *([news] if is_cause else []), *fallen), () if is_cause else (news,)
+    )
+
+
+def _compute_new_share(rewards: Mapping[int, object], before: Mapping[int, object]) -> float:
+    return sum(task not in before for task in rewards) / max(1, len(rewards))
+
+
+def _group_rewards(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
+    """The rewards of episodes by task, of those whose task is known."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for one in episodes:
+        if one.task >= 0:
+            found[one.task].append(one.reward)
+    return found
+
+
+def _describe_sources(
+    now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode], sizes: Sequence[int]
+) -> Iterator[str]:
+    if len(sizes) < 2:
+        return
+    shares, before = _count_sources(now, sizes), _count_sources(earlier, sizes)
+    for source in range(len(sizes)):
+        if abs(shares[source] - before[source]) >= MIN_SHARE_CHANGE:
+            yield (
+                f"source {source} of the training set gives {shares[source]:.0%} of the episodes, "
+                f"before {before[source]:.0%}"
+            )
+
+
+def _count_sources(episodes: Iterable[BatchEpisode], sizes: Sequence[int]) -> dict[int, float]:
+    """The share of episodes by source: tasks of a source follow one another in the set."""
+    ends = list(accumulate(sizes))
+    counts = Counter(
+        next((place for place, end in enumerate(ends) if one.task < end), -1)
+        for one in episodes
+        if one.task >= 0
+    )
+    total = max(1, counts.total())
+    return {source: counts[source] / total for source in range(len(sizes))}
+
+
+def _describe_range(rewards: Mapping[int, object], before: Mapping[int, object]) -> Iterator[str]:
+    """Tasks from another part of the set than before: a curriculum went on."""
+    if not rewards or not before:
+        return
+    low, high, old_low, old_high = min(rewards), max(rewards), min(before), max(before)
+    if low > old_high or high < old_low:
+        yield (
+            f"its tasks are from another part of the set: lines {low} to {high}, before "
+            f"{old_low} to {old_high}"
+        )
+
+
+def _describe_news(rewards: Mapping[int, list[float]], before: Mapping[int, list[float]]) -> str:
+    """How tasks that were played before went, and how the others."""
+    new = [task for task in rewards if task not in before]
+    known = [task for task in rewards if task in before]
+    text = f"{len(new)} of {len(rewards)} tasks were not in the steps before"
+    if new:
+        text += f", their mean reward is {_compute_mean(rewards, new):.3f}"
+    if known:
+        text += (
+            f"; that of the {len(known)} others is {_compute_mean(rewards, known):.3f}, "
+            f"it was {_compute_mean(before, known):.3f}"
+        )
+    return text
+
+
+def _compute_mean(rewards: Mapping[int, Sequence[float]], tasks: Sequence[int]) -> float:
+    return statistics.fmean(statistics.fmean(rewards[task]) for task in tasks)
+
+
+def _describe_fallen(
+    run: str,
+    now: Sequence[BatchEpisode],
+    rewards: Mapping[int, list[float]],
+    before: Mapping[int, list[float]],
+) -> Iterator[Finding]:
+    """Tasks that went best before and do not now, the largest falls first."""
+    everything = [reward for group in (*rewards.values(), *before.values()) for reward in group]
+    best, least = max(everything), MIN_REWARD_CHANGE * (max(everything) - min(everything))
+    falls = {
+        task: statistics.fmean(before[task]) - statistics.fmean(rewards[task])
+        for task in rewards
+        if task in before and statistics.fmean(before[task]) >= best - least
+    }
+    fallen = sorted((task for task in falls if falls[task] > least), key=lambda task: -falls[task])
+    if not fallen:
+        return
+    yield Finding(f"{len(fallen)} of {len(falls)} tasks that were right before are not now")
+    for task in fallen[:MAX_TOLD_TASKS]:
+        worst = min((one for one in now if one.task == task), key=lambda one: one.reward)
+        yield Finding(
+            f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
+            f"{statistics.fmean(before[task]):.3f}; {worst.title} has {worst.reward:g}",
+            build_page("trajectory", run, row=worst.name),
+        )

@@ -1,0 +1,274 @@
+"""Sentences about the parts of a step's time, and about who stands out. Pure."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.metrics.step_metrics import IDLE_CELLS_METRIC
+from areal_hpc.view.answers.answer import Finding, build_page, get_recipe_value, name_keys
+from areal_hpc.view.answers.speeds import (
+    Outlier,
+    find_slow_receiver,
+    find_slow_replica,
+    group_pauses,
+    measure_replica_speeds,
+    measure_update_pauses,
+)
+from areal_hpc.view.answers.step_parts import StepPart
+from areal_hpc.view.answers.wait_split import WaitSplit
+from areal_hpc.view.batch_episodes import BatchEpisode
+from areal_hpc.view.metric_values import list_numbers
+
+MIN_LAST_SHARE = 0.3
+"""Of the wait for a batch, from which its last episodes are to blame for it..."""
+MIN_LAST_RATIO = 2.0
+"""...if the last one took so many times as long as the median one."""
+MIN_IDLE_SHARE = 0.25
+"""Of the time of cells, from which it is told that they had no ticket."""
+FEW_CALLS = 4.0
+"""With fewer model calls at once a replica is far from what it could do."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRunEvidence:
+    """What is known of the time of a run's last steps."""
+
+    run: str
+    recipe: Mapping[str, Any]
+    rows: Sequence[Row]
+    """Of the last trained steps, oldest first."""
+    episodes: Sequence[BatchEpisode] = ()
+    """Of the last of these."""
+    pauses: Sequence[tuple[str, float]] = ()
+    """Between model calls, by the tool that was called."""
+    events: Sequence[Row] = ()
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Of cells, where logs say it."""
+    problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartVerdict:
+    """What is said of one part of a step."""
+
+    text: str
+    cause: str = ""
+    """Who or what is to blame; empty if nobody stands out."""
+    hint: str = ""
+    page: str = ""
+    """That of the times, where none is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeJudge:
+    """Sentences about the parts of a step, and about who stands out."""
+
+    evidence: SlowRunEvidence
+    split: WaitSplit | None
+    step_s: float
+
+    def explain_part(self, part: StepPart) -> PartVerdict:
+        """What there is to say of a part of the step."""
+        share = f"{part.name}: {part.seconds:.2f} s a step ({part.seconds / self.step_s:.0%})"
+        match part.name:
+            case "generation":
+                return self._explain_generation(share)
+            case "tools":
+                return self._explain_tools(share)
+            case "admission":
+                return self._explain_admission(share)
+            case "weight updates":
+                return self._explain_updates(share)
+            case "evaluation":
+                return self._explain_evaluation(share)
+            case "checkpoints":
+                return self._explain_checkpoints(share)
+            case "reading batches":
+                text = f"{share}: shards are read from the storage of the run directory"
+                hint = "put cluster.fileroot on faster storage"
+                return PartVerdict(text, "that storage is slow", hint)
+            case "training":
+                train = statistics.fmean(list_numbers(self.evidence.rows, "time/train_s") or [0.0])
+                text = f"{share}, of which {train:.2f} s are passes of the model"
+                return PartVerdict(text, hint="give the trainer more ranks")
+            case "waiting for a replica":
+                hint = "areal-hpc why RUN and areal-hpc logs RUN say what became of the cells"
+                return PartVerdict(f"{share}: no replica served the weights", hint=hint)
+        return PartVerdict(share)
+
+    def _explain_generation(self, share: str) -> PartVerdict:
+        text = f"{share}: model calls of the batch were under way"
+        slow, late = self._find_slow_replica(), self._find_last_episode()
+        if slow is not None and (late is None or late.record.cell == slow.name[0]):
+            hint = f"look at {self._name(slow)}; exclude its node if it lasts"
+            return PartVerdict(text, f"{self._name(slow)} is slow", hint)
+        if late is not None:
+            cause = self._describe_last(late)
+            hint = "bound episodes (rollout.episode_timeout_s, rollout.sampling.max_new_tokens), or"
+            hint += " rollout.extra_samples, with which the last ones need not be awaited"
+            page = build_page("trajectory", self.evidence.run, row=late.name)
+            return PartVerdict(f"{text}; {cause}", cause, hint, page)
+        calls = self._measure_calls_at_once()
+        if calls is not None:
+            text += f"; {calls:.1f} at once at each replica on average"
+            if calls < FEW_CALLS:
+                keys = name_keys(
+                    self.evidence.recipe, "trainer.batch_size", "rollout.n_samples",
+                    "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness",
+                )  # fmt: skip
+                cause = f"{calls:.1f} calls at once at each replica are few"
+                hint = f"fewer cells, or more episodes at once ({keys})"
+                return PartVerdict(text, cause, hint)
+        hint = "more cells, shorter replies, or rollout.max_head_offpolicyness of 1 or more"
+        return PartVerdict(text, hint=hint)
+
+    def _explain_tools(self, share: str) -> PartVerdict:
+        text = f"{share}: episodes of the batch were outside of model calls"
+        kinds = group_pauses(self.evidence.episodes, self.evidence.pauses)
+        if not kinds:
+            return PartVerdict(text)
+        told = ", ".join(
+            f"{kind.name} {kind.mean_s:.2f} s ({kind.count} times, at most {kind.longest_s:.2f} s)"
+            for kind in kinds[:3]
+        )
+        cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
+        if (late := self._find_last_episode()) is not None:
+            cause += f"; {self._describe_last(late)}"
+            page = build_page("trajectory", self.evidence.run, row=late.name)
+            return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
+        page = build_page("trajectories", self.evidence.run, sort="seconds")
+        return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
+
+    def _explain_admission(self, share: str) -> PartVerdict:
+        recipe = self.evidence.recipe
+        keys = name_keys(
+            recipe, "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
+        )
+        text = f"{share}: no episode of the awaited batch was under way"
+        idle = self._measure_idle_share()
+        if idle is not None:
+            text += f"; cells had no ticket for {idle:.0%} of their time"
+        return PartVerdict(
+            text, f"the bounds are {keys}" if keys else "", f"raise {keys}" if keys else ""
+        )
+
+    def _explain_updates(self, share: str) -> PartVerdict:
+        rows = self.evidence.rows
+        names = sorted({name for row in rows for name in row if name.startswith("weights/")})
+        # `reprefill` and `generation_pause` are what replicas saw of the same time.
+        phases = {
+            name: statistics.fmean(list_numbers(rows, name) or [0.0])
+            for name in names
+            if name.endswith("_s") and not name.startswith(("weights/gen", "weights/rep"))
+        }
+        text, cause = share, ""
+        if phases and (longest := max(phases, key=lambda name: phases[name])):
+            text += f": the longest part is {longest}, {phases[longest]:.2f} s"
+        if (slow := find_slow_receiver(measure_update_pauses(self.evidence.events))) is not None:
+            cause = (
+                f"{self._name(slow)} stands still for {slow.value:.2f} s at an update, "
+                f"the others for {slow.others:.2f} s"
+            )
+        hint = f"look at the network of {self._name(slow)}" if slow else "see docs/weights.md"
+        return PartVerdict(
+            text, cause, hint, build_page("metrics", self.evidence.run, text="weights/")
+        )
+
+    def _explain_evaluation(self, share: str) -> PartVerdict:
+        times = [one for one in list_numbers(self.evidence.rows, "time/eval_s") if one > 0]
+        keys = name_keys(self.evidence.recipe, "evaluation.every_steps")
+        text = f"{share}: {len(times)} of {len(self.evidence.rows)} steps were evaluated, "
+        text += f"{statistics.fmean(times):.1f} s each"
+        hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
+        return PartVerdict(text, keys, hint, build_page("metrics", self.evidence.run, text="eval"))
+
+    def _explain_checkpoints(self, share: str) -> PartVerdict:
+        times = [one for one in list_numbers(self.evidence.rows, "time/checkpoint_s") if one > 0]
+        keys = name_keys(self.evidence.recipe, "trainer.checkpoint_every_steps")
+        text = share
+        if times:
+            text += f": {len(times)} checkpoints of {statistics.fmean(times):.1f} s"
+        hint = f"a larger {keys}, or faster storage for cluster.fileroot"
+        return PartVerdict(text, "writing of checkpoints keeps the ranks waiting", hint)
+
+    def describe_outliers(self, told: str) -> Iterator[Finding]:
+        """Who stands out, whatever limits the run; what was told already is left out."""
+        run = self.evidence.run
+        if (slow := self._find_slow_replica()) is not None:
+            alone = self.split.alone_s.get(slow.name[0], 0.0) if self.split else 0.0
+            text = (
+                f"{self._name(slow)} generates {slow.value:.0f} tokens a second in a call, the "
+                f"others {slow.others:.0f}"
+            )
+            if alone > 0 and self.split is not None:
+                text += f"; for {alone / self.split.total_s:.0%} of the waits only its cell worked"
+            where = f'cell="{slow.name[0]}"'
+            yield Finding(text, build_page("trajectories", run, where=where, sort="seconds"))
+        receiver = find_slow_receiver(measure_update_pauses(self.evidence.events))
+        if receiver is not None and self._name(receiver) not in told:
+            yield Finding(
+                f"{self._name(receiver)} stands still for {receiver.value:.2f} s at an update, "
+                f"the others for {receiver.others:.2f} s",
+                build_page("metrics", run, text="weights/"),
+            )
+        idle = self._measure_idle_share()
+        if idle is not None and idle >= MIN_IDLE_SHARE:
+            keys = name_keys(self.evidence.recipe, "rollout.max_head_offpolicyness")
+            yield Finding(
+                f"cells had no ticket for {idle:.0%} of their time ({keys})",
+                build_page("metrics", run, text=IDLE_CELLS_METRIC),
+            )
+
+    def _find_last_episode(self) -> BatchEpisode | None:
+        """The longest of the episodes that batches waited for last, if they did so for long."""
+        split = self.split
+        if split is None or split.last_s < MIN_LAST_SHARE * split.total_s:
+            return None
+        timed = [one for one in self.evidence.episodes if one.is_timed]
+        longest = max(timed, key=lambda one: one.record.duration_s)
+        usual = statistics.median(one.record.duration_s for one in timed)
+        return longest if longest.record.duration_s >= MIN_LAST_RATIO * usual else None
+
+    def _describe_last(self, late: BatchEpisode) -> str:
+        split, record = self.split, late.record
+        assert split is not None
+        usual = statistics.median(
+            one.record.duration_s for one in self.evidence.episodes if one.is_timed
+        )
+        place = self._name_place(record.cell)
+        return (
+            f"the last episodes of batches were awaited for {split.last_s / split.total_s:.0%} of "
+            f"the waits: {late.title}{f' on {place}' if place else ''} took "
+            f"{record.duration_s:.1f} s, where {usual:.1f} s is usual"
+        )
+
+    def _find_slow_replica(self) -> Outlier | None:
+        return find_slow_replica(measure_replica_speeds(self.evidence.episodes))
+
+    def _measure_calls_at_once(self) -> float | None:
+        replicas = {
+            (one.record.cell, call.replica)
+            for one in self.evidence.episodes
+            for call in one.timed_calls
+        }
+        split = self.split
+        if split is None or not replicas:
+            return None
+        return split.call_seconds / split.total_s / len(replicas)
+
+    def _measure_idle_share(self) -> float | None:
+        cells = get_recipe_value(self.evidence.recipe, "inference.cells") or 1
+        idle = list_numbers(self.evidence.rows, IDLE_CELLS_METRIC)
+        return statistics.fmean(idle) / (self.step_s * int(cells)) if idle else None
+
+    def _name(self, one: Outlier) -> str:
+        cell, replica = one.name
+        place = self._name_place(cell)
+        return f"replica {replica} of {place}" if replica >= 0 else place
+
+    def _name_place(self, cell: str) -> str:
+        node = self.evidence.nodes.get(cell)
+        return f"{cell} (node {node})" if node else cell

@@ -1,0 +1,111 @@
+"""Split of a wait for a batch by what its episodes were doing meanwhile. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from areal_hpc.view.batch_episodes import BatchEpisode
+
+MAX_LAST_SHARE = 0.05
+"""Of a batch's episodes: while so few are under way, the trainer waits for the last ones."""
+
+
+@dataclass(slots=True)
+class WaitSplit:
+    """Seconds of waits, by what the episodes of the awaited batches were doing."""
+
+    generation_s: float = 0.0
+    """Episodes were in model calls. A moment counts for as much as the share of those that were."""
+    tools_s: float = 0.0
+    """Episodes were between, before or after their calls: tools, rewards, the agent's own code."""
+    nothing_s: float = 0.0
+    """No episode of the batch was under way."""
+    last_s: float = 0.0
+    """Only the last episodes were: one, or `MAX_LAST_SHARE` of them."""
+    call_seconds: float = 0.0
+    """Sum over model calls of the time in which they were under way."""
+    alone_s: dict[str, float] = field(default_factory=dict)
+    """By cell: only episodes of this one were under way."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.generation_s + self.tools_s + self.nothing_s
+
+    def add(self, other: "WaitSplit") -> None:
+        """Count another wait as well."""
+        self.generation_s += other.generation_s
+        self.tools_s += other.tools_s
+        self.nothing_s += other.nothing_s
+        self.last_s += other.last_s
+        self.call_seconds += other.call_seconds
+        for cell, seconds in other.alone_s.items():
+            self.alone_s[cell] = self.alone_s.get(cell, 0.0) + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """At a time, one more or one fewer: an episode under way or in calls, or a call."""
+
+    at: float
+    what: str
+    cell: str
+    by: int
+
+
+def split_wait(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> WaitSplit:
+    """What the episodes of a batch did between two Unix times."""
+    changes = sorted(_list_changes(episodes), key=lambda one: one.at)
+    most_last = max(1, int(MAX_LAST_SHARE * len(episodes)))
+    split, counts, by_cell = WaitSplit(), Counter[str](), Counter[str]()
+    now = begin
+    for change in changes:
+        until = min(max(change.at, begin), end)
+        if until > now:
+            _count_moment(split, until - now, counts, by_cell, most_last)
+            now = until
+        counts[change.what] += change.by
+        if change.what == "episode":
+            by_cell[change.cell] += change.by
+    if end > now:
+        _count_moment(split, end - now, counts, by_cell, most_last)
+    return split
+
+
+def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_Change]:
+    for one in episodes:
+        if not one.is_timed:
+            continue
+        cell, record = one.record.cell, one.record
+        yield from _list_span_changes("episode", cell, [(record.started_at, record.ended_at)])
+        yield from _list_span_changes("in calls", cell, one.call_spans)
+        calls = [(call.asked_at, call.answered_at) for call in one.timed_calls]
+        yield from _list_span_changes("call", cell, calls)
+
+
+def _list_span_changes(
+    what: str, cell: str, spans: Iterable[tuple[float, float]]
+) -> Iterator[_Change]:
+    for begin, end in spans:
+        yield _Change(begin, what, cell, 1)
+        yield _Change(end, what, cell, -1)
+
+
+def _count_moment(
+    split: WaitSplit, seconds: float, counts: Counter[str], by_cell: Counter[str], most_last: int
+) -> None:
+    """Count a time in which nothing changed."""
+    split.call_seconds += seconds * counts["call"]
+    under_way = counts["episode"]
+    if not under_way:
+        split.nothing_s += seconds
+        return
+    # A call may end a moment after the agent closed its session: it counts as if it had not.
+    calling = min(1.0, counts["in calls"] / under_way)
+    split.generation_s += seconds * calling
+    split.tools_s += seconds * (1.0 - calling)
+    if under_way <= most_last:
+        split.last_s += seconds
+    cells = [cell for cell, count in by_cell.items() if count > 0]
+    if len(cells) == 1:
+        split.alone_s[cells[0]] = split.alone_s.get(cells[0], 0.0) + seconds

@@ -1,0 +1,170 @@
+"""Episodes of trained batches with the times of their model calls, from manifests and shards."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.trainer.batch.episode_metrics import EpisodeRecord, merge_rows
+from areal_hpc.view.transcripts.conversation import get_messages, get_tool_calls, place_calls
+from areal_hpc.wire.ledger import SealedTicket
+from areal_hpc.wire.row_record import CallRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+WITHOUT_TOOL = ""
+"""In the place of a tool's name: time between two calls of which the first called none."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEpisode:
+    """One episode of a batch."""
+
+    step: int
+    ticket_id: int
+    attempt: int
+    episode: int
+    task: int
+    """Line of the task set, -1 if it is not known."""
+    reward: float
+    shard: str
+    row: int
+    """Its first row in the shard."""
+    record: EpisodeRecord
+
+    @property
+    def name(self) -> str:
+        """The name of its first row, as pages have it."""
+        return f"{self.shard}/{self.row}"
+
+    @property
+    def title(self) -> str:
+        """What it is called in sentences."""
+        return f"episode {self.episode} of ticket {self.ticket_id}, step {self.step}"
+
+    @property
+    def is_timed(self) -> bool:
+        """True if its begin and its end are known: shards of version 1 do not have them."""
+        return 0 < self.record.started_at <= self.record.ended_at
+
+    @property
+    def timed_calls(self) -> list[CallRecord]:
+        """Its calls whose begin and end are known, by the time of their begin."""
+        calls = (one for one in self.record.calls.values() if 0 < one.asked_at <= one.answered_at)
+        return sorted(calls, key=lambda one: one.asked_at)
+
+    @property
+    def call_spans(self) -> list[tuple[float, float]]:
+        """The times in which a model call of it was under way."""
+        return merge_spans((one.asked_at, one.answered_at) for one in self.timed_calls)
+
+
+def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that at least one span covers, as spans that do not touch one another."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def read_batch_episodes(
+    paths: RunPaths, steps: Iterable[int], problems: list[str]
+) -> list[BatchEpisode]:
+    """The episodes of these steps' batches; what cannot be read is named in `problems`."""
+    found: list[BatchEpisode] = []
+    for step in steps:
+        try:
+            tickets = read_manifest(paths, step).tickets
+        except ShardError as error:
+            problems.append(str(error))
+            continue
+        for shard in dict.fromkeys(one.shard for one in tickets):
+            try:
+                reader = ShardReader(paths.shards_dir / shard)
+                of_shard = [one for one in tickets if one.shard == shard]
+                found += _read_episodes(reader, step, of_shard)
+            except (ShardError, IndexError) as error:
+                problems.append(f"{shard}: {error}")
+    return found
+
+
+def _read_episodes(
+    reader: ShardReader, step: int, tickets: Sequence[SealedTicket]
+) -> Iterator[BatchEpisode]:
+    rows = [row for one in tickets for row in one.rows]
+    records = dict(zip(rows, reader.read_records(rows), strict=True))
+    numbers = reader.read_column("episode")
+    for ticket in tickets:
+        rewards = dict(zip(ticket.rows, ticket.rewards, strict=True))
+        rows_of: dict[int, list[int]] = {}
+        for row in ticket.rows:
+            rows_of.setdefault(int(numbers[row]), []).append(row)
+        for episode, own in rows_of.items():
+            yield BatchEpisode(
+                step=step,
+                ticket_id=ticket.ref.ticket_id,
+                attempt=ticket.ref.attempt,
+                episode=episode,
+                task=records[own[0]].task_index,
+                reward=sum(rewards[row] for row in own) / len(own),
+                shard=ticket.shard,
+                row=own[0],
+                record=merge_rows([records[row] for row in own]),
+            )
+
+
+def read_first_rows(
+    paths: RunPaths, episodes: Iterable[BatchEpisode], *, with_meta: bool = True
+) -> list[TrajectoryRow]:
+    """The first rows of episodes, in their order.
+
+    Raises:
+        ShardError: One cannot be read.
+    """
+    readers: dict[str, ShardReader] = {}
+    rows = []
+    for one in episodes:
+        if one.shard not in readers:
+            readers[one.shard] = ShardReader(paths.shards_dir / one.shard)
+        rows += readers[one.shard].read_rows([one.row], with_meta=with_meta)
+    return rows
+
+
+def list_pauses(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
+    """Times between a row's calls, in seconds, by the first tool that the earlier call called."""
+    messages, placed = get_messages(row), list(place_calls(row.record.calls))
+    for (place, before), (_, after) in pairwise(placed):
+        if not 0 < before.answered_at <= after.asked_at or place >= len(messages):
+            continue
+        names = [_get_tool_name(one) for one in get_tool_calls(messages[place])]
+        yield names[0] if names else WITHOUT_TOOL, after.asked_at - before.answered_at
+
+
+def _get_tool_name(called: object) -> str:
+    function = called.get("function") if isinstance(called, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return str(name or "?")[:100]
+
+
+def compute_distinct_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
+    """Of the replies of groups of several, the share that are distinct; None without such groups.
+
+    1 is where no two episodes of a group said the same, 1 / episodes where all did.
+
+    Raises:
+        ShardError: A row cannot be read.
+    """
+    replies: dict[tuple[int, int], list[bytes]] = {}
+    rows = read_first_rows(paths, episodes, with_meta=False)
+    for one, row in zip(episodes, rows, strict=True):
+        sampled = row.input_ids_T[row.loss_mask_T == 1]
+        replies.setdefault((one.ticket_id, one.attempt), []).append(sampled.tobytes())
+    shares = [len(set(group)) / len(group) for group in replies.values() if len(group) > 1]
+    return float(np.mean(shares)) if shares else None

@@ -1,0 +1,45 @@
+"""Values of metrics for people, with the units of the catalogue."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from areal_hpc.metrics.catalogue import find_metric
+
+
+def format_value(name: str, value: float) -> str:
+    """A metric's value with its unit: `41%`, `3.2 s`, `1.5 GiB`, `0.62`."""
+    metric = find_metric(name)
+    match metric.unit if metric else "":
+        case "share":
+            return f"{value:.1%}" if 0 < abs(value) < 0.1 else f"{value:.0%}"
+        case "bytes":
+            return f"{value / 2**30:.3g} GiB"
+        case "":
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        case unit:
+            return f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+
+
+def get_number(row: Mapping[str, Any], name: str) -> float | None:
+    """A metric of a row as a number; None if the row has none."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def list_numbers(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """The values that rows have of a metric, in their order."""
+    values = (get_number(row, name) for row in rows)
+    return [value for value in values if value is not None]
+
+
+def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of steps that trained a batch."""
+    return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
+
+
+def format_steps(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`step 7` or `steps 3 to 7`, for people."""
+    first, last = rows[0]["step"], rows[-1]["step"]
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,0 +1,187 @@
+"""A run made up step by step: episodes with the times of their calls, metrics, events, batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.manifests import write_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.sample_trajectories import seal_in
+
+STARTED_AT = 1_700_000_000.0
+SAMPLES = 4
+PROMPT_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class MadeEpisode:
+    """One episode: its calls follow one another, a tool between two of them."""
+
+    cell: str = "cell-0"
+    replica: int = 0
+    calls: int = 2
+    call_s: float = 1.0
+    call_tokens: int = 40
+    tool: str = "search"
+    tool_s: float = 0.05
+    reward: float = 1.0
+    task: int = 0
+    reply: Sequence[int] = (7, 8, 9)
+    """Token ids that it sampled, in all."""
+    text: str = "an answer"
+    finish: str = "stop"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        return self.calls * self.call_s + (self.calls - 1) * self.tool_s
+
+
+class MadeRun:
+    """A run directory `<root>/made/run` that grows by steps."""
+
+    def __init__(self, root: Path, **recipe: Any) -> None:
+        self.paths = RunPaths(root / "made" / "run")
+        self.paths.root.mkdir(parents=True)
+        values = {
+            "experiment_name": "made",
+            "trial_name": "run",
+            "cluster": {"fileroot": str(root)},
+            "trainer": {"total_steps": 100, "batch_size": 2, "checkpoint_every_steps": 1},
+            "rollout": {"max_head_offpolicyness": 0, "max_concurrent_rollouts": 8},
+            "inference": {"cells": 2},
+            "evaluation": {"every_steps": 1},
+        }
+        self.paths.recipe.write_text(yaml.safe_dump(values | recipe))
+        self.now = STARTED_AT
+        self.step = 0
+        for cell, node in (("cell-0", "n01"), ("cell-1", "n02")):
+            folder = self.paths.log_dir(1) / cell
+            folder.mkdir(parents=True)
+            (folder / "driver.log").write_text(f"2026-01-01 00:00:00,000 INFO x: on node {node}\n")
+
+    def add_step(
+        self,
+        episodes: Sequence[MadeEpisode],
+        phases: Mapping[str, float] | None = None,
+        *,
+        late_s: float = 0.0,
+        generation: int = 1,
+        **metrics: Any,
+    ) -> None:
+        """One more step. Its groups are `SAMPLES` episodes each, in their order.
+
+        Episodes begin `late_s` after the trainer has begun to wait. `phases` are further ones.
+        """
+        self.step += 1
+        begin = self.now
+        wait_s = late_s + max(one.duration_s for one in episodes)
+        rows = [
+            self._make_row(place, one, begin + late_s, generation)
+            for place, one in enumerate(episodes)
+        ]
+        shard = seal_in(self.paths, rows)
+        tickets = []
+        for first in range(0, len(rows), SAMPLES):
+            own = rows[first : first + SAMPLES]
+            ref = TicketRef(own[0].ticket_id, 1)
+            places = list(range(first, first + len(own)))
+            rewards = [row.reward for row in own]
+            version = WeightVersion(generation, self.step - 1).packed
+            tickets.append(SealedTicket(ref, shard.file, places, rewards, version))
+        write_manifest(self.paths, BatchManifest(self.step, generation, tickets))
+        times = {"batch_wait": wait_s, "train": 0.5, "publish": 0.1, **(phases or {})}
+        self.now = begin + sum(times.values())
+        rewards = [one.reward for one in episodes]
+        row = {
+            "step": self.step,
+            "version": f"{generation}.{self.step}",
+            "generation": generation,
+            "unix_time_s": self.now,
+            "time/step_s": sum(times.values()),
+            **{f"time/{name}_s": seconds for name, seconds in times.items()},
+            "episodes": len(episodes),
+            "reward/mean": float(np.mean(rewards)),
+            "reward/standard_error": 0.01,
+            "cells/idle_s": 0.0,
+        }
+        named = {name.replace("__", "/"): value for name, value in metrics.items()}
+        append_line(self.paths.metrics, row | named)
+
+    def add_event(self, role: str, event: str, **facts: Any) -> None:
+        """Something that happens now."""
+        line = {"time": self.now, "role": role, "event": event, **facts}
+        append_line(self.paths.events, line)
+
+    def _make_row(
+        self, place: int, made: MadeEpisode, begin: float, generation: int
+    ) -> TrajectoryRow:
+        ids = [1] * PROMPT_TOKENS + list(made.reply)
+        mask = np.array([0] * PROMPT_TOKENS + [1] * len(made.reply), np.uint8)
+        ticket = self.step * 100 + place // SAMPLES
+        version = WeightVersion(generation, self.step - 1).packed
+        return TrajectoryRow(
+            ticket_id=ticket,
+            attempt=1,
+            episode=place % SAMPLES,
+            row=0,
+            input_ids_T=np.array(ids, np.int32),
+            loss_mask_T=mask,
+            logprobs_T=(-0.5 * mask).astype(np.float32),
+            versions_T=np.where(mask, version, -1).astype(np.int64),
+            reward=made.reward,
+            record=RowRecord(
+                session_id=f"{ticket}-{place}",
+                task_index=made.task,
+                cell=made.cell,
+                started_at=begin,
+                ended_at=begin + made.duration_s,
+                calls=list(_make_calls(made, begin)),
+            ),
+            meta={"messages": _make_messages(made)},
+        )
+
+
+def _make_calls(made: MadeEpisode, begin: float) -> list[CallRecord]:
+    calls = []
+    for number in range(made.calls):
+        asked_at = begin + number * (made.call_s + made.tool_s)
+        is_last = number == made.calls - 1
+        calls.append(
+            CallRecord(
+                id=f"c{number}",
+                parent_id=f"c{number - 1}" if number else None,
+                trained=True,
+                reward=Reward(made.reward) if is_last else None,
+                asked_at=asked_at,
+                answered_at=asked_at + made.call_s,
+                replica=made.replica,
+                prompt_tokens=PROMPT_TOKENS,
+                reply_tokens=made.call_tokens,
+                finish_reason=made.finish if is_last else "stop",
+                new_messages=1,
+                sampling=dict(made.sampling),
+            )
+        )
+    return calls
+
+
+def _make_messages(made: MadeEpisode) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {made.task}"}]
+    for number in range(made.calls - 1):
+        called = {"id": f"t{number}", "function": {"name": made.tool, "arguments": "{}"}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": f"t{number}", "content": "found"},
+        ]
+    return [*messages, {"role": "assistant", "content": made.text}]

@@ -1,0 +1,108 @@
+"""Why a run is slow: who is to blame in runs with one fault each, and in one without."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.answer import format_answer
+from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.answers.wait_split import split_wait
+from areal_hpc.view.batch_episodes import read_batch_episodes
+from tests.support.kept_run import unpack_kept_run
+from tests.support.made_run import MadeEpisode, MadeRun
+
+STEPS = 4
+PLAIN = [MadeEpisode(cell=f"cell-{number % 2}") for number in range(16)]
+
+
+def make_run(root: Path, episodes: list[MadeEpisode], **step: Any) -> MadeRun:
+    run = MadeRun(root)
+    for _ in range(STEPS):
+        run.add_step(episodes, **step)
+        for cell in ("cell-0", "cell-1"):
+            run.add_event(cell, "replica_resumed", replica=0, pause_s=0.1)
+    return run
+
+
+SLOW_CELL = [replace(one, call_s=4.0) if one.cell == "cell-1" else one for one in PLAIN]
+SLOW_TOOL = [replace(one, tool_s=9.0) for one in PLAIN]
+LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "step", "limit", "cause"),
+    [
+        (PLAIN, {}, "generation", ""),
+        (SLOW_CELL, {}, "generation", "replica 0 of cell-1 (node n02) is slow"),
+        (SLOW_TOOL, {}, "tools", "the tool search takes 9.00 s on average"),
+        (LONG_EPISODE, {}, "generation", "episode 3 of ticket 103, step 1 on cell-1 (node n02)"),
+        (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
+        (PLAIN, {"phases": {"read": 9.0}}, "reading batches", "that storage is slow"),
+        (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
+        (PLAIN[:2], {}, "generation", "1.0 calls at once at each replica are few"),
+        (
+            PLAIN,
+            {"late_s": 9.0, "cells__idle_s": 18.0},
+            "admission",
+            "the bounds are rollout.max_concurrent_rollouts=8 and rollout.max_head_offpolicyness=0",
+        ),
+    ],
+)
+def test_the_headline_names_the_limit_and_who_is_to_blame(
+    tmp_path: Path, episodes: list[MadeEpisode], step: dict[str, Any], limit: str, cause: str
+) -> None:
+    answer = explain_slow_run(make_run(tmp_path, episodes, **step).paths)
+    limited, _, blamed = answer.headline.partition("; ")
+    assert limited.startswith(f"the run is limited by {limit}: ")
+    assert cause in blamed
+    assert bool(blamed) is bool(cause)
+
+
+def test_a_slow_receiver_of_weights_is_named_with_its_node(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for _ in range(STEPS):
+        run.add_step(PLAIN, {"publish": 9.0}, weights__load_s=8.0, weights__transfer_s=0.5)
+        run.add_event("cell-0", "replica_resumed", replica=0, pause_s=0.2)
+        run.add_event("cell-1", "replica_resumed", replica=0, pause_s=8.5)
+    answer = explain_slow_run(run.paths)
+    assert "limited by weight updates: 9.0 s of the 11.6 s of a step" in answer.headline
+    assert "replica 0 of cell-1 (node n02) stands still for 8.50 s" in answer.headline
+    said = "\n".join(format_answer(answer, "RUN"))
+    assert "the longest part is weights/load_s, 8.00 s" in said
+    assert [line.split() for line in answer.table[1:]] == [
+        ["cell-0", "0", "n01", "40", "0.20", "-"],
+        ["cell-1", "0", "n02", "40", "8.50", "-"],
+    ]
+
+
+def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
+    begin = run.now - 5.0 - 0.6
+    episodes = read_batch_episodes(run.paths, [1], [])
+    split = split_wait(begin, begin + 5.0, episodes)
+    assert split.nothing_s == pytest.approx(1.0), "before they began"
+    assert split.generation_s == pytest.approx(2.0)
+    assert split.tools_s == pytest.approx(2.0)
+    assert split.last_s == pytest.approx(3.0), "one of two is left"
+    assert split.alone_s == {"cell-0": pytest.approx(3.0)}
+    assert split.call_seconds == pytest.approx(3.0)
+
+
+def test_a_run_of_an_earlier_version_has_no_times_of_calls(tmp_path: Path) -> None:
+    answer = explain_slow_run(RunPaths(unpack_kept_run(tmp_path)))
+    assert answer.headline.startswith(
+        "the run is limited by generation: 3.6 s of the 6.1 s of a step"
+    )
+    assert not any(finding.text.startswith("not read") for finding in answer.findings)
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, PLAIN)
+    next(run.paths.shards_dir.iterdir()).write_bytes(b"no shard")
+    answer = explain_slow_run(run.paths)
+    assert answer.headline.startswith("the run is limited by generation")
+    assert sum(finding.text.startswith("not read: ") for finding in answer.findings) == 1

@@ -1,0 +1,130 @@
+"""What differs at a step: tasks, calls, recipe, restarts, and numbers of its metrics."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.view.answers.answer import Answer
+from areal_hpc.view.answers.step_change import explain_step
+from tests.support.made_run import MadeEpisode, MadeRun
+
+
+def make_group(task: int, reward: float, **facts: object) -> list[MadeEpisode]:
+    one = MadeEpisode(task=task, reward=reward)
+    return [replace(one, **facts)] * 4  # type: ignore[arg-type]
+
+
+def add_usual_steps(run: MadeRun, count: int = 10) -> None:
+    """Steps over the tasks 0 to 5, again and again."""
+    for step in range(count):
+        tasks = (2 * step % 6, (2 * step + 1) % 6)
+        run.add_step(
+            [one for task in tasks for one in make_group(task, 0.6 + 0.01 * (step % 3))],
+            reply__cut_fraction=0.02,
+        )
+
+
+def list_sentences(answer: Answer) -> str:
+    return "\n".join((answer.headline, *(one.text for one in answer.findings)))
+
+
+def test_a_curriculum_that_went_on_is_what_a_drop_is_laid_to(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    add_usual_steps(run, 29)
+    run.add_step([*make_group(500, 0.1), *make_group(501, 0.1)], reply__cut_fraction=0.5)
+    answer = explain_step(run.paths, 30)
+    assert answer.headline.startswith("the reward of step 30 is 0.100, ")
+    assert "below the 0.610 of steps 20 to 29" in answer.headline
+    assert answer.headline.endswith(
+        "its tasks are from another part of the set: lines 500 to 501, before 0 to 5"
+    )
+    said = list_sentences(answer)
+    assert "2 of 2 tasks were not in the steps before, their mean reward is 0.100" in said
+    assert "reply/cut_fraction rose from 2.0% to 50%" in said
+    (tasks,) = [one for one in answer.findings if "another part" in one.text]
+    assert tasks.page == (
+        "#/trajectories?run=made%2Frun&where=step%3D30%20and%20kind%3Dtrain&sort=task"
+    )
+
+
+def test_sources_of_the_training_set_are_told_apart(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.paths.data_dir.mkdir()
+    run.paths.task_counts.write_text("[4, 2]")
+    for _ in range(3):
+        run.add_step([*make_group(0, 0.5), *make_group(1, 0.5)])
+    run.add_step([*make_group(4, 0.1), *make_group(5, 0.1)])
+    said = list_sentences(explain_step(run.paths, 4))
+    assert "source 1 of the training set gives 100% of the episodes, before 0%" in said
+
+
+def test_tasks_that_were_right_before_are_named_with_an_episode_to_read(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for _ in range(4):
+        run.add_step([*make_group(0, 1.0), *make_group(1, 0.0)])
+    run.add_step([*make_group(0, 0.25), *make_group(1, 0.0)])
+    answer = explain_step(run.paths, 5)
+    assert "1 of 1 tasks that were right before are not now" in answer.headline
+    (task,) = [one for one in answer.findings if one.text.startswith("task 0: 0.250, before 1.000")]
+    assert "episode 0 of ticket 500, step 5 has 0.25" in task.text
+    assert task.page.startswith("#/trajectory?run=made%2Frun&row=cell-0-000004.h5%2F0")
+
+
+def test_new_tasks_are_no_cause_where_every_step_has_new_ones(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for step in range(5):
+        run.add_step(make_group(step, 0.5))
+    answer = explain_step(run.paths, 5)
+    assert answer.headline.endswith("nothing else differs either")
+    assert "1 of 1 tasks were not in the steps before" in list_sentences(answer)
+
+
+def test_restarts_events_and_changed_calls_are_told(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for _ in range(3):
+        run.add_step(make_group(0, 0.5, sampling={"temperature": 1.0, "sampling_seed": 3}))
+    run.now += 1.0
+    run.add_event("cell-1", "process_exited", process="driver", exit_code=1)
+    run.add_event("cell-0", "weights_published")
+    run.add_step(
+        make_group(0, 0.5, sampling={"temperature": 0.2, "sampling_seed": 4}), generation=2
+    )
+    said = list_sentences(explain_step(run.paths, 4))
+    assert "the trainer was started again before this step (generation 2)" in said
+    assert "calls ask for temperature=0.2, before 1.0" in said
+    assert "sampling_seed" not in said
+    assert "meanwhile: process_exited (cell-1)" in said
+    assert "weights_published" not in said
+
+
+def test_a_recipe_that_a_resume_changed_is_the_first_cause(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    add_usual_steps(run, 3)
+    at = datetime.fromtimestamp(run.now + 0.1, UTC).isoformat()
+    launches = [{"attempt": 1, "time": "2020-01-01T00:00:00+00:00"}, {"attempt": 2, "time": at}]
+    run.paths.provenance.write_text(json.dumps({"launches": launches}))
+    now = run.paths.recipe.read_text()
+    variables = "agents: {variables: {KEY: %s}}"
+    old = now.replace("checkpoint_every_steps: 1", "checkpoint_every_steps: 7")
+    run.paths.replaced_recipe(2).write_text(old + variables % "old-secret")
+    run.paths.recipe.write_text(now + variables % "new-secret")
+    add_usual_steps(run, 1)
+    answer = explain_step(run.paths, 4)
+    assert "launch 2 changed" in answer.headline
+    said = list_sentences(answer)
+    assert "launch 2 changed trainer.checkpoint_every_steps from 7 to 1" in said
+    assert "launch 2 changed agents.variables.KEY" in said
+    assert "secret" not in said
+
+
+def test_a_step_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    add_usual_steps(run, 3)
+    with pytest.raises(RecipeError, match="step 9 is not among the trained ones: steps 1 to 3"):
+        explain_step(run.paths, 9)
+    with pytest.raises(RecipeError, match="step 2 has 1 trained steps before it"):
+        explain_step(run.paths, 2)
