@@ -223,12 +223,12 @@ def _export_in_train_environment(configured: str, arguments: argparse.Namespace)
 
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.replay import ReplayRun, parse_steps
+    from areal_hpc.launch.replay import ReplayRun, parse_step_range
     from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
-    first, last = parse_steps(arguments.steps)
+    first, last = parse_step_range(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     paths = RunPaths(out.resolve())
     replay = ReplayRun(run, first, last, arguments.overrides, paths)
@@ -236,7 +236,7 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
     try:
         with catch_stop_signals(STOPPING_MESSAGE) as stop:
-            replay.carry_out(reporter, stop)
+            replay.replay_and_compare(reporter, stop)
     except RunInterruptedError as interrupted:
         print("stopped; the same command continues the replay")
         return interrupted.exit_code

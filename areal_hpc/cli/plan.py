@@ -75,12 +75,12 @@ def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[
 
 def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
     """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
-    from areal_hpc.launch.node_shares import complete_options
+    from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 
     if not job.gpus_per_task:
         return ""
     try:
-        options = complete_options(recipe, [job]).get_options(job.name)
+        options = add_cpu_and_memory_options(recipe, [job]).get_options(job.name)
     except RecipeError as error:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []

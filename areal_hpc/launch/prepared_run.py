@@ -84,7 +84,7 @@ def lock_prepared_run(
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:
-                ready = _prepare(recipe, paths, pythons, folders, say, live_jobs)
+                ready = _set_up_prepared_run(recipe, paths, pythons, folders, say, live_jobs)
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
                     shutil.rmtree(paths.root)
@@ -93,7 +93,7 @@ def lock_prepared_run(
             yield ready
 
 
-def _prepare(
+def _set_up_prepared_run(
     recipe: Recipe,
     paths: RunPaths,
     pythons: dict[str, str],

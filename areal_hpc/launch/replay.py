@@ -88,11 +88,13 @@ class ReplayRun:
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
         _check_output_dir(out, run, self._request)
-        self.start = find_start(run, first_step)
+        self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
 
-    def carry_out(self, reporter: local_launcher.ProgressReporter, stop: StopEvent) -> None:
+    def replay_and_compare(
+        self, reporter: local_launcher.ProgressReporter, stop: StopEvent
+    ) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -166,7 +168,7 @@ class ReplayRun:
         local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
-def parse_steps(text: str) -> tuple[int, int]:
+def parse_step_range(text: str) -> tuple[int, int]:
     """First and last of `10..20`, or of `10` alone.
 
     Raises:
@@ -206,7 +208,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return computed, learnt
 
 
-def find_start(run: RunPaths, first_step: int) -> ReplayStart:
+def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
     """The newest checkpoint from which `first_step` can still be reached."""
     checkpoints = list_checkpoints(run.checkpoints_dir)
     known = read_ledger_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())

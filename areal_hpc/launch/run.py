@@ -141,7 +141,7 @@ def submit(
         return _read_result(paths, "submitted")
     try:
         with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
-            slurm_launcher.watch(recipe, paths, reporter, stop)
+            slurm_launcher.watch_submitted_run(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
         return _read_result(paths, "interrupted")

@@ -211,7 +211,7 @@ def _describe_end(run: RunJobs) -> str:
     return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
 
 
-def describe_steps(paths: RunPaths) -> list[str]:
+def describe_allocation_steps(paths: RunPaths) -> list[str]:
     """A table of the steps of an allocation that a run's jobs are; empty if they are none."""
     if (note := find_live_allocation(paths)) is None or not note.steps:
         return []

@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.inference.server.command import NodeOptions, ServerPorts, build_replica_command
 from areal_hpc.launch.checks.server_options import (
     OptionReport,
-    ask_sglang,
+    ask_sglang_to_parse_options,
     check_server_options,
     find_option_problems,
 )
@@ -70,7 +70,7 @@ def report() -> OptionReport:
         ),
         *[["--model-path", "m", *words.split()] for words in WRONG],
     ]
-    found = ask_sglang(SERVE_PYTHON, lines)
+    found = ask_sglang_to_parse_options(SERVE_PYTHON, lines)
     assert found is not None
     assert len(found.readings) == len(lines)
     return found

@@ -29,7 +29,7 @@ from areal_hpc.rundir.paths import RunPaths
 PLAY_MODULE = "areal_hpc.launch.trial.play"
 
 
-def try_recipe(
+def run_trial(
     recipe: Recipe,
     *,
     tasks: int,
@@ -55,8 +55,8 @@ def try_recipe(
     pythons = get_interpreters(recipe)
     with tempfile.TemporaryDirectory(prefix="areal_hpc_try.") as folder:
         paths = RunPaths(Path(folder))
-        _write_tasks(recipe, tasks, paths.dataset("train"))
-        model_dir = _prepare_model(recipe, paths, recorded_run)
+        _write_first_tasks(recipe, tasks, paths.dataset("train"))
+        model_dir = _find_or_make_model_dir(recipe, paths, recorded_run)
         config = _build_trial_config(recipe, paths, model_dir, pythons["serve"], folders)
         config = config.model_copy(
             update={"recorded_run": recorded_run, "base_url": base_url and base_url.rstrip("/")}
@@ -78,10 +78,10 @@ def try_recipe(
         ).returncode
 
 
-def _write_tasks(recipe: Recipe, count: int, out: Path) -> None:
+def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
     """Write the first tasks, of each source in turn."""
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
-    rows = list(islice(_alternate_sources(recipe), count))
+    rows = list(islice(_iterate_rows_of_sources_in_turn(recipe), count))
     if not rows:
         message, hint = "no source gave a row", "name a source that has at least one"
         raise RecipeError(message, key="train_dataset", hint=hint)
@@ -91,7 +91,7 @@ def _write_tasks(recipe: Recipe, count: int, out: Path) -> None:
     write_atomic_private(out, b"\n".join(lines) + b"\n")
 
 
-def _alternate_sources(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _iterate_rows_of_sources_in_turn(recipe: Recipe) -> Iterator[dict[str, Any]]:
     sources = [
         iterate_task_rows(*one) for one in recipe.train_dataset.list_sources("train_dataset")
     ]
@@ -102,7 +102,7 @@ def _alternate_sources(recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _prepare_model(recipe: Recipe, paths: RunPaths, recorded_run: Path | None) -> Path:
+def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path | None) -> Path:
     """Directory of the recipe's model, of which a trial reads the tokenizer alone."""
     model = recipe.model
     if model.path is not None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from areal_hpc.inference.config import InferenceJobConfig
-from areal_hpc.launch.slurm_launcher import write_scripts
+from areal_hpc.launch.slurm_launcher import prepare_run_and_write_scripts
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.private_values import read_role_variables, resolve_references
 from areal_hpc.rollout.config import RolloutJobConfig
@@ -36,7 +36,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
     before = os.umask(0)
     try:
-        write_scripts(recipe, say=lambda line: None)
+        prepare_run_and_write_scripts(recipe, say=lambda line: None)
         assert os.umask(0) == 0, "the caller's own is what it was"
     finally:
         os.umask(before)

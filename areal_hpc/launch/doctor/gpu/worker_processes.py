@@ -30,10 +30,10 @@ class Worker:
         self._is_killed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            self._process = self._start(argv, variables, output)
+            self._process = self._spawn_process(argv, variables, output)
 
     @staticmethod
-    def _start(
+    def _spawn_process(
         argv: Sequence[str], variables: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
