@@ -28,7 +28,7 @@ class AlertTracker:
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
         """The newest step at which each held."""
 
-    def find_new(self, rows: Sequence[StepRow]) -> list[Alert]:
+    def find_new_alerts(self, rows: Sequence[StepRow]) -> list[Alert]:
         """The alerts as of the newest row that have not held for `QUIET_STEPS`."""
         new = []
         for alert in find_alerts(rows, self._config):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ShardError
-from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_left_s, format_metric
+from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_remaining_s, format_metric
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -112,7 +112,7 @@ def format_run_progress(
     if rows:
         last = rows[-1]
         lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
-        if is_running and (left_s := estimate_left_s(rows, advance.total_steps)):
+        if is_running and (left_s := estimate_remaining_s(rows, advance.total_steps)):
             lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",

@@ -50,7 +50,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's: the next message from the client. After the request's body only its disconnect comes."""
 Result = TypeVar("Result")
-_CONTROL_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
+_CONTROL_CHARS_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
 
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
 DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
@@ -313,7 +313,7 @@ def _build_answer_headers(exchange: Exchange) -> Headers:
     headers = _build_id_headers(exchange.answer_id)
     if exchange.call.dropped_tools:
         names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
-        named = _CONTROL_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
+        named = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
         headers.append((DROPPED_TOOLS_HEADER, named))
     return headers
 

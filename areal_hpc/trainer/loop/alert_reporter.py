@@ -37,12 +37,12 @@ class AlertReporter:
         self._events = events
         self._rows: deque[dict[str, Any]] = deque(read_metrics(paths.metrics), maxlen=MAX_ROWS)
         self._tracker = AlertTracker(config)
-        self._tracker.find_new([*self._rows])
+        self._tracker.find_new_alerts([*self._rows])
 
     def report_step(self, row: FlatRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
         self._rows.append(row)
-        for alert in self._tracker.find_new([*self._rows]):
+        for alert in self._tracker.find_new_alerts([*self._rows]):
             logger.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
             self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))
             if self._command:

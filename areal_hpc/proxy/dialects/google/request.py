@@ -10,7 +10,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text
 from areal_hpc.proxy.dialects.google.schema import build_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
 from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
@@ -32,7 +32,7 @@ from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 _CONFIG = "generationConfig"
-_ANY_JSON = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+_ANY_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
 class _ThinkingConfig(Struct, rename="camel", forbid_unknown_fields=True):
@@ -61,14 +61,14 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
     response_json_schema: dict[str, Any] | None = None
     response_modalities: list[str] | None = None
     thinking_config: _ThinkingConfig | None = None
-    audio_timestamp: Hint = None
-    enable_affective_dialog: Hint = None
-    enable_enhanced_civic_answers: Hint = None
-    image_config: Hint = None
-    media_resolution: Hint = None
-    model_selection_config: Hint = None
-    routing_config: Hint = None
-    speech_config: Hint = None
+    audio_timestamp: IgnoredParam = None
+    enable_affective_dialog: IgnoredParam = None
+    enable_enhanced_civic_answers: IgnoredParam = None
+    image_config: IgnoredParam = None
+    media_resolution: IgnoredParam = None
+    model_selection_config: IgnoredParam = None
+    routing_config: IgnoredParam = None
+    speech_config: IgnoredParam = None
 
 
 class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
@@ -88,10 +88,10 @@ class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True,
     tools: list[msgspec.Raw] | msgspec.Raw | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    labels: Hint = None
-    safety_settings: Hint = None
-    service_tier: Hint = None
-    store: Hint = None
+    labels: IgnoredParam = None
+    safety_settings: IgnoredParam = None
+    service_tier: IgnoredParam = None
+    store: IgnoredParam = None
 
     @property
     def config(self) -> GenerationConfig:
@@ -108,7 +108,7 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
     system_instruction: Content | None = None
     tools: list[msgspec.Raw] | msgspec.Raw | None = None
     generation_config: GenerationConfig | None = None
-    labels: Hint = None
+    labels: IgnoredParam = None
 
     def build_whole_request(self) -> GenerateContentRequest:
         """The request whose tokens are counted.
@@ -141,7 +141,7 @@ def build_model_call(
     """
     config, ignored = request.config, [*list_ignored_params(request)]
     dropped: list[str] = []
-    _check_options(config)
+    _refuse_unsupported_options(config)
     contents = request.contents if isinstance(request.contents, list) else [request.contents]
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
@@ -173,7 +173,7 @@ def build_model_call(
     )
 
 
-def _check_options(config: GenerationConfig) -> None:
+def _refuse_unsupported_options(config: GenerationConfig) -> None:
     if config.top_k is not None and config.top_k != int(config.top_k):
         problem = f"expected a whole number, got {config.top_k}"
         raise ProxyRequestError(400, problem, key=f"{_CONFIG}.topK")
@@ -226,7 +226,7 @@ def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, An
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
         return {} if choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
-        return {"json_schema": encode_json_schema(built or _ANY_JSON, choice)}
+        return {"json_schema": encode_json_schema(built or _ANY_JSON_SCHEMA, choice)}
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(400, f"{problem} and an enum", key=f"{_CONFIG}.responseMimeType")

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
     Bias,
@@ -76,7 +76,7 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: _ResponseFormat | None = None
-    user: Hint = None
+    user: IgnoredParam = None
     # Beyond OpenAI, under SGLang's names:
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -163,11 +163,11 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
         "response_format": ("json_schema", schema),
         "regex": ("regex", request.regex),
         "ebnf": ("ebnf", request.ebnf),
-        "guided_json": ("json_schema", _read_schema(request.guided_json)),
+        "guided_json": ("json_schema", _encode_schema(request.guided_json)),
         "guided_regex": ("regex", request.guided_regex),
         "guided_choice": ("ebnf", _build_choice_grammar(request.guided_choice)),
         "guided_grammar": ("ebnf", request.guided_grammar),
-        "structured_outputs.json": ("json_schema", _read_schema(vllm.json)),
+        "structured_outputs.json": ("json_schema", _encode_schema(vllm.json)),
         "structured_outputs.regex": ("regex", vllm.regex),
         "structured_outputs.choice": ("ebnf", _build_choice_grammar(vllm.choice)),
         "structured_outputs.grammar": ("ebnf", vllm.grammar),
@@ -179,7 +179,7 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
     return {kind: value for kind, value in found.values() if value is not None}
 
 
-def _read_schema(schema: dict[str, Any] | str | None) -> str | None:
+def _encode_schema(schema: dict[str, Any] | str | None) -> str | None:
     return msgspec.json.encode(schema).decode() if isinstance(schema, dict) else schema
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
@@ -22,7 +22,7 @@ class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Hint = None
+    defer_loading: IgnoredParam = None
 
 
 class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class _CustomTool(Struct, tag="custom", forbid_unknown_fields=True):
     name: ToolName
     description: str | None = None
     format: _CustomFormat = msgspec.field(default_factory=_CustomFormat)
-    defer_loading: Hint = None
+    defer_loading: IgnoredParam = None
 
 
 AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
