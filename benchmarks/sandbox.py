@@ -54,7 +54,7 @@ async def measure_warm(runtime: Runtime, spec: SandboxSpec, rounds: int) -> floa
     times = []
     try:
         for _ in range(rounds):
-            await pool.fill()
+            await pool.start_first_and_refill()
             began = time.perf_counter()
             async with pool.acquire() as sandbox:
                 await sandbox.exec(["true"])

@@ -171,7 +171,7 @@ def _request_restart(
     give_up_at: float,
     decision: RestartDecision,
 ) -> RequeueResult:
-    facts = scontrol.show_job(job_id)
+    facts = scontrol.query_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
@@ -228,7 +228,7 @@ def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
     for note in held:
         try:
             job_id = note.read_text()
-            if scontrol.show_job(job_id).state in _STATES_BEFORE_HOLD:
+            if scontrol.query_job(job_id).state in _STATES_BEFORE_HOLD:
                 continue
             scontrol.control_job("release", job_id)
             released.append(note.name)

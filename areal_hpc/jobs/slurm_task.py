@@ -272,7 +272,7 @@ class SlurmTask:
             return grace_s
         wanted_s = grace_s + time_limit.read_checkpoint_duration_s(self._paths)
         try:
-            facts = scontrol.show_job(self._job_id)
+            facts = scontrol.query_job(self._job_id)
         except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted

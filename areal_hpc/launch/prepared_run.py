@@ -17,7 +17,7 @@ from areal_hpc.launch.checks.prompts import check_prompts
 from areal_hpc.launch.plan import JobStage, get_base_model_path, plan_run
 from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.cross_checks import find_doubts
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import refuse_live_launcher
 from areal_hpc.rundir.lock import hold_lock
@@ -107,7 +107,7 @@ def _set_up_prepared_run(
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
-    for doubt in find_doubts(recipe):
+    for doubt in find_likely_mistakes(recipe):
         say(f"note     {doubt}")
     _check_task_prompts(recipe, paths, say)
     # Jobs that run write to the folder of the present attempt.

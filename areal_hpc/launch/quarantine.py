@@ -6,7 +6,7 @@ The file that is written counts whenever the trainer is handed the batch, now or
 import shlex
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest_checkpoint
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
@@ -96,7 +96,7 @@ def _build_cancel_hint(paths: RunPaths) -> str:
 
 
 def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
-    newest = find_latest(paths.checkpoints_dir)
+    newest = find_latest_checkpoint(paths.checkpoints_dir)
     return newest.state if newest else TrainerState(seed=0)
 
 

@@ -19,7 +19,11 @@ from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_poli
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, list_checkpoints, list_leftovers
+from areal_hpc.rundir.checkpoints import (
+    COMPLETE_MARKER_FILE,
+    list_checkpoints,
+    list_leftovers_of_checkpoints,
+)
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
@@ -117,7 +121,7 @@ class ReplayRun:
             reporter.print_line(f"lead-in  training {steps} with the recorded settings")
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
-        for link, _ in list_leftovers(self._out.checkpoints_dir):
+        for link, _ in list_leftovers_of_checkpoints(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step

@@ -20,7 +20,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_serving(recipe)
 
 
-def find_doubts(recipe: Recipe) -> Iterator[str]:
+def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     """What is allowed, and seldom meant: a line for each."""
     sampling = recipe.rollout.sampling
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):

@@ -111,14 +111,14 @@ def bound_log2(value: Any) -> float:
         return math.log2(int(value)) if value > 0 else math.nan
     if isinstance(value, Pow):
         base, exponent = (bound_log2(part) for part in value.args)
-        return base * _power_of_2(exponent)
+        return base * _capped_power_of_2(exponent)
     if isinstance(value, factorial):
-        number = _power_of_2(bound_log2(value.args[0]))
+        number = _capped_power_of_2(bound_log2(value.args[0]))
         return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
     return math.nan
 
 
-def _power_of_2(exponent: float) -> float:
+def _capped_power_of_2(exponent: float) -> float:
     return math.nan if math.isnan(exponent) else 2.0 ** min(exponent, 1000.0)
 
 

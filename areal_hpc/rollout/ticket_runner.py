@@ -105,7 +105,7 @@ class TicketRunner:
         try:
             if grant.ref.eval_step >= 0:
                 outcomes = await self._run_group(grant, "valid")
-                await self._keep_evaluation(grant.ref, [one.session_id for one in outcomes])
+                await self._have_evaluation_sealed(grant.ref, [one.session_id for one in outcomes])
                 rewards = [one.reward for one in outcomes]
                 result = EvaluationResultRequest(self._cell, grant.ref, rewards)
                 await self._report_to_ledger("/report_evaluation", result)
@@ -143,7 +143,7 @@ class TicketRunner:
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
-    async def _keep_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
+    async def _have_evaluation_sealed(self, ref: TicketRef, session_ids: list[str]) -> None:
         """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
         try:
             await self._finish_ticket_at_proxy(ref, session_ids)
@@ -199,7 +199,7 @@ class TicketRunner:
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
                 await asyncio.sleep(RETRY_BACKOFF.min_s)
                 continue
-            await self._keep_failed_episode(outcome)
+            await self._have_failed_episode_sealed(outcome)
             failures += 1
             if failures == self._rollout.max_episode_tries:
                 self._tickets.end_episode(grant.ref)
@@ -214,7 +214,7 @@ class TicketRunner:
         if agent is None:
             return await run_online_episode(spec, self._proxy)
         facts = {
-            **_list_ref_facts(grant),
+            **_build_ticket_facts(grant),
             "episode": spec.session.episode,
             "limit_s": spec.timeout_s,
         }
@@ -244,7 +244,7 @@ class TicketRunner:
             }
         self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
 
-    async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:
+    async def _have_failed_episode_sealed(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
         cause = outcome.status if outcome.error is None else outcome.error.cause
         request = KeepFailedRequest(
@@ -291,10 +291,10 @@ class TicketRunner:
     def _record_ticket_event(
         self, event: str, grant: TicketGrant, reason: str, **facts: Any
     ) -> None:
-        self._events.record(event, **_list_ref_facts(grant), **facts, reason=reason)
+        self._events.record(event, **_build_ticket_facts(grant), **facts, reason=reason)
 
 
-def _list_ref_facts(grant: TicketGrant) -> dict[str, Any]:
+def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
     """What an event says of the ticket that it is about."""
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 

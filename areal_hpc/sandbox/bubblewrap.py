@@ -35,7 +35,7 @@ def find_bubblewrap() -> Path | None:
         return None if found is None else Path(found)
 
 
-def build_command(
+def build_bwrap_command(
     bwrap: str,
     program: Sequence[str],
     *,
@@ -82,7 +82,7 @@ def build_command(
     return [*command, "--", *program]
 
 
-def find_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
+def find_sandbox_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
     """A Python for programs and its folder, None for one in /usr; None if there is none at all.
 
     It is the base of this environment, whose packages a program is not offered; the system's, where
@@ -112,7 +112,7 @@ def may_become_nobody() -> bool:
 
 
 @functools.cache
-def stage_for_all(bwrap: Path) -> Path:
+def get_bwrap_runnable_by_all(bwrap: Path) -> Path:
     """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
     if is_open_to_all(bwrap):
         return bwrap

@@ -84,7 +84,7 @@ def plan_rows(
     kept = _find_rewarded_conversations(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
-    for path, trained, temperature in _pack_replies(tree, kept, rule.style):
+    for path, trained, temperature in _group_replies_into_rows(tree, kept, rule.style):
         # What replies earned cannot be added up: people are shown the last one's.
         last = earned[path[-1].interaction_id].total or 0.0
         reward = last if rule.is_credited else total
@@ -108,7 +108,7 @@ def _find_rewarded_conversations(
     return kept
 
 
-def _pack_replies(
+def _group_replies_into_rows(
     tree: InteractionTree, kept: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
     """Rows of the replies `kept`: path, replies that it trains, and their temperature."""

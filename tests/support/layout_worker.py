@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
-from areal_hpc.rundir.checkpoints import TrainerState, find_latest
+from areal_hpc.rundir.checkpoints import TrainerState, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.rank_state import load_state
@@ -214,7 +214,7 @@ class Case:
 
     def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
         """Another trainer that takes the third step from the checkpoint; its loss."""
-        checkpoint = find_latest(store._directory)
+        checkpoint = find_latest_checkpoint(store._directory)
         assert checkpoint is not None
         policy, optimizer = self.build()
         load_state(policy, optimizer, checkpoint.path)

@@ -204,7 +204,7 @@ class HeldAllocation:
     def _refresh_end_and_preemption(self) -> None:
         """Ask Slurm again: time limits are changed, and a preemption is announced."""
         with contextlib.suppress(ClusterError):  # what was known before holds
-            facts = scontrol.show_job(self._allocation.job_id)
+            facts = scontrol.query_job(self._allocation.job_id)
             self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
 
     def _write_heartbeat_note(self) -> None:
@@ -282,7 +282,7 @@ class HeldAllocation:
             AllocationEndError: It is not.
         """
         try:
-            facts = scontrol.show_job(self._allocation.job_id)
+            facts = scontrol.query_job(self._allocation.job_id)
         except SlurmTimeoutError:
             return  # steps go on without slurmctld
         if facts.state != scontrol.RUNNING_STATE or facts.is_preempted:

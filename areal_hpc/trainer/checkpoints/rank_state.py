@@ -22,10 +22,10 @@ from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.rundir.checkpoint_index import (
     Column,
     NumberType,
-    Piece,
     RankIndex,
     StoredTensor,
-    build_damage_error,
+    TensorPiece,
+    build_checkpoint_damage_error,
     compute_data_bytes,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
@@ -107,7 +107,7 @@ class RankState:
         for shard in self._kept:
             for place, first in shard.split():
                 held = tensors.setdefault(place.name, StoredTensor(place.shape, []))
-                held.pieces.append(Piece(rank, done + first, *place.box))
+                held.pieces.append(TensorPiece(rank, done + first, *place.box))
             done += shard.columns["weight"].numel()
         return RankIndex(self._count, tensors)
 
@@ -163,7 +163,7 @@ def load_state(policy: Policy, optimizer: Any, directory: Path) -> None:
         with open_stored_tensors(directory) as stored:
             RankState(policy, optimizer).read_from(stored)
     except FileNotFoundError as error:
-        trouble = build_damage_error(Path(error.filename), "the file is gone")
+        trouble = build_checkpoint_damage_error(Path(error.filename), "the file is gone")
     except OSError as error:
         trouble = ClusterError(
             f"a checkpoint cannot be read: {error}", key=str(directory), hint="check the mounts"

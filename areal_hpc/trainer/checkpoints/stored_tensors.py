@@ -16,8 +16,8 @@ import torch
 from areal_hpc.rundir.checkpoint_index import (
     TYPE_BYTES,
     Column,
-    Piece,
-    get_rank_file,
+    TensorPiece,
+    get_rank_file_path,
     is_megatron_format,
     read_index,
 )
@@ -80,7 +80,7 @@ class RankFiles:
         self._directory = directory
         self._index = read_index(directory)
         self._readers: dict[int, RankFileReader] = {}
-        self._pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = defaultdict(list)
+        self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
         """Of each layer and expert of each tensor: there can be thousands in one tensor."""
         for name, tensor in self._index.tensors.items():
             for piece in tensor.pieces:
@@ -114,7 +114,7 @@ class RankFiles:
                 place = common.move_into(box)
                 target[place.slices].copy_(self._read_within(column, piece, common.move_into(own)))
 
-    def _read_within(self, column: Column, piece: Piece, part: Box) -> torch.Tensor:
+    def _read_within(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
         """A part of a piece, of which what lies between its rows is read along."""
         first, count = compute_span(piece.sizes, part)
         type_ = self._index.columns[column]
@@ -126,7 +126,7 @@ class RankFiles:
     def _open_file(self, rank: int) -> RankFileReader:
         if rank not in self._readers:
             self._readers[rank] = RankFileReader(
-                get_rank_file(self._directory, rank), self._index.compute_data_bytes(rank)
+                get_rank_file_path(self._directory, rank), self._index.compute_data_bytes(rank)
             )
         return self._readers[rank]
 

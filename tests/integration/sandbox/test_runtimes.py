@@ -239,7 +239,7 @@ def test_a_network_reaches_its_session_and_nothing_else(network: Network) -> Non
 
         async def scene(sandbox: Sandbox) -> None:
             if network == "session-only":
-                url = await sandbox.open_session(f"http://127.0.0.1:{port}")
+                url = await sandbox.open_model_endpoint(f"http://127.0.0.1:{port}")
                 at = int(url.rpartition(":")[2])
                 assert await call(sandbox, "127.0.0.1", at) == "HELLO"
                 many = (call(sandbox, "127.0.0.1", at) for _ in range(5))

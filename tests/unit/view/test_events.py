@@ -116,13 +116,13 @@ def test_a_follower_reads_what_is_appended_after_it_was_made(
     log = EventLog(path, "driver")
     log.record("before")
     follower = EventFollower(path)
-    assert follower.read_new() == []
+    assert follower.read_new_events() == []
     if begun_afresh:
         path.rename(tmp_path / "earlier.jsonl")
     log.record("after")
     with path.open("a") as stream:
         stream.write('{"event": 3}\nnot JSON\n{"time": 1, "role": "x", "event": "unfin')
-    assert [row["event"] for row in follower.read_new()] == ["after"]
+    assert [row["event"] for row in follower.read_new_events()] == ["after"]
     with path.open("a") as stream:
         stream.write('ished"}\n')
-    assert [row["event"] for row in follower.read_new()] == ["unfinished"]
+    assert [row["event"] for row in follower.read_new_events()] == ["unfinished"]
