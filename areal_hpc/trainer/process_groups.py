@@ -64,7 +64,7 @@ def run_rank(
     raise_if_megatron_is_replaced()
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
-    name_flight_records(get_task_log_dir(paths.logs_dir))
+    set_flight_record_paths(get_task_log_dir(paths.logs_dir))
     try:
         device = init_process_groups(
             get_task_position(),
@@ -76,7 +76,7 @@ def run_rank(
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
-    _watch_ranks(paths)
+    _start_watching_for_hanging_ranks(paths)
     with report_first_failure():
         finished = train(job, paths, device, stop)
     stop_watching_ranks()
@@ -129,7 +129,7 @@ def init_process_groups(
     return own
 
 
-def name_flight_records(log_dir: Path) -> None:
+def set_flight_record_paths(log_dir: Path) -> None:
     """Have torch write its record of NCCL's last collectives into the logs when one fails.
 
     Torch adds the number of the rank. It looks at the names when it first writes.
@@ -138,7 +138,7 @@ def name_flight_records(log_dir: Path) -> None:
         os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
 
 
-def _watch_ranks(paths: RunPaths) -> None:
+def _start_watching_for_hanging_ranks(paths: RunPaths) -> None:
     """See to it that a rank that hangs is named."""
     if dist.get_world_size() == 1:
         return

@@ -91,14 +91,14 @@ class SftTrainer:
         while self.state.step < sft.total_steps:
             if any_true(stop.requested):
                 if self.state.step > self._saved_step:
-                    self._begin_checkpoint()
+                    self._begin_checkpoint_and_update_state()
                 self.checkpoints.finish_save()
                 return False
             self._train_step()
             self.checkpoints.publish_if_written()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
-                self._begin_checkpoint()
+                self._begin_checkpoint_and_update_state()
         self.checkpoints.finish_save()
         return True
 
@@ -143,7 +143,7 @@ class SftTrainer:
                 },
             )
 
-    def _begin_checkpoint(self) -> None:
+    def _begin_checkpoint_and_update_state(self) -> None:
         path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step

@@ -87,8 +87,8 @@ class PlainReporter:
     def report_new_events(self) -> None:
         """Print what has happened since the last look that a person should hear of at once."""
         for event in self._events.read_new_events():
-            self._phase.add(event)
-            for line in self._news.describe(event):
+            self._phase.add_event(event)
+            for line in self._news.describe_if_news(event):
                 self.print_line(line)
 
     def report_new_steps(self) -> None:

@@ -200,16 +200,16 @@ class SglangGpuHash:
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])
         whole = flat.numel() // _TILE_BYTES * _TILE_BYTES
-        self._add(flat[:whole])
+        self._add_words(flat[:whole])
         self._rest = flat[whole:].clone() if whole < flat.numel() else None
 
     def finish(self) -> int:
         """The hash of all."""
         if self._rest is not None:
-            self._add(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
+            self._add_words(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
         return _finish_hash(self._total)
 
-    def _add(self, flat: torch.Tensor) -> None:
+    def _add_words(self, flat: torch.Tensor) -> None:
         words = flat.view(torch.int32)
         if not words.numel():
             return

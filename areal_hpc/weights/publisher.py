@@ -147,7 +147,7 @@ class UpdateBackoff:
     def __init__(self) -> None:
         self._failures: dict[tuple[str, int], _FailureStreak] = {}
 
-    def get_retryable(
+    def filter_retryable(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
     ) -> list[ReplicaKey]:
         """Those of `keys` that may be tried at `now`, a time of `time.monotonic`.

@@ -47,7 +47,7 @@ from areal_hpc.rundir.checkpoints import (
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
-from areal_hpc.trainer.checkpoints.rank_state import RankState, load_state
+from areal_hpc.trainer.checkpoints.rank_state import RankState, load_checkpoint_into
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
@@ -94,7 +94,7 @@ class CheckpointStore:
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
-            load_state(policy, optimizer, checkpoint.path)
+            load_checkpoint_into(policy, optimizer, checkpoint.path)
         return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
@@ -113,7 +113,7 @@ class CheckpointStore:
         if chosen is None:
             return None
         checkpoint = Checkpoint(self._directory / chosen[0], chosen[1])
-        read_on_all_ranks(lambda: _check_visible(checkpoint.path), ClusterError)
+        read_on_all_ranks(lambda: _require_visible_checkpoint(checkpoint.path), ClusterError)
         return checkpoint
 
     def delete_leftovers(self, generation: int) -> None:
@@ -184,7 +184,7 @@ class CheckpointStore:
             return False
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
-                self._make_visible(self._begun)
+                self._publish_and_hide_superseded(self._begun)
                 record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
@@ -206,7 +206,7 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def _make_visible(self, checkpoint: Checkpoint) -> None:
+    def _publish_and_hide_superseded(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous."""
         partial = get_unfinished_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
@@ -218,7 +218,7 @@ class CheckpointStore:
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")
-            self._put_in_place(partial, checkpoint)
+            self._rename_into_place(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
             for old in list_checkpoints(self._directory)[: -self._keep]:
@@ -229,7 +229,7 @@ class CheckpointStore:
                     self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
 
-    def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
+    def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
         if target.exists():  # of an abandoned generation, or of the one that replaced this
             generation = (
@@ -258,7 +258,7 @@ def _write_small_files(partial: Path, held: RankState, state: TrainerState) -> l
     return [INDEX_FILE, STATE_FILE]
 
 
-def _check_visible(path: Path) -> None:
+def _require_visible_checkpoint(path: Path) -> None:
     if not is_complete_checkpoint(path):
         raise ClusterError(
             "rank 0 resumes from a checkpoint that this rank cannot see",

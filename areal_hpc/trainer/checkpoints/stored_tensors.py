@@ -21,7 +21,12 @@ from areal_hpc.rundir.checkpoint_index import (
     is_megatron_format,
     read_index,
 )
-from areal_hpc.trainer.checkpoints.flat_ranges import Box, compute_span, compute_strides, intersect
+from areal_hpc.trainer.checkpoints.flat_ranges import (
+    Box,
+    compute_span,
+    compute_strides,
+    intersect_boxes,
+)
 from areal_hpc.trainer.checkpoints.megatron_format import MegatronTensors
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 
@@ -110,9 +115,11 @@ class RankFiles:
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
-            if (common := intersect(own, box)) is not None:
-                place = common.move_into(box)
-                target[place.slices].copy_(self._read_within(column, piece, common.move_into(own)))
+            if (common := intersect_boxes(own, box)) is not None:
+                place = common.shift_to_coordinates_within(box)
+                target[place.slices].copy_(
+                    self._read_within(column, piece, common.shift_to_coordinates_within(own))
+                )
 
     def _read_within(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
         """A part of a piece, of which what lies between its rows is read along."""

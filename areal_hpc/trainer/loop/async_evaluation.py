@@ -39,7 +39,7 @@ class AsyncEvaluationTracker:
         held = _list_held_versions(found)
         return bool(held) and all(version in ("", str(current)) for version in held)
 
-    def begin(self, current: WeightVersion) -> list[int]:
+    def begin_and_list_skipped_steps(self, current: WeightVersion) -> list[int]:
         """Grant the current version's episodes from now on; the steps that are left out for good.
 
         Those should have been judged, and never will be, as their weights are gone.
@@ -48,7 +48,7 @@ class AsyncEvaluationTracker:
         self.under_way = current
         return [step for step in due if step != current.step]
 
-    def end(self) -> None:
+    def mark_judged(self) -> None:
         """What was under way has its reward."""
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None

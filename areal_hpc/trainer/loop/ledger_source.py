@@ -111,7 +111,7 @@ class LedgerSource(BatchSource):
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._poll_outdated_replicas():
+        if self._look_up_outdated_replicas():
             return "publish"
         if not self._is_served:
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
@@ -120,11 +120,13 @@ class LedgerSource(BatchSource):
         if not self._is_announced:
             self._ledger.report_weights_published(self._record.version.step)
             self._is_announced = True
-        if self._async_evaluation and self._target_evaluation_replicas(self._async_evaluation):
+        if self._async_evaluation and self._choose_evaluation_replicas_to_update(
+            self._async_evaluation
+        ):
             return "publish"
         return "done"
 
-    def _poll_outdated_replicas(self) -> bool:
+    def _look_up_outdated_replicas(self) -> bool:
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
@@ -142,20 +144,22 @@ class LedgerSource(BatchSource):
                 self._events.record(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
             self._is_cell_missing = True
             logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
-        self._targets = self._backoff.get_retryable(outdated, now)
+        self._targets = self._backoff.filter_retryable(outdated, now)
         if not self._targets and not self._is_served:
-            self._targets = self._backoff.get_retryable(outdated, now, is_urgent=True)
+            self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
         self._next_poll_at = now + REPLICA_POLL_S
         if self._async_evaluation:
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _target_evaluation_replicas(self, evaluation: AsyncEvaluationTracker) -> bool:
+    def _choose_evaluation_replicas_to_update(self, evaluation: AsyncEvaluationTracker) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
         outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
         is_last = version.step >= self._schedule.total_steps
-        self._targets = self._backoff.get_retryable(outdated, time.monotonic(), is_urgent=is_last)
+        self._targets = self._backoff.filter_retryable(
+            outdated, time.monotonic(), is_urgent=is_last
+        )
         return bool(self._targets)
 
     def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -220,7 +224,7 @@ class LedgerSource(BatchSource):
             self._poll_evaluation_reward(evaluation, evaluation.under_way)
         if not evaluation.may_begin(self._publisher.evaluation_replicas, version):
             return
-        given_up, left_out = evaluation.under_way, evaluation.begin(version)
+        given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
         self._events.record(
             "evaluation_begun",
             version=str(version),
@@ -243,8 +247,8 @@ class LedgerSource(BatchSource):
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
         reply = self._ledger.request_evaluation(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:
-            evaluation.end()
-            self._record.add(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
+            evaluation.mark_judged()
+            self._record.add_metrics(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
 
     def poll_async_evaluation_done(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""

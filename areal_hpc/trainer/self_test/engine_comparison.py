@@ -21,7 +21,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
-from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import EngineComparison, EngineOrder
@@ -39,7 +39,7 @@ from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
-RATE = 3e-4
+LEARNING_RATE = 3e-4
 """Large: the step must change log-probabilities by more than rounding does."""
 PROMPTS = 4
 PROMPT_TOKENS = 24
@@ -113,7 +113,7 @@ def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[S
     return samples
 
 
-def compare(policy: Policy, samples: Sequence[Sample]) -> list[float]:
+def compare_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[float]:
     """Absolute differences of every sampled token's log-probability."""
     return [
         abs(ours - theirs)
@@ -122,7 +122,7 @@ def compare(policy: Policy, samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def publish(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
+def publish_to_replica(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
     paths, version = RunPaths(Path(order.run_dir)), WeightVersion(1, 1)
     publisher = Publisher(
@@ -140,7 +140,7 @@ def publish(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
     ]
     try:
         replicas = publisher.discover_outdated(version)
-        return publisher.publish(version, specs, stream_hf(policy), replicas)
+        return publisher.publish(version, specs, stream_hf_tensors(policy), replicas)
     finally:
         publisher.close()
 
@@ -153,17 +153,17 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     start_s = time.monotonic() - began
     reply_tokens = max(1, min(REPLY_TOKENS, order.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
-    gaps = compare(policy, first)
+    gaps = compare_logprobs(policy, first)
     before = [score_row(policy, sample.row) for sample in first]
-    take_step(policy, [sample.row for sample in first], RATE)
+    take_step(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [score_row(policy, sample.row) for sample in first]
-    update = publish(order, policy, admin_key)
+    update = publish_to_replica(order, policy, admin_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
         trouble = trouble or "the replica was not found any more"
     updated = gaps
     if not trouble:
-        updated = compare(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
+        updated = compare_logprobs(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
     return EngineComparison(
         dtype=order.dtype,
         transport=order.transport,

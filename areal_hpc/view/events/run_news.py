@@ -20,9 +20,9 @@ class RunNews:
     failures: AgentFailures = field(default_factory=AgentFailures)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
-    def describe(self, event: dict[str, Any]) -> list[str]:
+    def describe_if_news(self, event: dict[str, Any]) -> list[str]:
         """Lines about an event; none if it is no news."""
-        if (cause := self.failures.add(event)) is not None:
+        if (cause := self.failures.add_event(event)) is not None:
             return list(self._tell_of_failure(cause))
         tell = _TELL_BY_EVENT.get(event["event"])
         if tell is None:

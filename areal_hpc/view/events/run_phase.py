@@ -46,10 +46,10 @@ class RunPhase:
         """The phase after these events."""
         phase = cls()
         for event in events:
-            phase.add(event)
+            phase.add_event(event)
         return phase
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add_event(self, event: dict[str, Any]) -> None:
         """Take an event of any kind in."""
         at, replica = float(event["time"]), (event["role"], int(event.get("replica", 0) or 0))
         match event["event"]:
