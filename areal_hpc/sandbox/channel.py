@@ -52,7 +52,7 @@ class RunningCommand:
 class CommandChannel:
     """Frames to and from a command server, over one socket.
 
-    The server's end is handed to a process; then `greet` waits for its first word.
+    The server's end is handed to a process; then `wait_for_server` waits for its first word.
     """
 
     def __init__(self) -> None:

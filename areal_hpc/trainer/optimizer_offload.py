@@ -76,7 +76,7 @@ class HostAdamW(AdamW):
                 parameter.data = torch.zeros((), device=self.device).expand(parameter.shape)
 
     def take_masters_back(self) -> None:
-        """Undo `lend`, and forget the gradients."""
+        """Undo `lend_masters_to_gradients`, and forget the gradients."""
         for parameter, places in self._host.items():
             parameter.grad = None
             if MASTER_NAME in places:
