@@ -162,10 +162,10 @@ def _resume_run(arguments: argparse.Namespace) -> int:
 
 
 def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.quarantine import set_batch_aside, undo_quarantine
+    from areal_hpc.launch.quarantine import quarantine_batch, undo_quarantine
 
     paths = parse_run_dir(arguments.run)
-    act = undo_quarantine if arguments.undo else set_batch_aside
+    act = undo_quarantine if arguments.undo else quarantine_batch
     try:
         print(act(paths, arguments.batch))
     except OSError as error:

@@ -53,7 +53,7 @@ RequeueResult = Literal[
 ]
 
 
-class ProgressTracker:
+class StartProgressTracker:
     """Progress of the run in this start of a job, and the earlier starts that made none.
 
     `progress` names the file that grows while the run gets further; empty if there is none.

@@ -23,7 +23,7 @@ from areal_hpc.jobs.node_probe import (
 )
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
-    ProgressTracker,
+    StartProgressTracker,
     cancel_own_job,
     record_faulty_nodes,
     requeue_or_resubmit,
@@ -86,7 +86,7 @@ class SlurmTask:
         self._starts_dir = self._paths.starts_dir
         self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
-        self._progress_tracker = ProgressTracker(self._paths, slurm.progress)
+        self._progress_tracker = StartProgressTracker(self._paths, slurm.progress)
         self._clock: time_limit.SlurmClock | None = None
         """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
@@ -197,7 +197,7 @@ class SlurmTask:
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
             JOB_START_VARIABLE: str(self._start.number),
-            starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
+            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
             time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_time),
         }
 
@@ -255,7 +255,7 @@ class SlurmTask:
             if said is not None and not self._position.is_first:
                 grace_s = said.grace_s
             else:
-                note = starts.StopNotice(outcome.reason, outcome.exit_code, grace_s)
+                note = starts.StopNote(outcome.reason, outcome.exit_code, grace_s)
                 starts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("could not notify the other tasks: %s", error)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.launch.checks.model_files import find_architecture_and_remark
 from areal_hpc.launch.memory import estimate_serving_memory
 from areal_hpc.launch.plan import build_training_job
 from areal_hpc.recipe.recipe import Recipe
@@ -67,7 +67,7 @@ def estimate_host_memory(
     Raises:
         RecipeError: The model's sizes are not known here.
     """
-    arch, _ = find_architecture(recipe.model)
+    arch, _ = find_architecture_and_remark(recipe.model)
     return (
         _estimate_rank_memory(recipe, arch, ranks_per_node or _count_ranks_per_node(recipe)),
         ProcessMemory("trainer", "ledger"),

@@ -138,7 +138,9 @@ def run_standalone_stage(
     """
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
-        ready = PreparedRun(paths, setup.create_attempt_log_dir(paths), pythons, (stage,))
+        ready = PreparedRun(
+            paths, setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
+        )
         LocalLauncher(recipe, ready, reporter, stop, ThisMachine(recipe, ready)).run_stage_jobs(
             stage
         )

@@ -9,7 +9,7 @@ assumptions, generous, for nobody knows what agents take.
 from collections.abc import Sequence
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.launch.checks.model_files import find_architecture_and_remark
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
@@ -92,7 +92,7 @@ def _derive_cpu_and_memory_options(
 def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
     try:
-        arch, _ = find_architecture(recipe.model)
+        arch, _ = find_architecture_and_remark(recipe.model)
     except RecipeError as error:
         raise RecipeError(
             f"the memory that the {kind} job needs on a node is not known: "

@@ -29,7 +29,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches, write_quarantine
 from areal_hpc.shards.index import read_index
-from areal_hpc.shards.verify import check_shard
+from areal_hpc.shards.verify import find_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -132,7 +132,7 @@ class ReplayRun:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
-        setup.write_recipe(self.recipe, out.recipe)
+        setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
@@ -247,7 +247,9 @@ def check_recorded_batches(
     problems = []
     for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
         path = run.shards_dir / name
-        found = check_shard(path, index[name]) if name in index else ["it is not in the index"]
+        found = (
+            find_shard_problems(path, index[name]) if name in index else ["it is not in the index"]
+        )
         problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
     if problems:
         raise ShardError.from_problems(problems)

@@ -101,7 +101,7 @@ def submit(
         known_problems=find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe)),
         joins_live_jobs=joins_live_jobs,
     ) as ready:
-        kept = _adopt_live_jobs(ready, say)
+        kept = _record_live_jobs_and_cancel_duplicates(ready, say)
         to_release: list[str] = []
         with cancel_jobs_on_failure(say) as job_ids:
             dependency = build_dependency(after)
@@ -128,7 +128,9 @@ def submit(
         release_submitted_jobs([*held, *to_release], ready.paths)
 
 
-def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str, LiveJob]:
+def _record_live_jobs_and_cancel_duplicates(
+    ready: PreparedRun, say: Callable[[str], None]
+) -> dict[str, LiveJob]:
     """Put on record what waits or runs already, by name; a second one of a name is cancelled."""
     kept: dict[str, LiveJob] = {}
     for job in ready.live_jobs:  # those on record come first, and the newest of them counts

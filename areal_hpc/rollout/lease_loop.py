@@ -64,7 +64,7 @@ class LeaseLoop:
             while not (reply := await self._send_heartbeat_and_request_lease()).stop:
                 self._tickets.forget_finished(reply.over)
                 for grant in reply.grants:
-                    if self._tickets.accept(grant):
+                    if self._tickets.hold_granted(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
                 if reply.seal_now and not self._is_sealing:

@@ -114,9 +114,9 @@ class TicketRunner:
         except (AgentError, RecipeError) as error:
             await self._drop_ticket(grant, error)
         if is_finished:
-            self._tickets.finish(grant.ref)
+            self._tickets.mark_finished(grant.ref)
         else:
-            self._tickets.release(grant.ref)
+            self._tickets.stop_holding(grant.ref)
 
     async def _run_training_ticket(self, grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.

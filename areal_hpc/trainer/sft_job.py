@@ -109,7 +109,9 @@ class SftTrainer:
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        with explain_out_of_memory(self._policy, self._job.get_sizes(), "sft"):
+        with explain_out_of_memory(
+            self._policy, self._job.build_comparable_trainer_config(), "sft"
+        ):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records(
             [norm],

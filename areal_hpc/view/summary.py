@@ -49,7 +49,7 @@ class RunProgress:
         return int(section.get("cells") or 1) if isinstance(section, dict) else 1
 
     @property
-    def is_isolated(self) -> bool:
+    def isolates_model_programs(self) -> bool:
         """False if programs that the model writes run as the user does."""
         section = self.recipe.get("reward")
         return not (isinstance(section, dict) and section.get("isolation") == "none")
@@ -93,7 +93,7 @@ def describe_run_now(paths: RunPaths, *, is_running: bool) -> list[str]:
         if launched_at := read_launch_time(paths):
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
         snapshot = read_run_snapshot(paths, ask_ledger=True)
-        phase = RunPhase.collect(events).describe(snapshot.ledger)
+        phase = RunPhase.from_events(events).describe(snapshot.ledger)
         lines.append(f"  now               {phase or 'the ledger does not answer'}")
     failures = AgentFailures.collect(events)
     if (cause := failures.newest) is not None:
@@ -131,7 +131,7 @@ def format_run_progress(
             f"  last checkpoint   step {advance.checkpoint_step}, "
             f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
-    if not advance.is_isolated:
+    if not advance.isolates_model_programs:
         lines.append("  isolation         none: programs of the model can do all that you can")
     if advance.agent_isolation == "none":
         lines.append("  agent's sandbox   none: its commands can do all that you can")

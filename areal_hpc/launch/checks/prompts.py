@@ -28,7 +28,7 @@ class PromptFindings(NamedTuple):
     """What need not keep a run from starting."""
 
 
-def check_prompts(
+def find_prompt_problems(
     recipe: Recipe, model_dir: Path, tasks_file: Path, key: str, context_tokens: int
 ) -> PromptFindings:
     """Do the prompts of a data set, which stands under `key`, leave the model room to reply?

@@ -36,7 +36,7 @@ print(json.dumps({"found": found, "torch": torch}))
 """
 
 
-def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
+def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
     """Problems of interpreters that exist: packages that they lack, CUDA that they cannot use.
 
     All are asked at the same time.

@@ -43,7 +43,7 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
         yield ok("job limits", "this cluster enforces none")
         return
     queued = len(run_slurm_command("squeue", "--me", "--noheader", "--array").splitlines())
-    limits = list(_find_limits_of_jobs(subject.requests))
+    limits = list(_find_limits_of_jobs(subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
             yield judge_job_limit(

@@ -77,7 +77,7 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
 def _render_scripts(subject: DoctorSubject) -> dict[str, str]:
     """The script of one job of each kind; none without a recipe."""
     scripts: dict[str, str] = {}
-    for request in subject.requests:
+    for request in subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
         is_first_cell = is_training_cell_job(request.job) and not any(
             map(is_training_cell_job, scripts)

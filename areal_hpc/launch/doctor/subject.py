@@ -58,7 +58,7 @@ class DoctorSubject:
             return SlurmAnswer(outage=error.problems[0].message.splitlines()[-1])
 
     @cached_property
-    def requests(self) -> list[JobRequest]:
+    def job_requests(self) -> list[JobRequest]:
         """The jobs that the recipe would submit; none without a recipe.
 
         Raises:

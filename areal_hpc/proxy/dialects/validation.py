@@ -80,12 +80,12 @@ def _to_request_error(complaint: str, inside: str) -> ProxyRequestError:
     return ProxyRequestError(400, complaint, key=key)
 
 
-def first_given(asked: Given | None, default: Given) -> Given:
+def get_given_or_default(asked: Given | None, default: Given) -> Given:
     """Value asked for, if there is one."""
     return default if asked is None else asked
 
 
-def fold_seed(seed: int | None) -> int | None:
+def fold_seed_into_engine_range(seed: int | None) -> int | None:
     """A seed that the engine takes: a wide one by its low bits."""
     return seed if seed is None or abs(seed) <= 2**53 else seed & 0x3FFFFFFF
 

@@ -86,10 +86,10 @@ class GoogleApi:
 
         for prefix in GOOGLE_PREFIXES:
             named = prefix + "/models/{model}:"
-            yield post(named + _GENERATE, self._generate, GenerateContentRequest)
+            yield post(named + _GENERATE, self._answer_generate_content, GenerateContentRequest)
             yield post(
                 named + _STREAM,
-                self._stream,
+                self._answer_stream_generate_content,
                 GenerateContentRequest,
                 streams=True,
                 json_type="array",
@@ -98,7 +98,7 @@ class GoogleApi:
             yield get(prefix + "/models", self._list_models)
             yield get(prefix + "/models/{model}", self._get_model)
 
-    async def _generate(
+    async def _answer_generate_content(
         self,
         session: Session,
         query: Mapping[str, str],
@@ -113,7 +113,7 @@ class GoogleApi:
         answers = await self._completions.answer(session, call, exchange.answer_id)
         return ModelAnswer(exchange, exchange.format_reply(answers))
 
-    async def _stream(
+    async def _answer_stream_generate_content(
         self,
         session: Session,
         query: Mapping[str, str],

@@ -81,7 +81,7 @@ class RankState:
 
     def __init__(self, policy: Policy, optimizer: Any) -> None:
         self._device = policy.device
-        self._shards = _list_shards(policy, optimizer)
+        self._shards = _list_state_shards(policy, optimizer)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
         # Float32 before the others: every column begins where its numbers may.
         if policy.dtype == torch.float32:
@@ -174,7 +174,7 @@ def load_checkpoint_into(policy: Policy, optimizer: Any, directory: Path) -> Non
     policy.replica.start_param_sync()
 
 
-def _list_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
+def _list_state_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
     """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = policy.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
@@ -200,11 +200,11 @@ def _build_shard(
         columns["master"] = shard.master
     # The last number of an id tells data-parallel ranks apart, which here keep a range each.
     is_kept = not any(parts[0].replica_id[:-1])
-    places = list(_list_places(parts, shard.start, shard.stop))
+    places = list(_list_tensor_places(parts, shard.start, shard.stop))
     return StateShard(places, columns, shard.moments["step"], is_kept)
 
 
-def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[TensorPlace]:
+def _list_tensor_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[TensorPlace]:
     """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
     for part in parts:

@@ -41,7 +41,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 LEARNING_RATE = 3e-4
 """Large: the step must change log-probabilities by more than rounding does."""
-PROMPTS = 4
+PROMPT_COUNT = 4
 PROMPT_TOKENS = 24
 REPLY_TOKENS = 24
 CALL_TIMEOUT_S = 300.0
@@ -88,7 +88,7 @@ def await_replica(order: EngineOrder, admin_key: str) -> ReplicaView:
 def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[Sample]:
     """Replies to a few prompts at temperature 1, one by one."""
     samples = []
-    for number in range(PROMPTS):
+    for number in range(PROMPT_COUNT):
         prompt = [3 + (37 * number + 11 * at) % (vocab - 3) for at in range(PROMPT_TOKENS)]
         answer = httpx.post(
             f"{server.url}/generate",

@@ -36,7 +36,7 @@ LEARNING_RATE = 1e-4
 EXPECTED_CHANNEL = "expected"
 """What transformers makes of a token."""
 ROWS, MAX_ROW_TOKENS, SEED = 12, 160, 5
-FIRST_ID = 3
+FIRST_TOKEN_ID = 3
 """Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
 
 
@@ -72,7 +72,7 @@ def make_sequences(vocab: int) -> list[tuple[list[int], float]]:
     generator = np.random.default_rng(SEED)
     lengths = generator.integers(5, MAX_ROW_TOKENS, size=ROWS)
     return [
-        (generator.integers(FIRST_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
+        (generator.integers(FIRST_TOKEN_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
         for number, length in enumerate(lengths)
     ]
 

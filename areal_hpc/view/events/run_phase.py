@@ -42,7 +42,7 @@ class RunPhase:
     _has_weights: bool = False
 
     @classmethod
-    def collect(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
+    def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
         """The phase after these events."""
         phase = cls()
         for event in events:

@@ -55,7 +55,7 @@ class SearchedShard:
         self._records: list[RowRecord] = []
         self._is_searched = True
 
-    def release(self) -> None:
+    def forget_read_rows(self) -> None:
         """Forget what was read of all rows: few of them are shown."""
         self._columns, self._records, self._is_searched = {}, [], False
 
@@ -257,7 +257,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
         for row in _list_rows_before_filter(shard, query):
             if wanted is None or wanted.holds(row):
                 found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
-        shard.release()
+        shard.forget_read_rows()
         total += shard.reader.num_rows
     if not found:
         _raise_if_asked_by_number(path, query, total)

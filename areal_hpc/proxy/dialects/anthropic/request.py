@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.validation import (
     build_function_tool,
     decode_json,
     encode_json_schema,
-    first_given,
+    get_given_or_default,
     leave_out_hosted_tools,
     parse_tool_choice,
 )
@@ -155,10 +155,10 @@ def build_model_call(
         tool_choice=choice,
         variables=_build_thinking_variables(request, model, ignored) or None,
         sampling=SamplingParams(
-            temperature=first_given(request.temperature, defaults.temperature),
+            temperature=get_given_or_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_tokens or 0,
-            top_p=first_given(request.top_p, defaults.top_p),
-            top_k=first_given(request.top_k, defaults.top_k) or -1,
+            top_p=get_given_or_default(request.top_p, defaults.top_p),
+            top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
             stop=[text for text in request.stop_sequences or () if text] or None,
             json_schema=encode_json_schema(form.schema if form else None, choice),
         ),

@@ -116,7 +116,7 @@ class _UnansweredCalls:
         """Id and name."""
         self._count = 0
 
-    def add(self, call: _FunctionCall) -> str:
+    def add_and_get_id(self, call: _FunctionCall) -> str:
         """The id of a call: its own, or one that it gets here."""
         call_id = call.id or self._make_call_id()
         self._open.append((call_id, call.name))
@@ -153,7 +153,7 @@ def _build_assistant_message(
             if part.function_call is not None:
                 call = part.function_call
                 arguments = msgspec.json.encode(call.args or {}).decode()
-                called.append(format_tool_call(calls.add(call), call.name, arguments))
+                called.append(format_tool_call(calls.add_and_get_id(call), call.name, arguments))
     fields = {"reasoning_content": reasoning or None, "tool_calls": called}
     return {"role": "assistant", "content": text, **fields}
 

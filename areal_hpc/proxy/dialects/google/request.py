@@ -22,8 +22,8 @@ from areal_hpc.proxy.dialects.validation import (
     Temperature,
     WideSeed,
     encode_json_schema,
-    first_given,
-    fold_seed,
+    fold_seed_into_engine_range,
+    get_given_or_default,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -148,21 +148,21 @@ def build_model_call(
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
     tools = parse_tools([one for one in raw if one is not None], model, ignored, dropped)
     choice = read_tool_choice(request.tool_config, tools, model)
-    top_k = first_given(config.top_k, defaults.top_k) or -1
+    top_k = get_given_or_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=_build_thinking_variables(config.thinking_config, model, ignored),
         sampling=SamplingParams(
-            temperature=first_given(config.temperature, defaults.temperature),
+            temperature=get_given_or_default(config.temperature, defaults.temperature),
             max_new_tokens=config.max_output_tokens or 0,
-            top_p=first_given(config.top_p, defaults.top_p),
+            top_p=get_given_or_default(config.top_p, defaults.top_p),
             top_k=int(top_k),
             frequency_penalty=config.frequency_penalty or 0.0,
             presence_penalty=config.presence_penalty or 0.0,
             stop=[text for text in config.stop_sequences or () if text] or None,
-            sampling_seed=fold_seed(config.seed),
+            sampling_seed=fold_seed_into_engine_range(config.seed),
             **_build_grammar(config, choice),
         ),
         prompt_key="contents",

@@ -19,8 +19,8 @@ from areal_hpc.proxy.dialects.validation import (
     WideSeed,
     check_token_ids,
     encode_json_schema,
-    first_given,
-    fold_seed,
+    fold_seed_into_engine_range,
+    get_given_or_default,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -134,17 +134,17 @@ def build_sampling_params(
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     grammar = _read_grammar(request, choice)
     sampling = SamplingParams(
-        temperature=first_given(request.temperature, defaults.temperature),
+        temperature=get_given_or_default(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
-        top_p=first_given(request.top_p, defaults.top_p),
-        top_k=first_given(request.top_k, defaults.top_k) or -1,
+        top_p=get_given_or_default(request.top_p, defaults.top_p),
+        top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=first_given(request.repetition_penalty, 1.0),
+        repetition_penalty=get_given_or_default(request.repetition_penalty, 1.0),
         stop=[text for text in stop or () if text] or None,
         stop_token_ids=request.stop_token_ids or None,
-        sampling_seed=fold_seed(request.seed),
+        sampling_seed=fold_seed_into_engine_range(request.seed),
         logit_bias=request.logit_bias or None,
         min_new_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),

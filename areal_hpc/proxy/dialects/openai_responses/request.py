@@ -27,7 +27,7 @@ from areal_hpc.proxy.dialects.validation import (
     Probability,
     Temperature,
     encode_json_schema,
-    first_given,
+    get_given_or_default,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -159,9 +159,9 @@ def build_model_call(
         tool_choice=choice,
         variables=variables or None,
         sampling=SamplingParams(
-            temperature=first_given(request.temperature, defaults.temperature),
+            temperature=get_given_or_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_output_tokens or 0,
-            top_p=first_given(request.top_p, defaults.top_p),
+            top_p=get_given_or_default(request.top_p, defaults.top_p),
             top_k=defaults.top_k or -1,
             json_schema=schema,
         ),
