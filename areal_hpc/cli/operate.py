@@ -85,7 +85,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
     from areal_hpc.launch.prepared_run import find_live_jobs
-    from areal_hpc.launch.run import get_program_name
+    from areal_hpc.launch.run import get_program_command
     from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_refused
 
     paths = parse_run_dir(path)
@@ -93,7 +93,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
-            f"{get_program_name()} run",
+            f"{get_program_command()} run",
         )
     return paths
 
@@ -129,7 +129,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
-    from areal_hpc.launch.prepared_run import is_finished
+    from areal_hpc.launch.prepared_run import is_run_finished
     from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.slurm.run_jobs import list_live_jobs
@@ -153,7 +153,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             key="cluster.fileroot, experiment_name, trial_name",
             hint="use `areal-hpc submit` to start a run under another name",
         )
-    if is_finished(recipe, paths):
+    if is_run_finished(recipe, paths):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
     slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)

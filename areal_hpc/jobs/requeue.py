@@ -33,7 +33,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import resubmit_after_end, update_dependents
+from areal_hpc.slurm.resubmit import redirect_dependents_to_new_id, resubmit_after_end
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _request_restart(
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
         number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
-        _retry_command(lambda: update_dependents(number))
+        _retry_command(lambda: redirect_dependents_to_new_id(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits

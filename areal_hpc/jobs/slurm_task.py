@@ -124,7 +124,7 @@ class SlurmTask:
         if (refusal := self.probe_node()) is not None:
             return refusal
         if position.is_first and nodes > 1:
-            return self._wait_for_nodes(
+            return self._wait_for_nodes_and_report_absent(
                 self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
             )
         return None
@@ -153,7 +153,9 @@ class SlurmTask:
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
-    def _wait_for_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
+    def _wait_for_nodes_and_report_absent(
+        self, start: starts.JobStart, nodes: list[str]
+    ) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes_and_list_absent(self._starts_dir, start, len(nodes), timeout_s)

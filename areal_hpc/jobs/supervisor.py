@@ -155,9 +155,7 @@ class _Supervisor:
             stop_processes(
                 self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
             )
-        return (
-            outcome if self._cell is None else self._cell.replace_by_cell_end_or_name_cell(outcome)
-        )
+        return outcome if self._cell is None else self._cell.get_cell_end_or_label_exit(outcome)
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.join_start()) is not None:
@@ -247,7 +245,7 @@ class _Supervisor:
 
     def _poll_or_start_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
-            self._follow_rank_restart(child)
+            self._kill_rank_if_all_restart(child)
         if child.process is None:
             if time.monotonic() >= child.not_before:
                 self._starter.start(child)
@@ -255,7 +253,7 @@ class _Supervisor:
         code = child.process.poll()
         return None if code is None else self._on_process_exit(child, code)
 
-    def _follow_rank_restart(self, child: ManagedProcess) -> None:
+    def _kill_rank_if_all_restart(self, child: ManagedProcess) -> None:
         """Kill the rank if all ranks start again: nothing of it is worth a stop's grace."""
         try:
             note = self._notes.read_next_restart(is_urgent=not child.is_running)

@@ -76,7 +76,7 @@ def run(
                 if allocation is None
                 else held_allocation.find_allocation_shortages(recipe, allocation)
             ),
-            *refuse_shared_cell_jobs(recipe),
+            *find_shared_cell_job_problems(recipe),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
@@ -106,7 +106,7 @@ def open_job_place(
             yield place
 
 
-def refuse_shared_cell_jobs(recipe: Recipe) -> list[Problem]:
+def find_shared_cell_job_problems(recipe: Recipe) -> list[Problem]:
     """The error of a recipe whose cells share jobs, which jobs of this machine cannot do."""
     if (size := recipe.inference.cells_per_job) == 1:
         return []

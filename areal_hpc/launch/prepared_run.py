@@ -103,7 +103,7 @@ def _set_up_prepared_run(
 ) -> PreparedRun:
     """Set up what is missing."""
     setup.report_or_refuse_recipe_changes(recipe, paths, say)
-    if not is_finished(recipe, paths):
+    if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
@@ -175,7 +175,7 @@ def refuse_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return []
 
 
-def is_finished(recipe: Recipe, paths: RunPaths) -> bool:
+def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
     if not paths.finished_marker.exists():
         return False

@@ -83,7 +83,7 @@ class ReplayRun:
         overrides: Sequence[str],
         out: RunPaths,
     ) -> None:
-        computed, learnt = split_overrides(overrides)
+        computed, learnt = split_compute_and_learning_overrides(overrides)
         self._as_recorded = load_recipe(run.recipe, computed)
         self.recipe = load_recipe(run.recipe, [*computed, *learnt])
         self._is_changed = bool(learnt)
@@ -189,7 +189,7 @@ def parse_step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides that say how steps are computed, and those that say what they learn.
 
     Raises:

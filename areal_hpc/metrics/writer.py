@@ -35,7 +35,7 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_weight_update_pauses(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
+def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
     """Cost of the newest known update to those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has

@@ -26,7 +26,7 @@ def replace_private_values_by_references(
 
     Both are dotted. Places that are empty stay as they are.
     """
-    changed: dict[str, Any] = _copy_mappings(config)
+    changed: dict[str, Any] = _copy_nested_mappings(config)
     references = {}
     for place, key in keys.items():
         parent, name = _find_parent(changed, place)
@@ -109,7 +109,7 @@ def _find_parent(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str
     return tree, last
 
 
-def _copy_mappings(tree: Any) -> Any:
+def _copy_nested_mappings(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
-    return {name: _copy_mappings(value) for name, value in tree.items()}
+    return {name: _copy_nested_mappings(value) for name, value in tree.items()}

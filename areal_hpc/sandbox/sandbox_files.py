@@ -20,16 +20,16 @@ def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
     """Do what a request asks, between a file or all of them and standard input or output."""
     match request["operation"]:
         case "put":
-            put_file(request["path"], request["mode"])
+            write_stdin_to_file(request["path"], request["mode"])
         case "get":
-            get_file(request["path"])
+            write_file_to_stdout(request["path"])
         case "pack":
-            pack_changes(server["origin"], server["writable"], server["lower"])
+            pack_changes_to_stdout(server["origin"], server["writable"], server["lower"])
         case "unpack":
-            unpack_changes(server["origin"])
+            unpack_changes_from_stdin(server["origin"])
 
 
-def put_file(path: str, mode: int) -> None:
+def write_stdin_to_file(path: str, mode: int) -> None:
     """Write standard input into a file; its folders are made."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
@@ -39,7 +39,7 @@ def put_file(path: str, mode: int) -> None:
     os.fchmod(descriptor, mode)
 
 
-def get_file(path: str) -> None:
+def write_file_to_stdout(path: str) -> None:
     """Write a file to standard output."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     require_regular_file(descriptor, path)
@@ -60,7 +60,7 @@ def require_regular_file(descriptor: int, path: str) -> None:
         raise OSError(f"{path} is no regular file")
 
 
-def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
+def pack_changes_to_stdout(origin: str, writable: list[str], lower: str | None) -> None:
     """Write all that was written or removed to standard output, as a layer of an OCI image.
 
     Names are relative to `origin`; `lower` is the root file system as it was.
@@ -122,8 +122,8 @@ def list_removed_names(names: dict[str, Any], below: str | None) -> list[str]:
     return [entry.name for entry in former if entry.name not in names]
 
 
-def unpack_changes(origin: str) -> None:
-    """Read from standard input what `pack_changes` wrote, and make it so."""
+def unpack_changes_from_stdin(origin: str) -> None:
+    """Read from standard input what `pack_changes_to_stdout` wrote, and make it so."""
     extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
     modes = {}
     with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:

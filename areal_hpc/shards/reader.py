@@ -81,7 +81,7 @@ class ShardReader:
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                places = _read_headers(descriptor, wanted)
+                places = _read_dataset_places(descriptor, wanted)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
@@ -297,7 +297,9 @@ def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> N
     return array
 
 
-def _read_headers(descriptor: int, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
+def _read_dataset_places(
+    descriptor: int, wanted: Iterable[DatasetSpec]
+) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
@@ -311,7 +313,7 @@ def _read_headers(descriptor: int, wanted: Iterable[DatasetSpec]) -> dict[str, _
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
         return {
-            expected.name: _locate_dataset(file, expected)
+            expected.name: _locate_and_check_dataset(file, expected)
             for expected in wanted
             if expected.since <= version
         }
@@ -329,7 +331,7 @@ def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
     return value.item()
 
 
-def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
+def _locate_and_check_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     """The place of a dataset, which must be as the schema says."""
     name = expected.name.encode()
     if file.links.get_info(name).type != h5l.TYPE_HARD:

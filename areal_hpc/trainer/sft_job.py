@@ -29,7 +29,11 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import build_nonfinite_records, build_norm_metrics, is_step_taken
+from areal_hpc.trainer.untrained import (
+    build_nonfinite_records,
+    build_norm_metrics,
+    is_optimizer_step_taken,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +129,7 @@ class SftTrainer:
         self.state = msgspec.structs.replace(
             self.state, step=step, untrained=[*self.state.untrained, *untrained]
         )
-        if not is_step_taken(norm):
+        if not is_optimizer_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
         if step % sft.log_every_steps and step != sft.total_steps:
             return

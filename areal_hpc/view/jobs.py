@@ -222,7 +222,7 @@ def describe_allocation_steps(paths: RunPaths) -> list[str]:
 def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
-    rows += [_format_row(job, run.snapshot) for job in run.jobs]
+    rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
@@ -260,7 +260,7 @@ def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
     ]
 
 
-def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
+def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.queued
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"

@@ -15,7 +15,7 @@ from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, for
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.events import EventFollower
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.events.run_news import RunNews
+from areal_hpc.view.events.run_news import RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase
 from areal_hpc.view.health import format_alert, read_alerts_config
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
@@ -47,7 +47,7 @@ class PlainReporter:
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
         self._events = EventFollower(paths.events)
-        self._news, self._phase = RunNews(), RunPhase()
+        self._news, self._phase = RunEventAnnouncer(), RunPhase()
         self._printed_at = time.monotonic()
         self._told_phase = ""
         self._has_trained = False
@@ -88,7 +88,7 @@ class PlainReporter:
         """Print what has happened since the last look that a person should hear of at once."""
         for event in self._events.read_new_events():
             self._phase.add_event(event)
-            for line in self._news.describe_if_news(event):
+            for line in self._news.describe_if_new(event):
                 self.print_line(line)
 
     def report_new_steps(self) -> None:

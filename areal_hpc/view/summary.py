@@ -15,7 +15,7 @@ from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.events.agent_failures import AgentFailures
 from areal_hpc.view.events.run_phase import RunPhase
-from areal_hpc.view.idle_time import describe_idle_time, find_missing_cell_s, read_run_size
+from areal_hpc.view.idle_time import describe_idle_time, measure_wait_without_cells_s, read_run_size
 from areal_hpc.view.run_state import (
     RunSnapshot,
     read_events_since_launch,
@@ -147,7 +147,7 @@ def _describe_idle_time(advance: RunProgress, paths: RunPaths) -> list[str]:
     lines = []
     if size is not None and advance.snapshot.steps:
         lines += describe_idle_time(advance.snapshot.steps, size)
-    missing_s = find_missing_cell_s(read_recent_events(paths.events), time.time())
+    missing_s = measure_wait_without_cells_s(read_recent_events(paths.events), time.time())
     if missing_s is not None and not paths.finished_marker.exists():
         lines.append(f"no cell has been there for {format_duration(missing_s)}")
     return lines

@@ -77,7 +77,7 @@ def require_matching_checksums(
     different = {
         name for name in expected.keys() & reported.keys() if reported[name] not in expected[name]
     }
-    elsewhere = _find_other_layouts(expected, reported, different, replica_device)
+    elsewhere = _find_expert_kinds_in_other_layouts(expected, reported, different, replica_device)
     if elsewhere:
         log.info(
             "%s: not compared, as a kernel has them in a layout of its own: %s", who, elsewhere
@@ -99,7 +99,7 @@ def require_matching_checksums(
     )
 
 
-def _find_other_layouts(
+def _find_expert_kinds_in_other_layouts(
     expected: Digests, reported: Mapping[str, str], different: Set[str], replica_device: str
 ) -> frozenset[str]:
     """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""

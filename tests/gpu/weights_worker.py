@@ -23,10 +23,10 @@ from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.small_policy import (
     load_policy,
-    make_row,
+    make_training_row,
     open_lone_rank,
     score_row,
-    take_step,
+    take_adamw_step,
 )
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from areal_hpc.weights.transports.process_group import (
@@ -111,9 +111,9 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     make_tiny_model(source, ["one two three four"], hidden=128, heads=2, kv_heads=1, head_dim=64)
     policy = load_policy(source, "float32", device)
     ids = [(7 * place) % policy.arch.vocab for place in range(100)]
-    row = make_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
+    row = make_training_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
     before = score_row(policy, row)
-    take_step(policy, [row], RATE)
+    take_adamw_step(policy, [row], RATE)
     after = score_row(policy, row)
     save_hf_model(policy, source, folder / "written")
     config = transformers.AutoConfig.from_pretrained(folder / "written")

@@ -16,7 +16,7 @@ from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
 from areal_hpc.areal.config.rules import (
     ArealConfigValues,
-    Rule,
+    KeyRule,
     Untranslatable,
     flatten_to_dotted_keys,
     unflatten_dotted_keys,
@@ -24,7 +24,7 @@ from areal_hpc.areal.config.rules import (
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
-RULE_BY_KEY: dict[str, Rule] = {
+RULE_BY_KEY: dict[str, KeyRule] = {
     rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)
 }
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
@@ -137,7 +137,7 @@ def _apply_rules(source: ArealConfigValues) -> Translation:
     return Translation(unflatten_dotted_keys(recipe), untranslated)
 
 
-def find_rule(key: str) -> Rule | None:
+def find_rule(key: str) -> KeyRule | None:
     """The rule for a key: its own, or that of a section it is in."""
     if key in RULE_BY_KEY:
         return RULE_BY_KEY[key]

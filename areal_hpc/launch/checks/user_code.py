@@ -27,8 +27,8 @@ try:
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
     if request["sandbox"]:
-        from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox
-        check_sandbox(request["sandbox"])
+        from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
+        check_sandbox_starts(request["sandbox"])
     if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
         sys.modules["areal_hpc.sandbox.run"].check_isolation()
 except ArealError as error:

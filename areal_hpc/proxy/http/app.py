@@ -29,7 +29,7 @@ from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
-from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query
+from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query_parameters
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -240,10 +240,10 @@ class ProxyApp:
         if route.rewrite is not None:
             body = route.rewrite(body)
         if route.takes_query:
-            yield read_query(scope)
+            yield read_query_parameters(scope)
         if named and route.request is None:
             yield named
-            yield read_query(scope)
+            yield read_query_parameters(scope)
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown

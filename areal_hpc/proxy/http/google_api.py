@@ -45,12 +45,12 @@ def read_google_key(scope: MutableMapping[str, Any]) -> str | None:
         "latin-1"
     )
     if not key and "/models" in path:
-        key = read_query(scope).get("key", "")
+        key = read_query_parameters(scope).get("key", "")
     is_own = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)
     return key if key or is_own else None
 
 
-def read_query(scope: MutableMapping[str, Any]) -> dict[str, str]:
+def read_query_parameters(scope: MutableMapping[str, Any]) -> dict[str, str]:
     """The parameters behind a path."""
     text: bytes = scope["query_string"]
     return dict(parse_qsl(text.decode("latin-1")))

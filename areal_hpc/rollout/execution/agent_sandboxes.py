@@ -140,7 +140,7 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
     return SandboxSpec(Path(config.root).resolve() if config.root else None, network, limits)
 
 
-def check_sandbox(agent: dict[str, Any]) -> None:
+def check_sandbox_starts(agent: dict[str, Any]) -> None:
     """Start and stop the sandbox of a section `rollout.agent` on this machine.
 
     Raises:

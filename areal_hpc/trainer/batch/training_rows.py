@@ -127,7 +127,7 @@ def build_rows(
     credit = credit_batch(batch, objective)
     advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
-    held = [version.packed for version in list_current_weight_names(current, forks)]
+    held = [version.packed for version in list_versions_of_current_weights(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
     scales = compute_row_scales(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
@@ -174,7 +174,7 @@ def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     return mask_T
 
 
-def list_current_weight_names(
+def list_versions_of_current_weights(
     current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""

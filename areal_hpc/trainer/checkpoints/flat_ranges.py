@@ -98,7 +98,7 @@ def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(lengths)))[-len(shape) :] if shape else ()
 
 
-def compute_span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+def compute_flat_start_and_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
     """Where a block begins in a flattened tensor, and how many numbers its last is after that."""
     strides = compute_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))

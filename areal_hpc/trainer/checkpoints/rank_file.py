@@ -30,7 +30,7 @@ class RankFileReader:
         self._kept = bytearray()
         self._file = os.open(path, os.O_RDONLY)
         try:
-            self._check_size()
+            self._check_file_size()
             digests = bytearray(count_digest_blocks(data_bytes) * DIGEST_BYTES)
             self._read_bytes(memoryview(digests), data_bytes)
         except (OSError, ShardError):
@@ -38,7 +38,7 @@ class RankFileReader:
             raise
         self._digests = np.frombuffer(digests, "<u4")
 
-    def _check_size(self) -> None:
+    def _check_file_size(self) -> None:
         found = os.fstat(self._file).st_size
         expected = self._data_bytes + count_digest_blocks(self._data_bytes) * DIGEST_BYTES
         if found != expected:
@@ -66,12 +66,12 @@ class RankFileReader:
         if known >= len(blocks):
             return memoryview(self._kept)[offset_bytes - first : stop - first]
         blocks[:known] = self._kept[:known]
-        self._read_blocks(memoryview(blocks)[known:], first + known)
+        self._read_and_verify_blocks(memoryview(blocks)[known:], first + known)
         self._kept_at = (stop - 1) // BLOCK_BYTES * BLOCK_BYTES
         self._kept = blocks[self._kept_at - first :]
         return memoryview(blocks)[offset_bytes - first : stop - first]
 
-    def _read_blocks(self, target: memoryview, offset_bytes: int) -> None:
+    def _read_and_verify_blocks(self, target: memoryview, offset_bytes: int) -> None:
         self._read_bytes(target, offset_bytes)
         for start in range(0, len(target), BLOCK_BYTES):
             block = target[start : start + BLOCK_BYTES]

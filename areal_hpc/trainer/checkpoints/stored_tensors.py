@@ -23,7 +23,7 @@ from areal_hpc.rundir.checkpoint_index import (
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
-    compute_span,
+    compute_flat_start_and_extent,
     compute_strides,
     intersect_boxes,
 )
@@ -118,12 +118,12 @@ class RankFiles:
             if (common := intersect_boxes(own, box)) is not None:
                 place = common.shift_to_coordinates_within(box)
                 target[place.slices].copy_(
-                    self._read_within(column, piece, common.shift_to_coordinates_within(own))
+                    self._read_part_of_piece(column, piece, common.shift_to_coordinates_within(own))
                 )
 
-    def _read_within(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
+    def _read_part_of_piece(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
         """A part of a piece, of which what lies between its rows is read along."""
-        first, count = compute_span(piece.sizes, part)
+        first, count = compute_flat_start_and_extent(piece.sizes, part)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
         held = self._open_file(piece.rank).read(offset_bytes, count * TYPE_BYTES[type_])

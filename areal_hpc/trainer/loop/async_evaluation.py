@@ -6,7 +6,7 @@ evaluation is due and the cell is free, or has lost the weights that it was judg
 
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
-from areal_hpc.weights.publisher import find_outdated
+from areal_hpc.weights.publisher import find_outdated_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -29,7 +29,9 @@ class AsyncEvaluationTracker:
     ) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
         return (
-            find_outdated(found, current) if self._choose_version(found, current) == current else []
+            find_outdated_replicas(found, current)
+            if self._choose_version(found, current) == current
+            else []
         )
 
     def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:

@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_metrics import (
     EVAL_REWARD_METRIC,
     IDLE_CELLS_METRIC,
 )
-from areal_hpc.metrics.writer import summarize_weight_update_pauses
+from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
 from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
@@ -111,7 +111,7 @@ class LedgerSource(BatchSource):
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._look_up_outdated_replicas():
+        if self._refresh_and_check_outdated_replicas():
             return "publish"
         if not self._is_served:
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
@@ -120,18 +120,18 @@ class LedgerSource(BatchSource):
         if not self._is_announced:
             self._ledger.report_weights_published(self._record.version.step)
             self._is_announced = True
-        if self._async_evaluation and self._choose_evaluation_replicas_to_update(
+        if self._async_evaluation and self._target_evaluation_replicas_lacking_weights(
             self._async_evaluation
         ):
             return "publish"
         return "done"
 
-    def _look_up_outdated_replicas(self) -> bool:
+    def _refresh_and_check_outdated_replicas(self) -> bool:
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.time_phase("publish"):
-            outdated = self._publisher.discover_outdated(self._record.version)
+            outdated = self._publisher.discover_outdated_replicas(self._record.version)
         now = time.monotonic()
         if self._publisher.replica_count:
             if self._is_cell_missing:
@@ -152,7 +152,9 @@ class LedgerSource(BatchSource):
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _choose_evaluation_replicas_to_update(self, evaluation: AsyncEvaluationTracker) -> bool:
+    def _target_evaluation_replicas_lacking_weights(
+        self, evaluation: AsyncEvaluationTracker
+    ) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
         outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
@@ -192,7 +194,7 @@ class LedgerSource(BatchSource):
 
     def get_weight_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
-        return summarize_weight_update_pauses(self._publisher.pauses)
+        return summarize_newest_weight_update_pause(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 

@@ -27,10 +27,10 @@ from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import EngineComparison, EngineOrder
 from areal_hpc.trainer.self_test.small_policy import (
     load_policy,
-    make_row,
+    make_training_row,
     open_lone_rank,
     score_row,
-    take_step,
+    take_adamw_step,
 )
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaDiscovery
@@ -58,7 +58,7 @@ class _Reply(Struct):
     meta_info: _Meta
 
 
-class Sample(Struct, frozen=True):
+class SampledReply(Struct, frozen=True):
     """A prompt with a reply, and the engine's log-probabilities of it."""
 
     row: TrainingRow
@@ -85,7 +85,7 @@ def await_replica(order: EngineOrder, admin_key: str) -> ReplicaView:
     raise ClusterError(f"no replica was ready within {order.start_timeout_s:.0f} s")
 
 
-def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[Sample]:
+def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[SampledReply]:
     """Replies to a few prompts at temperature 1, one by one."""
     samples = []
     for number in range(PROMPT_COUNT):
@@ -107,13 +107,15 @@ def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[S
             raise ClusterError(f"SGLang answered {answer.status_code}: {answer.text[:300]}")
         reply = msgspec.json.decode(answer.content, type=_Reply)
         advantage = 1.0 if number % 2 else -1.0
-        row = make_row([*prompt, *reply.output_ids], len(prompt), {ADVANTAGE_CHANNEL: advantage})
+        row = make_training_row(
+            [*prompt, *reply.output_ids], len(prompt), {ADVANTAGE_CHANNEL: advantage}
+        )
         entries = reply.meta_info.output_token_logprobs
-        samples.append(Sample(row, [float(entry[0] or 0.0) for entry in entries]))
+        samples.append(SampledReply(row, [float(entry[0] or 0.0) for entry in entries]))
     return samples
 
 
-def compare_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[float]:
+def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[float]:
     """Absolute differences of every sampled token's log-probability."""
     return [
         abs(ours - theirs)
@@ -139,7 +141,7 @@ def publish_to_replica(order: EngineOrder, policy: Policy, admin_key: str) -> Up
         for name, shape, dtype in list_hf_specs(policy)
     ]
     try:
-        replicas = publisher.discover_outdated(version)
+        replicas = publisher.discover_outdated_replicas(version)
         return publisher.publish(version, specs, stream_hf_tensors(policy), replicas)
     finally:
         publisher.close()
@@ -155,7 +157,7 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
     gaps = compare_logprobs(policy, first)
     before = [score_row(policy, sample.row) for sample in first]
-    take_step(policy, [sample.row for sample in first], LEARNING_RATE)
+    take_adamw_step(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [score_row(policy, sample.row) for sample in first]
     update = publish_to_replica(order, policy, admin_key)
     trouble = "; ".join(map(str, update.failed.values()))

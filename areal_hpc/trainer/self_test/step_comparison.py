@@ -26,9 +26,9 @@ from areal_hpc.trainer.self_test.small_policy import (
     compute_loss,
     join_self_test_ranks,
     load_policy,
-    make_row,
-    pack,
-    take_step,
+    make_training_row,
+    pack_into_micro_batches,
+    take_adamw_step,
 )
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 
@@ -118,15 +118,19 @@ def compare_step(
     A collective over all ranks.
     """
     rows = [
-        make_row(ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]})
+        make_training_row(
+            ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]}
+        )
         for (ids, advantage), expected in zip(
             make_sequences(policy.arch.vocab), exact.logprobs, strict=True
         )
     ]
-    stats, norm = take_step(policy, rows, LEARNING_RATE, compute_loss_and_gap)
+    stats, norm = take_adamw_step(policy, rows, LEARNING_RATE, compute_loss_and_gap)
     before = _reduce_stats_over_ranks(stats)
     after = _reduce_stats_over_ranks(
-        run_forward_backward(policy, pack(policy, rows), compute_loss_and_gap, backward=False)
+        run_forward_backward(
+            policy, pack_into_micro_batches(policy, rows), compute_loss_and_gap, backward=False
+        )
     )
     return StepComparison(
         dtype="float32" if policy.dtype == torch.float32 else "bfloat16",

@@ -99,8 +99,11 @@ class AgentFailures:
         if event["event"] not in (*FAILURE_EVENTS, COUNT_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
-        failed = max(failed, _get_count(event, "failed"))
-        self._counts[event["role"]] = (failed, max(ended, failed, _get_count(event, "ended")))
+        failed = max(failed, _get_count_or_one(event, "failed"))
+        self._counts[event["role"]] = (
+            failed,
+            max(ended, failed, _get_count_or_one(event, "ended")),
+        )
         if event["event"] == COUNT_EVENT:
             return None
         reason = str(event.get("reason", ""))
@@ -116,6 +119,6 @@ class AgentFailures:
         return self.causes[key]
 
 
-def _get_count(event: dict[str, Any], name: str) -> int:
+def _get_count_or_one(event: dict[str, Any], name: str) -> int:
     count = event.get(name)
     return count if isinstance(count, int) else 1

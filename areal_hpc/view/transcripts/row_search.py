@@ -126,10 +126,10 @@ class FoundRow:
         """The value of a field that `get_field_type` knows."""
         for prefix, attribute in ((PART_PREFIX, "parts"), (METRIC_PREFIX, "metrics")):
             if name.startswith(prefix):
-                return self._find_number(attribute, name.removeprefix(prefix))
+                return self._find_reward_number(attribute, name.removeprefix(prefix))
         return ROW_FIELDS[name].read(self)
 
-    def _find_number(self, attribute: str, name: str) -> float | None:
+    def _find_reward_number(self, attribute: str, name: str) -> float | None:
         """A part or a metric of the last of the row's rewards that has it."""
         for call in reversed(self.record.calls):
             found: Mapping[str, float] = getattr(call.reward, attribute) if call.reward else {}

@@ -58,7 +58,7 @@ class WeightsFolder:
             save_file(dict(full.tensors), path, metadata={"format": "pt"})
             fsync_path(path)
 
-    def put_in_place(self) -> None:
+    def rename_into_place(self) -> None:
         """Give the folder its name; those of earlier versions are then of no more use."""
         with _explain_write_errors(self._root):
             fsync_path(self._partial)
@@ -160,7 +160,7 @@ class DiskTransport(Transport[DiskSession]):
             fill_and_send_buckets(
                 order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch
             )
-            folder.put_in_place()
+            folder.rename_into_place()
         except WeightStorageError:
             folder.discard_partial()
             raise

@@ -18,14 +18,14 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox import channel
 from areal_hpc.sandbox.runtime import Runtime
-from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 from tests.support.waiting import wait_for
 
-NAMES = find_runtimes()
+NAMES = find_installed_runtimes()
 ISOLATING = [name for name in NAMES if name != "none"]
 SMALL = SandboxLimits(
     memory_bytes=256 << 20, processes=40, disk_bytes=8 << 20, files=300, output_bytes=1 << 16

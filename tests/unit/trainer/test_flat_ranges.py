@@ -7,7 +7,7 @@ import torch
 
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
-    compute_span,
+    compute_flat_start_and_extent,
     compute_strides,
     intersect_boxes,
     split_flat_range,
@@ -25,7 +25,10 @@ def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, .
         assert sum(box.numel for box in boxes) == stop - start
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
-            assert compute_span(shape, box) == (int(tensor[box.slices].min()), box.numel)
+            assert compute_flat_start_and_extent(shape, box) == (
+                int(tensor[box.slices].min()),
+                box.numel,
+            )
 
 
 def test_blocks_intersect_where_slices_do() -> None:
@@ -48,7 +51,7 @@ def test_blocks_intersect_where_slices_do() -> None:
         within = common.shift_to_coordinates_within(one)
         assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
         assert within.shift_to_coordinates_around(one) == common
-        first, count = compute_span(shape, common)
+        first, count = compute_flat_start_and_extent(shape, common)
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
         assert torch.equal(seen, torch.arange(20).view(shape)[common.slices])

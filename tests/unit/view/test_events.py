@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.rundir.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunNews
+from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase, read_server_phase
 from areal_hpc.wire.ledger import LedgerStatus
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
@@ -30,19 +30,19 @@ def failed(place: str, number: int, of: int, role: str = "driver-cell-0") -> dic
 
 
 def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
-    news = RunNews()
-    first = news.describe_if_news(failed("/a.py:3", 1, 1))
+    news = RunEventAnnouncer()
+    first = news.describe_if_new(failed("/a.py:3", 1, 1))
     assert (
         first[0] == "agent    raised KeyError: 'x'  (in 1 of 1 episode so far; it is tried again)"
     )
     assert first[1:] == ["         at: /a.py:3", "         try: fix /a.py:3"]
-    assert news.describe_if_news(failed("/a.py:3", 2, 5)) == []
+    assert news.describe_if_new(failed("/a.py:3", 2, 5)) == []
     assert (
-        "(in 3 of 7 episodes" in news.describe_if_news(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
+        "(in 3 of 7 episodes" in news.describe_if_new(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
     )
     assert [cause.count for cause in news.failures.causes.values()] == [2, 1]
     others = [
-        news.describe_if_news(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_TOLD_CAUSES)
+        news.describe_if_new(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_TOLD_CAUSES)
     ]
     assert [len(lines) for lines in others] == [3, 3, 3, 1, 0]
     assert "areal-hpc why" in others[-2][0]
@@ -68,28 +68,28 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         "replica_died", "cell-1", replica=0, reason="exited with code 1",
         last_line="RuntimeError: out of blocks", log="/logs/replica-0.1.log",
     )  # fmt: skip
-    lines = RunNews().describe_if_news(died)
+    lines = RunEventAnnouncer().describe_if_new(died)
     assert lines[0] == "server   SGLang 0 of cell-1 exited with code 1; it is started again"
     assert [line.strip() for line in lines[1:]] == [died["last_line"], f"read {died['log']}"]
     assert (
         "exited with code 1: RuntimeError" in diagnose(evidence(AT_WORK, events=(died,))).headline
     )
     ended = event("process_exited", "cell-0", process="proxy", exit_code=137)
-    assert RunNews().describe_if_news(ended) == [
+    assert RunEventAnnouncer().describe_if_new(ended) == [
         "process  proxy of cell-0 ended with exit code 137"
     ]
-    assert RunNews().describe_if_news({**ended, "exit_code": 70}) == [], (
+    assert RunEventAnnouncer().describe_if_new({**ended, "exit_code": 70}) == [], (
         "the command says it better"
     )
 
 
 def test_a_hang_is_told_once_for_each_line() -> None:
-    news = RunNews()
+    news = RunEventAnnouncer()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)
-    (line,) = news.describe_if_news(slow)
+    (line,) = news.describe_if_new(slow)
     assert "has run for 31 s without an end, waiting at /a.py:9 (episode 1 of task 2)" in line
-    assert news.describe_if_news({**slow, "seconds": 62.0}) == []
-    assert news.describe_if_news({**slow, "at": "/a.py:10"}) != []
+    assert news.describe_if_new({**slow, "seconds": 62.0}) == []
+    assert news.describe_if_new({**slow, "at": "/a.py:10"}) != []
 
 
 def test_the_phase_goes_from_servers_over_weights_to_episodes(tmp_path: Path) -> None:

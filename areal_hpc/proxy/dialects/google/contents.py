@@ -67,7 +67,7 @@ class Content(Struct, rename="camel"):
 _USER_ROLES = (None, "", "user", "function")
 
 
-def read_text(content: Content, key: str) -> str:
+def read_text_only_content(content: Content, key: str) -> str:
     """The text of a content that may hold nothing else.
 
     Raises:

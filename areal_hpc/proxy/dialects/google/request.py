@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text
-from areal_hpc.proxy.dialects.google.schema import build_json_schema
+from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text_only_content
+from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
 from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
@@ -188,7 +188,9 @@ def _refuse_unsupported_options(config: GenerationConfig) -> None:
 
 def _build_system_message(instruction: Content | None) -> Iterator[Message]:
     """The system message, if the request has one."""
-    text = read_text(instruction, "systemInstruction") if instruction is not None else ""
+    text = (
+        read_text_only_content(instruction, "systemInstruction") if instruction is not None else ""
+    )
     if text:
         yield normalize_chat_message({"role": "system", "content": text})
 
@@ -220,7 +222,7 @@ def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, An
             problem = "responseSchema and responseJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
         schema, key = config.response_json_schema, f"{_CONFIG}.responseJsonSchema"
-    built = build_json_schema(schema, key)
+    built = convert_to_json_schema(schema, key)
     kind = config.response_mime_type or ("text/plain" if schema is None else "application/json")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)

@@ -34,7 +34,7 @@ _SUBSCHEMA_LIST_KEYS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SUBSCHEMA_MAP_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
-def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
+def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
     """The JSON schema that a schema stands for, whichever of the two it is.
 
     Raises:
@@ -46,7 +46,7 @@ def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
         raise ProxyRequestError(400, f"schemas nest deeper than {MAX_SCHEMA_DEPTH}", key=key)
 
     def convert(below: Any) -> Any:
-        return build_json_schema(below, key, depth + 1)
+        return convert_to_json_schema(below, key, depth + 1)
 
     built: dict[str, Any] = {}
     given: str

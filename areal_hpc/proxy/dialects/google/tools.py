@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google.schema import build_json_schema
+from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
 from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
@@ -131,7 +131,7 @@ def _build_tool(function: _FunctionDeclaration, place: str) -> dict[str, Any]:
             problem = "parameters and parametersJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
         schema, key = function.parameters_json_schema, f"{place}.parametersJsonSchema"
-    built = build_json_schema(schema, key)
+    built = convert_to_json_schema(schema, key)
     return build_function_tool(function.name, function.description, built, None)
 
 

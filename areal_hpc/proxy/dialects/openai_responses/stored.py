@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
 )
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.call_records import decode_context, decode_sampling
+from areal_hpc.session.call_records import decode_rendering_context, decode_sampling
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction
 
@@ -96,7 +96,7 @@ def _render_response(model: ServedModel, session: Session, interaction: Interact
     status = "incomplete" if cut else "completed"
     first = session.tree.get_path_to(interaction)[0].new_messages[0]
     has_instructions = answer_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
-    tools = decode_context(interaction.context).tools or []
+    tools = decode_rendering_context(interaction.context).tools or []
     *ended, last = split_reply_into_blocks(interaction.reply)
     output_tokens = interaction.num_output_tokens
     return msgspec.json.encode(
