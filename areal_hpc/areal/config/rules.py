@@ -65,7 +65,7 @@ SLURM_OPTIONS_REASON = "what a job asks Slurm for is in the section `cluster`"
 
 
 def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> KeyRule:
-    """KeyRule for a key whose value stays and whose name changes."""
+    """Rule for a key whose value stays and whose name changes."""
     return KeyRule(
         key,
         f"`{target}`",
