@@ -47,7 +47,7 @@ CELL_STOP_GRACE_S = 5.0
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""
-VICTIM_EXIT_CODES = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
+EXIT_CODES_CAUSED_BY_OTHER_RANKS = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
 """Of a rank that left because another one failed."""
 VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
 ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
@@ -103,7 +103,7 @@ def get_restart_note_timeout_s(exit_code: int) -> float:
 
     Nothing but a signal needs no other rank's death to come about; some codes say that it did.
     """
-    if exit_code in VICTIM_EXIT_CODES:
+    if exit_code in EXIT_CODES_CAUSED_BY_OTHER_RANKS:
         return VICTIM_RESTART_NOTE_TIMEOUT_S
     return 0.0 if exit_code > SIGNAL_EXIT_CODE_BASE else ERROR_RESTART_NOTE_TIMEOUT_S
 
@@ -295,7 +295,7 @@ class _Supervisor:
             child.process = None  # other cells of the job have work: it goes on looking for some
             return None
         if spec.is_rank and self._launch.job.tasks > 1:
-            if code in VICTIM_EXIT_CODES and self._any_other_task_ended():
+            if code in EXIT_CODES_CAUSED_BY_OTHER_RANKS and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
             if time.monotonic() - child.ended_at < get_restart_note_timeout_s(code):
                 return None  # another task may be about to say that its rank died before this one

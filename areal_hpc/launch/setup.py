@@ -34,7 +34,7 @@ IMMUTABLE_KEYS = (
     "trainer.batch_size",
 )
 """Keys that what is already recorded depends on: a run keeps them for life."""
-KEYS_WITHOUT_EFFECT_ON_TRAINED = ("cluster", "trainer.total_steps")
+KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
 """Keys that may differ from those of a finished run: they change nothing of what was trained."""
 
 
@@ -150,7 +150,7 @@ def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:
         for key in changed
         if key in before
         and key in now  # keys of other versions are not the user's
-        and not is_key_at_or_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED)
+        and not is_key_at_or_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
     ]
     if problems:
         raise RecipeError.from_problems(problems)

@@ -21,7 +21,7 @@ from areal_hpc.sandbox.command_server import (
     TAKEN,
 )
 
-WINDOW_BYTES = 1 << 20
+MAX_UNREAD_INPUT_BYTES = 1 << 20
 """Input that is under way to a command which has not read it."""
 KILL_GRACE_S = 10.0
 """Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
@@ -156,7 +156,7 @@ class CommandChannel:
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
-                while command.on_its_way > WINDOW_BYTES and not self.closed.is_set():
+                while command.on_its_way > MAX_UNREAD_INPUT_BYTES and not self.closed.is_set():
                     await command.has_read.wait()
                     command.has_read.clear()
                 command.on_its_way += len(piece)

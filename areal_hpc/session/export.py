@@ -42,7 +42,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()
-EMPTY_RECORD = RowRecord()
+EMPTY_ROW_RECORD = RowRecord()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
 def export_rows(
     tree: InteractionTree,
     key: EpisodeKey,
-    record: RowRecord = EMPTY_RECORD,
+    record: RowRecord = EMPTY_ROW_RECORD,
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
@@ -227,7 +227,7 @@ def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
 
 
 def build_row(
-    plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_RECORD
+    plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_ROW_RECORD
 ) -> TrajectoryRow:
     """The arrays of a planned row, and `record` with the calls of its path."""
     length = plan.path[-1].num_sequence_tokens if plan.path else 0

@@ -40,7 +40,7 @@ _TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
 _RECORD_DATASETS = [one for one in DATASETS if one.name in ("record", "record_offsets", "tools")]
 _MAIN_DATASETS = [one for one in DATASETS if one not in _RECORD_DATASETS]
-_KINDS = tuple(RowKind)
+_ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
 _JsonValue = TypeVar("_JsonValue")
@@ -131,7 +131,7 @@ class ShardReader:
 
     def list_kinds(self) -> list[RowKind]:
         """Why each row was recorded."""
-        return [_KINDS[kind] for kind in self._rows["kind"].tolist()]
+        return [_ROW_KINDS[kind] for kind in self._rows["kind"].tolist()]
 
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ShardReader:
             return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
 
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
-        kinds = map(_KINDS.__getitem__, values("kind"))
+        kinds = map(_ROW_KINDS.__getitem__, values("kind"))
         details = self._read_records_meta_and_tools(chosen) if with_meta else ()
         slices = _compute_row_slices(bounds, chosen)
         return [

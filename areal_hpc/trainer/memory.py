@@ -72,7 +72,7 @@ def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -
         work = ", ".join(getattr(error, "__notes__", [])) or "a training step"
         raise RecipeError(
             f"memory ran out in {work}. This rank has held {_describe_memory_use(policy.device)}; "
-            f"estimated are {_describe_estimate(estimate)} with micro-batches of "
+            f"estimated are {_describe_memory_estimate(estimate)} with micro-batches of "
             f"{config.max_tokens_per_microbatch} tokens. "
             f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
             key=f"{section}.max_tokens_per_microbatch",
@@ -88,7 +88,7 @@ def _describe_memory_use(device: torch.device) -> str:
     return f"{held} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
 
 
-def _describe_estimate(estimate: TrainerMemory) -> str:
+def _describe_memory_estimate(estimate: TrainerMemory) -> str:
     parts = ("parameters", "gradients", "optimizer", "activations", "logits")
     told = ", ".join(f"{name} {getattr(estimate, name) / GIB:.1f}" for name in parts)
     return f"{estimate.total / GIB:.1f} GiB ({told})"

@@ -37,7 +37,7 @@ from areal_hpc.trainer.torch_private import get_default_store
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 
-JOIN_TIMEOUT_S = 300.0
+JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Torch's newer and older name of where the record of the last collectives goes."""
@@ -208,7 +208,7 @@ def _connect_to_store(
 
     That one is either gone, or already counted this rank in: each store takes a rank once.
     """
-    give_up_at = time.monotonic() + JOIN_TIMEOUT_S
+    give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
         endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE_SERVICE)
@@ -230,6 +230,6 @@ def _connect_to_store(
             time.sleep(0.1)
     raise ClusterError(
         f"rank {task.rank} found no living {rendezvous.RANK_STORE_SERVICE} "
-        f"within {JOIN_TIMEOUT_S:.0f} s",
+        f"within {JOIN_RANKS_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
     )

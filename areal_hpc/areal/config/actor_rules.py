@@ -19,7 +19,7 @@ from areal_hpc.areal.config.rules import (
 )
 
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
-NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
+NO_REFERENCE_MODEL_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
@@ -308,7 +308,7 @@ ACTOR_RULES = (
     unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
     unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
     *unsupported_scheduling_rules("actor"),
-    unsupported_rule("ref.*", NO_REFERENCE_REASON),
+    unsupported_rule("ref.*", NO_REFERENCE_MODEL_REASON),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
     unsupported_rule("teacher.*", "there is no distillation"),
 )

@@ -107,8 +107,10 @@ def _reject_ray_scheduler(value: Any, source: ArealConfigValues) -> dict[str, An
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
-_DATA_LOADER_REASON = "rows are read once, from the run directory"
-_LOG_REASON = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+_NO_DATA_LOADER_REASON = "rows are read once, from the run directory"
+_LOGS_ALWAYS_WRITTEN_REASON = (
+    "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+)
 _TRACKERS = ("wandb", "swanlab", "trackio")
 
 RUN_RULES = (
@@ -164,8 +166,8 @@ RUN_RULES = (
         "train_dataset.path", "`train_dataset.path`", _build_task_file_translator("train_dataset")
     ),
     fixed_value_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
-    ignored_rule("train_dataset.pin_memory", _DATA_LOADER_REASON),
-    ignored_rule("train_dataset.num_workers", _DATA_LOADER_REASON),
+    ignored_rule("train_dataset.pin_memory", _NO_DATA_LOADER_REASON),
+    ignored_rule("train_dataset.num_workers", _NO_DATA_LOADER_REASON),
     fixed_value_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
@@ -174,8 +176,8 @@ RUN_RULES = (
     ),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
-    ignored_rule("valid_dataset.pin_memory", _DATA_LOADER_REASON),
-    ignored_rule("valid_dataset.num_workers", _DATA_LOADER_REASON),
+    ignored_rule("valid_dataset.pin_memory", _NO_DATA_LOADER_REASON),
+    ignored_rule("valid_dataset.num_workers", _NO_DATA_LOADER_REASON),
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
@@ -192,8 +194,14 @@ RUN_RULES = (
         "recover.no_load_optim", False, "a checkpoint always contains the optimizer state"
     ),
     *repeated_run_key_rules("stats_logger"),
-    *(fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOG_REASON) for name in _TRACKERS),
-    *(unsupported_rule(f"stats_logger.{name}.*", _LOG_REASON) for name in _TRACKERS),
+    *(
+        fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOGS_ALWAYS_WRITTEN_REASON)
+        for name in _TRACKERS
+    ),
+    *(
+        unsupported_rule(f"stats_logger.{name}.*", _LOGS_ALWAYS_WRITTEN_REASON)
+        for name in _TRACKERS
+    ),
     ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
 )

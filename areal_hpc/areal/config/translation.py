@@ -29,10 +29,16 @@ RULE_BY_KEY: dict[str, KeyRule] = {
 }
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
 
-AREAL_IDENTIFYING_KEYS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
+KEYS_THAT_IDENTIFY_AREAL_CONFIG = (
+    "actor",
+    "gconfig",
+    "rollout",
+    "train_dataset",
+    "allocation_mode",
+)
 """A configuration of AReaL's has at least one of these."""
 
-OPTIONAL_SECTIONS = {
+OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
     "actor.reward_norm": NormConfig,
 }
@@ -78,16 +84,16 @@ def translate_to_recipe(
             key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
         }
     else:
-        if not any(section in config for section in AREAL_IDENTIFYING_KEYS):
+        if not any(section in config for section in KEYS_THAT_IDENTIFY_AREAL_CONFIG):
             raise RecipeError(
                 "this is not an AReaL configuration: none of "
-                f"{', '.join(AREAL_IDENTIFYING_KEYS)} is present",
+                f"{', '.join(KEYS_THAT_IDENTIFY_AREAL_CONFIG)} is present",
                 hint="give the file that AReaL's --config names",
             )
         stated = {
             key: value for key, value in flatten_to_dotted_keys(config).items() if value != {}
         }
-        for section, model in OPTIONAL_SECTIONS.items():
+        for section, model in OPTIONAL_SECTION_CLASSES.items():
             if any(key.startswith(f"{section}.") for key in stated):
                 defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
         absent = {

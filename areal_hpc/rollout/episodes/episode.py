@@ -41,7 +41,11 @@ BAD_REWARD_KIND = "BadReward"
 REFUSED_REWARD_KIND = "RefusedReward"
 NO_CALL_KIND = "NoModelCall"
 """Kinds of agents' errors in which nothing was raised."""
-_NOBODY_LISTENS_SIGNS = ("Connect call failed", "Connection refused", "connection attempts failed")
+_NO_LISTENER_ERROR_TEXTS = (
+    "Connect call failed",
+    "Connection refused",
+    "connection attempts failed",
+)
 """What HTTP clients of agents say where nobody listens."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
@@ -133,7 +137,7 @@ def _explain_failure(
                 "the agent made no model call, so there is nothing to reward",
                 NO_CALL_KIND,
             )
-        if kind == NO_CALL_KIND or any(sign in message for sign in _NOBODY_LISTENS_SIGNS):
+        if kind == NO_CALL_KIND or any(sign in message for sign in _NO_LISTENER_ERROR_TEXTS):
             hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
     if kind == KeyError.__name__:
         hint = suggest_column(message.partition(f"{kind}: ")[2].strip("'\""), data)

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.alerts import MAX_ROWS, AlertTracker
+from areal_hpc.metrics.alerts import MAX_JUDGED_ROWS, AlertTracker
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.events import EventLog
@@ -35,7 +35,9 @@ class AlertReporter:
         self._command = list(config.command)
         self._run_dir = str(paths.root)
         self._events = events
-        self._rows: deque[dict[str, Any]] = deque(read_metrics(paths.metrics), maxlen=MAX_ROWS)
+        self._rows: deque[dict[str, Any]] = deque(
+            read_metrics(paths.metrics), maxlen=MAX_JUDGED_ROWS
+        )
         self._tracker = AlertTracker(config)
         self._tracker.find_new_alerts([*self._rows])
 

@@ -27,7 +27,7 @@ MAX_NESTED_LEVELS = 50
 _TOKEN_PATTERN = re.compile(
     r"""\s*(?:(?P<quoted>"[^"]*"|'[^']*')|(?P<symbol><=|>=|!=|==|[()=<>~])|(?P<word>[^\s()=<>~!"']+))"""
 )
-_ORDERINGS: dict[str, Callable[[float, float], bool]] = {
+_COMPARE_BY_SIGN: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -35,7 +35,7 @@ _ORDERINGS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_OPERATORS = (*_ORDERINGS, "~")
+_OPERATORS = (*_COMPARE_BY_SIGN, "~")
 
 
 class FieldReader(Protocol):
@@ -70,7 +70,7 @@ class Comparison:
             return (value == self.wanted) is (self.sign == "=")
         if not isinstance(value, int | float):
             return self.sign == "!="
-        return _ORDERINGS[self.sign](value, self.wanted)
+        return _COMPARE_BY_SIGN[self.sign](value, self.wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
-_CONFIG = "generationConfig"
+_CONFIG_KEY = "generationConfig"
 _ANY_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
@@ -176,14 +176,14 @@ def build_model_call(
 def _refuse_unsupported_options(config: GenerationConfig) -> None:
     if config.top_k is not None and config.top_k != int(config.top_k):
         problem = f"expected a whole number, got {config.top_k}"
-        raise ProxyRequestError(400, problem, key=f"{_CONFIG}.topK")
+        raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.topK")
     if config.logprobs and not config.response_logprobs:
         problem = "logprobs needs responseLogprobs"
-        raise ProxyRequestError(400, problem, key=f"{_CONFIG}.logprobs")
+        raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.logprobs")
     for kind in config.response_modalities or ():
         if kind.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
             problem = f"expected TEXT, got {kind!r}: the model writes text alone"
-            raise ProxyRequestError(400, problem, key=f"{_CONFIG}.responseModalities")
+            raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.responseModalities")
 
 
 def _build_system_message(instruction: Content | None) -> Iterator[Message]:
@@ -201,7 +201,7 @@ def _build_thinking_variables(
     """Variables that tell a chat template whether to reason, or how hard."""
     if asked is None:
         return None
-    key, variables = f"{_CONFIG}.thinkingConfig", {}
+    key, variables = f"{_CONFIG_KEY}.thinkingConfig", {}
     if isinstance(asked.thinking_level, str):
         level = asked.thinking_level.lower()
         variables = build_reasoning_variables(model, f"{key}.thinkingLevel", ignored, effort=level)
@@ -216,12 +216,12 @@ def _build_thinking_variables(
 
 def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, Any]:
     """The sampling parameter that holds a text to its format, if it has one."""
-    schema, key = config.response_schema, f"{_CONFIG}.responseSchema"
+    schema, key = config.response_schema, f"{_CONFIG_KEY}.responseSchema"
     if config.response_json_schema is not None:
         if schema is not None:
             problem = "responseSchema and responseJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
-        schema, key = config.response_json_schema, f"{_CONFIG}.responseJsonSchema"
+        schema, key = config.response_json_schema, f"{_CONFIG_KEY}.responseJsonSchema"
     built = convert_to_json_schema(schema, key)
     kind = config.response_mime_type or ("text/plain" if schema is None else "application/json")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
@@ -231,5 +231,7 @@ def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, An
         return {"json_schema": encode_json_schema(built or _ANY_JSON_SCHEMA, choice)}
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
-        raise ProxyRequestError(400, f"{problem} and an enum", key=f"{_CONFIG}.responseMimeType")
+        raise ProxyRequestError(
+            400, f"{problem} and an enum", key=f"{_CONFIG_KEY}.responseMimeType"
+        )
     return {}
