@@ -100,7 +100,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_next_command, say
-    from areal_hpc.slurm.cancel import cancel_jobs
+    from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import (
         get_experiment_label,
         list_recorded_job_ids,
@@ -119,7 +119,9 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         return (*list_recorded_job_ids(paths), *unrecorded)
 
     try:
-        ended = cancel_jobs(find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say)
+        ended = cancel_jobs_and_wait(
+            find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say
+        )
     except KeyboardInterrupt:
         say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")
         return RunInterruptedError.exit_code

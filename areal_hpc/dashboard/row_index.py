@@ -91,7 +91,7 @@ class RowIndex:
         with self._lock:
             self._database.close()
 
-    def refresh(self) -> int:
+    def index_new_rows(self) -> int:
         """Take in shards and batches that are new; how many rows came."""
         with self._lock:
             self._problems = {}  # what failed is tried again

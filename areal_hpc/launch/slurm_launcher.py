@@ -379,7 +379,7 @@ def watch_submitted_run(
         poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
     reporter.show_progress("train")
-    _wait_for_jobs_to_end(paths, reporter, stop)
+    _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
 
 
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
@@ -405,7 +405,7 @@ def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
     )
 
 
-def _wait_for_jobs_to_end(
+def _wait_for_jobs_to_end_or_report_them(
     paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
 ) -> None:
     live = [

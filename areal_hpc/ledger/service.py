@@ -77,7 +77,9 @@ class LedgerService:
 
     # Cells -----------------------------------------------------------------------------------
 
-    async def lease(self, request: wire.LeaseRequest, patience: LongPoll) -> wire.LeaseReply:
+    async def record_heartbeat_and_lease_tickets(
+        self, request: wire.LeaseRequest, patience: LongPoll
+    ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         self._apply_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.max_report_interval_s)
@@ -93,7 +95,9 @@ class LedgerService:
                 )
         return wire.LeaseReply(stop=True)
 
-    async def settle(self, request: wire.SettleRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def settle_tickets(
+        self, request: wire.SettleRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
             request_checks.require_valid_settle(ticket)
@@ -109,7 +113,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def drop(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def drop_ticket(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if request.kind == "failed":
@@ -216,14 +220,16 @@ class LedgerService:
             if is_decided or not await patience.wait_for(self._progress, until_s):
                 return wire.EvaluateReply(done, request.n_tasks, mean_reward, trouble)
 
-    async def finish(self, request: wire.FinishRunRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def finish_run_and_release_cells(
+        self, request: wire.FinishRunRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._require_generation_and_schedule_grants(request.generation)
         self._stopped = True
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
+    async def get_status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation
@@ -311,7 +317,7 @@ class LedgerService:
         for drop in self._ages.find_too_old_tickets(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.drop_settled_ticket(drop)
+            tickets.drop_or_requeue_settled_ticket(drop)
             self._notify_waiting()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.

@@ -245,7 +245,7 @@ class TicketTable:
         self.drop_stats.record_drop(drop)
         return True
 
-    def drop_settled_ticket(self, drop: DroppedTicket) -> None:
+    def drop_or_requeue_settled_ticket(self, drop: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
         ticket_id = drop.ref.ticket_id
         del self._settled[ticket_id]

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
-    kill_process,
+    kill_and_reap_process,
     list_descendants,
     read_resident_bytes,
 )
@@ -314,7 +314,7 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for one in below:
-            kill_process(one)
+            kill_and_reap_process(one)
 
     async def _read_error_output(self) -> str:
         """What the process wrote as errors, shortened."""

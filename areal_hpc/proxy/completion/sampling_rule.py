@@ -10,7 +10,7 @@ from areal_hpc.wire.proxy import StartSessionRequest
 _BOUND_PARAMETERS = ("temperature", "top_p", "top_k")
 
 
-def apply_sampling_of_bound_session(
+def apply_bound_sampling_and_note_ignored(
     call: ModelCall, session: StartSessionRequest, unknown: Sequence[str]
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.

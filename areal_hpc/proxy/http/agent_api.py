@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import apply_sampling_of_bound_session
+from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
@@ -122,7 +122,9 @@ class AgentApi:
     ) -> Exchange:
         """What a request asks for; what it asks for in vain is counted."""
         exchange = dialect.read(request, session, self._model)
-        exchange.call = apply_sampling_of_bound_session(exchange.call, session.request, unknown)
+        exchange.call = apply_bound_sampling_and_note_ignored(
+            exchange.call, session.request, unknown
+        )
         names = exchange.call.names_without_effect
         self._completions.metrics.count_ignored_parameters(path, session.client, names)
         return exchange

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import apply_sampling_of_bound_session
+from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
@@ -144,7 +144,7 @@ class GoogleApi:
         self, verb: str, session: Session, asked: ModelCall, unknown: Sequence[str]
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
-        call = apply_sampling_of_bound_session(asked, session.request, unknown)
+        call = apply_bound_sampling_and_note_ignored(asked, session.request, unknown)
         route, names = f"/models/{{model}}:{verb}", call.names_without_effect
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call

@@ -107,7 +107,9 @@ async def run_episode(
         try:
             if free is not None:
                 lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-                await free.put_into_task(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
+                await free.put_into_task_and_open_endpoint(
+                    spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
+                )
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
             reward = await _send_rewards_and_end_session(
                 parse_agent_rewards(returned), session, proxy

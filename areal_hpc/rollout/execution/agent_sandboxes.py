@@ -52,7 +52,7 @@ class EpisodeSandbox:
     def __init__(self, sandbox: Sandbox, has_session: bool) -> None:
         self._sandbox, self._has_session = sandbox, has_session
 
-    async def put_into_task(
+    async def put_into_task_and_open_endpoint(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
     ) -> None:
         """Put the sandbox into the agent's task, and show its commands the model's endpoint.

@@ -120,7 +120,7 @@ def _run_episode_in_child(
         async with acquire_sandbox(sandboxes) as free:
             if free is not None:
                 url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
-                await free.put_into_task(data, url, key, float("inf"))
+                await free.put_into_task_and_open_endpoint(data, url, key, float("inf"))
             return await agent.run(data)
 
     try:

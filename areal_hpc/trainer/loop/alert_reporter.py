@@ -65,10 +65,10 @@ class AlertReporter:
         except OSError as error:
             logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
             return
-        threading.Thread(target=_await_command, args=[process], daemon=True).start()
+        threading.Thread(target=_await_command_and_log_failure, args=[process], daemon=True).start()
 
 
-def _await_command(process: subprocess.Popen[bytes]) -> None:
+def _await_command_and_log_failure(process: subprocess.Popen[bytes]) -> None:
     """Wait for the program, and log what it says if it fails."""
     try:
         said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)

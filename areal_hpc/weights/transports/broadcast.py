@@ -196,7 +196,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
-    def _transfer(
+    def _pause_and_transfer(
         self,
         update: UpdateInProgress[BroadcastSession],
         order: UpdateRequest,

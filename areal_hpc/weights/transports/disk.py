@@ -125,7 +125,7 @@ class DiskTransport(Transport[DiskSession]):
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
-    def _transfer(
+    def _pause_and_transfer(
         self,
         update: UpdateInProgress[DiskSession],
         order: UpdateRequest,

@@ -144,7 +144,7 @@ class TicketHistories(RuleBasedStateMachine):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
-            self.ledger.drop_settled_ticket(drop)
+            self.ledger.drop_or_requeue_settled_ticket(drop)
         manifest = form_next_batch(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None

@@ -16,7 +16,7 @@ from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.launch.checks.server_options import ask_sglang_to_parse_options, find_option_problems
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, Unmeasured
-from areal_hpc.launch.doctor.gpu.worker_processes import Worker, await_workers
+from areal_hpc.launch.doctor.gpu.worker_processes import Worker, await_workers_and_kill_rest
 from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, make_tiny_model
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -135,7 +135,7 @@ def _run_ranks(
                     order.parent / f"rank-{rank}.log",
                 )
             )
-        await_workers(workers, timeout_s)
+        await_workers_and_kill_rest(workers, timeout_s)
     finally:
         for worker in workers:
             worker.kill()
@@ -177,7 +177,9 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
             plan.variables["train"] | {VISIBLE_DEVICES_VARIABLE: gpus[0]},
             folder / "trainer.log",
         )
-        await_workers([trainer], inference.startup_timeout_s + ENGINE_TIMEOUT_S, server=cell)
+        await_workers_and_kill_rest(
+            [trainer], inference.startup_timeout_s + ENGINE_TIMEOUT_S, server=cell
+        )
     except ClusterError as error:
         raise _get_error_left_by_cell(error, folder / "cell.json") from error
     finally:

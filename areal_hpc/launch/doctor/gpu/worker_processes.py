@@ -72,7 +72,7 @@ class Worker:
         self._process.wait()
 
 
-def await_workers(
+def await_workers_and_kill_rest(
     workers: Sequence[Worker], timeout_s: float, server: Worker | None = None
 ) -> None:
     """Return when all have ended well, `server` running meanwhile. Kills those that are left.
